@@ -1,0 +1,59 @@
+"""Initial weights, the same at every tensor-parallel size.
+
+Each logical tensor draws from a generator of its own, keyed by seed and name; a rank draws the whole
+logical tensor and keeps its pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megafp8.specs.placement import Piece
+
+Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+def key_of(*parts: object) -> int:
+    """A 63-bit key from the text of its parts, the same on every machine."""
+    digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def normal(std: float, seed: int) -> Draw:
+    """Draws logical tensors from N(0, std), in FP32 on the CPU."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(key_of("init", seed, name))
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    return draw
+
+
+def constant(value: float) -> Draw:
+    return lambda name, shape: torch.full(shape, value)
+
+
+def parameter(
+    shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
+) -> torch.nn.Parameter:
+    """A local parameter filled from its logical tensors; remembers its `pieces`."""
+    local = torch.empty(shape)
+    for piece in pieces:
+        extent = [
+            slice(start, start + part.stop - part.start)
+            for start, part in zip(piece.offset, piece.local)
+        ]
+        local[piece.local] = draw(piece.name, piece.global_shape)[tuple(extent)]
+    param = torch.nn.Parameter(local.to(dtype))
+    param.pieces = tuple(pieces)  # type: ignore[attr-defined]
+    param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
+    return param
+
+
+def pieces_of(param: torch.nn.Parameter) -> tuple[Piece, ...]:
+    """Where a parameter's parts lie in the logical model."""
+    pieces: tuple[Piece, ...] = param.pieces  # type: ignore[attr-defined]
+    return pieces

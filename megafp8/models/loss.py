@@ -1,0 +1,110 @@
+"""Output head and cross entropy together, a chunk of tokens at a time: no full logits are kept.
+
+For each chunk the forward pass also computes the gradients of its inputs (they need the logits, which
+are gone afterwards); the backward pass only scales them.
+"""
+
+# T tokens (batch x sequence)  C tokens of one chunk  D model width  V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORE = -100  # targets that are not counted
+CHUNK_BYTES = 32 << 20  # of FP32 logits
+
+
+class Matmul(Protocol):
+    def __call__(
+        self, a: torch.Tensor, b: torch.Tensor, *, place: str, transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> torch.Tensor: ...
+
+
+def plain_matmul(
+    a: torch.Tensor, b: torch.Tensor, *, place: str, transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> torch.Tensor:
+    return (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
+
+
+# (weight, FP32 gradient of it) -> what autograd shall add to `.grad`, or None
+AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
+
+
+def through_autograd(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+    return grad.to(weight.dtype)
+
+
+class HeadLoss(nn.Module):
+    """Sum of the cross entropy over counted targets, with the head's weight tied or given."""
+
+    def __init__(
+        self, matmul: Matmul = plain_matmul, add_grad_weight: AddGradWeight = through_autograd
+    ) -> None:
+        super().__init__()
+        self.matmul, self.add_grad_weight = matmul, add_grad_weight
+
+    def forward(
+        self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
+    ) -> torch.Tensor:
+        """FP32 scalar: the sum over targets that are not IGNORE, in nats."""
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+            hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self
+        )
+        return loss
+
+    def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        """FP32 logits [B, S, V], for generation."""
+        flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
+        return flat.float().unflatten(0, hidden_BSD.shape[:2])
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        weight_VD: nn.Parameter,
+        targets_T: torch.Tensor,
+        head: HeadLoss,
+    ) -> torch.Tensor:
+        with_grads = any(ctx.needs_input_grad)
+        num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
+        chunk = max(1, CHUNK_BYTES // (4 * vocab))
+        loss = torch.zeros((), device=hidden_TD.device)
+        grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None
+        grad_weight_VD: torch.Tensor | None = None
+        for begin in range(0, num_tokens, chunk):
+            rows = slice(begin, begin + chunk)
+            hidden_CD, targets_C = hidden_TD[rows], targets_T[rows]
+            logits_CV = head.matmul(hidden_CD, weight_VD, place="head", transpose_b=True).float()
+            log_probs_CV = F.log_softmax(logits_CV, dim=-1)
+            loss += F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
+            if grad_hidden_TD is None:
+                continue
+            counted_C = targets_C != IGNORE
+            grad_logits_CV = log_probs_CV.exp_()
+            index_C1 = targets_C.clamp(min=0)[:, None]
+            grad_logits_CV.scatter_add_(1, index_C1, grad_logits_CV.new_full(index_C1.shape, -1.0))
+            grad_logits_CV *= counted_C[:, None]
+            grad_CV = grad_logits_CV.to(hidden_TD.dtype)
+            grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
+            part_VD = head.matmul(grad_CV, hidden_CD, place="head grad_weight", transpose_a=True)
+            grad_weight_VD = part_VD.float() if grad_weight_VD is None else grad_weight_VD + part_VD
+        if grad_hidden_TD is not None:
+            ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
+            ctx.weight, ctx.head = weight_VD, head
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_loss,) = grads
+        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
+        grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD * grad_loss)
+        return grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype), grad_weight, None, None

@@ -1,0 +1,29 @@
+"""The two FP8 formats of Micikevicius et al. 2022 (arXiv 2209.05433), table 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import FormatName
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """An FP8 format; `max` is its largest finite magnitude."""
+
+    name: FormatName
+    dtype: torch.dtype
+    max: float
+
+
+E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
+FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
+    """The formats of (inputs and weights, output gradients) under a recipe."""
+    return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]

@@ -1,0 +1,1 @@
+"""Plain C for CPUs, compiled on first use; every kernel has a bit-identical torch path."""

@@ -1,0 +1,179 @@
+"""Delayed scaling: one table of amaxes, histories and scales per direction.
+
+The rule is Transformer Engine's fused update (delayed_scaling.cu), per tensor, once a microbatch:
+
+    a0 = amax staged since the last update (the MAX over ranks where amaxes are reduced)
+    a0 == 0 or not finite:  nothing rolls, the scale stays
+    else the history rolls: the oldest entry leaves, a0 becomes the newest
+    "max":         amax = max over the last `amax_history_len` updates, the leaving entry included
+    "most_recent": amax = a0
+    quant_scale = (fp8_max * 2**-margin) / amax in FP32, FLT_MAX where that overflows
+
+We differ in one point, on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not
+occur" and counted, where TE lets an infinity freeze the scale for a whole history (docs/numerics.md).
+So a tensor that did not occur keeps its state, which is also what makes a weight that is quantized
+once a step roll once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, NamedTuple
+
+import torch
+
+from megafp8.precision.formats import Fp8Format, formats_of
+from megafp8.specs import Fp8Recipe
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+Direction = Literal["forward", "backward"]
+ReduceMax = Callable[[torch.Tensor], None]
+
+
+class Slot(NamedTuple):
+    """One tensor's place in a table."""
+
+    table: ScaleTable
+    index: int
+    fmt: Fp8Format
+
+    @property
+    def quant_scale(self) -> torch.Tensor:
+        """0-d FP32 view of the current scale."""
+        return self.table.quant_scale[self.index]
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """0-d FP32 view of the amax staged since the last update."""
+        return self.table.amax[self.index]
+
+
+class ScaleTable:
+    """The scales of every tensor of one direction, contiguous: one update, one reduction for all.
+
+    amax           [tensors]            staged since the last update (TE's history slot 0)
+    history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
+    quant_scale    [tensors]
+    num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
+    """
+
+    def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
+        self.recipe = recipe
+        self.fmt = fmt
+        self.names: list[str] = []
+        self._allocate(torch.device("cpu"))
+
+    def _allocate(self, device: torch.device) -> None:
+        count = len(self.names)
+        self.amax = torch.zeros(count, device=device)
+        self.history = torch.zeros(count, self.recipe.amax_history_len - 1, device=device)
+        self.quant_scale = torch.ones(count, device=device)
+        self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
+
+    def register(self, name: str) -> Slot:
+        """A new row. All rows are registered before the first `tensors()`-changing event."""
+        assert name not in self.names, f"{name} is registered twice"
+        self.names.append(name)
+        self._allocate(self.amax.device)
+        return Slot(self, len(self.names) - 1, self.fmt)
+
+    def to(self, device: torch.device) -> None:
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state that a checkpoint keeps, by field."""
+        fields = ("amax", "history", "quant_scale", "num_nonfinite")
+        return {name: getattr(self, name) for name in fields}
+
+    def update(self, reduce_max: ReduceMax | None) -> None:
+        """Reduce the staged amaxes, roll them into the histories and recompute the scales."""
+        if reduce_max is not None:
+            reduce_max(self.amax)
+        staged = self.amax
+        is_finite = staged.isfinite()
+        occurred = is_finite & (staged > 0)
+        self.num_nonfinite += ~is_finite
+        if self.recipe.amax_compute_algo == "max" and self.history.shape[1] > 0:
+            window_amax = torch.maximum(staged, self.history.amax(dim=1))
+        else:
+            window_amax = staged
+        if self.history.shape[1] > 0:
+            rolled = torch.cat((self.history[:, 1:], staged[:, None]), dim=1)
+            self.history = torch.where(occurred[:, None], rolled, self.history)
+        target = torch.full_like(window_amax, self.fmt.max * 2.0**-self.recipe.margin)
+        # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
+        fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
+        self.quant_scale = torch.where(occurred, fresh, self.quant_scale)
+        self.amax = torch.zeros_like(staged)
+
+
+class ScalingState:
+    """The scaling state of one pipeline stage, and the events that move it.
+
+    begin_microbatch(i)  i == 0 starts a step: weights are quantized anew and their amax recorded
+    end_forward()        forward amaxes are reduced and rolled
+    end_backward()       backward amaxes are reduced and rolled
+    evaluation()         a context in which nothing is recorded; weights are quantized anew for it
+    """
+
+    def __init__(self, recipe: Fp8Recipe, reduce_max: ReduceMax | None = None) -> None:
+        forward_format, backward_format = formats_of(recipe)
+        self.recipe = recipe
+        self.forward = ScaleTable(recipe, forward_format)
+        self.backward = ScaleTable(recipe, backward_format)
+        self.recording = True
+        self.weights_version = 0  # raised whenever cached FP8 weights are stale
+        self._reduce_max = reduce_max if recipe.reduce_amax else None
+
+    @property
+    def tables(self) -> dict[Direction, ScaleTable]:
+        return {"forward": self.forward, "backward": self.backward}
+
+    def to(self, device: torch.device) -> None:
+        for table in self.tables.values():
+            table.to(device)
+
+    def begin_microbatch(self, index: int) -> None:
+        if index == 0:
+            self.weights_version += 1
+
+    def end_forward(self) -> None:
+        self.forward.update(self._reduce_max)
+
+    def end_backward(self) -> None:
+        self.backward.update(self._reduce_max)
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        return Evaluation(self)
+
+
+class Evaluation(AbstractContextManager[None]):
+    """Context manager: casts use the scales as they are and leave no trace in them."""
+
+    def __init__(self, state: ScalingState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._state.recording = False
+        self._state.weights_version += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._state.recording = True
+        self._state.weights_version += 1
+
+
+class NoScaling:
+    """The events of `ScalingState` for a run without FP8."""
+
+    tables: dict[Direction, ScaleTable] = {}
+
+    def begin_microbatch(self, index: int) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        return nullcontext()
