@@ -1,0 +1,1 @@
+"""Optimizer, schedule and clipping over FP32 master weights."""

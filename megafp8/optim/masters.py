@@ -1,0 +1,51 @@
+"""FP32 master weights and gradients of a model whose compute weights may be BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megafp8.models.init import pieces_of
+
+
+class Masters:
+    """One FP32 master per parameter, and all gradients in one flat FP32 buffer.
+
+    For FP32 parameters the master *is* the parameter. Sharded parameters come first in the buffer, so
+    that the gradient norm needs two ranges; one division, one clip and one reduction serve all.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.params = sorted(params, key=lambda p: not pieces_of(p)[0].is_sharded)
+        device = self.params[0].device
+        self.masters = [_master_of(param) for param in self.params]
+        sizes = [param.numel() for param in self.params]
+        self.flat_grad = torch.zeros(sum(sizes), device=device)
+        views = self.flat_grad.split(sizes)
+        self.grads = [view.view_as(param) for view, param in zip(views, self.params)]
+        self.num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
+        for master, grad in zip(self.masters, self.grads):
+            master.grad = grad
+
+    def zero_grad(self) -> None:
+        self.flat_grad.zero_()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the compute weights."""
+        pairs = [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
+        if pairs:
+            params, masters = zip(*pairs)
+            torch._foreach_copy_(list(params), list(masters))
+
+
+def _master_of(param: nn.Parameter) -> nn.Parameter:
+    """The FP32 initialization before it was rounded, where there was a rounding."""
+    if param.dtype == torch.float32:
+        return param
+    initial = getattr(param, "initial_master", None)
+    master = param.detach().float() if initial is None else initial.to(param.device)
+    param.initial_master = None  # type: ignore[attr-defined]
+    return nn.Parameter(master)

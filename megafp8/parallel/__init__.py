@@ -1,0 +1,1 @@
+"""Ranks: starting them, the axes they form, what crosses between them."""

@@ -1,0 +1,73 @@
+"""Every collective of a run passes here, where its bytes are counted by axis, operation and dtype."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+# axis, operation, dtype
+TrafficKey = tuple[str, str, str]
+
+
+class Traffic:
+    """Payload bytes handed to collectives by this rank since the start."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[TrafficKey, int] = defaultdict(int)
+        self.num_calls: dict[TrafficKey, int] = defaultdict(int)
+
+    def add(self, axis: str, operation: str, tensor: torch.Tensor) -> None:
+        key = (axis, operation, str(tensor.dtype).removeprefix("torch."))
+        self.num_bytes[key] += tensor.numel() * tensor.element_size()
+        self.num_calls[key] += 1
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An all-reduce under way; `wait` returns its result."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along one mesh axis (or several together), as seen from this rank.
+
+    With `size` 1 every collective is the identity and costs nothing.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, "all_reduce_sum", False).wait()
+
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
+        """In place, not waited for."""
+        return self._all_reduce(tensor, dist.ReduceOp.SUM, "all_reduce_sum", True)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place. The caller has made NaNs +inf: gloo's MAX treats NaN by rank order."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", False).wait()
+
+    def _all_reduce(
+        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, operation: str, is_async: bool
+    ) -> Pending:
+        if self.size == 1:
+            return Pending(tensor, None)
+        self.traffic.add(self.name, operation, tensor)
+        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=is_async)
+        return Pending(tensor, work)

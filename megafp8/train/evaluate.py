@@ -1,0 +1,27 @@
+"""Validation: the loss over batches, leaving no trace in FP8 scales or weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megafp8.data.loader import Microbatch
+from megafp8.train.state import TrainState
+from megafp8.train.step import to_device
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, int]:
+    """(nats per counted token, counted tokens) over all data-parallel ranks' batches."""
+    device = state.mesh.device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    state.model.eval()
+    with state.scaling.evaluation():
+        for batch in batches:
+            tokens_BS, targets_BS = to_device(batch, device)
+            totals[0] += state.model(tokens_BS, targets_BS)
+            totals[1] += (targets_BS >= 0).sum()
+    state.model.train()
+    state.mesh.dp.all_reduce_sum(totals)
+    return (totals[0] / totals[1]).item(), int(totals[1].item())

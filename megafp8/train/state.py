@@ -1,0 +1,29 @@
+"""Everything that a training step reads and changes, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafp8.models.gpt import GPT
+from megafp8.models.random import RandomStreams
+from megafp8.optim.adamw import AdamW
+from megafp8.optim.masters import Masters
+from megafp8.parallel.mesh import Mesh
+from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.scaling import NoScaling, ScalingState
+
+
+@dataclass
+class TrainState:
+    """The parts are made once by `build`; `step` and `consumed_samples` move."""
+
+    model: GPT
+    masters: Masters
+    optimizer: AdamW
+    scaling: ScalingState | NoScaling
+    streams: RandomStreams
+    counter: GemmCounter
+    mesh: Mesh
+    step: int = 0  # the last finished step
+    consumed_samples: int = 0  # over all ranks
+    num_skipped: int = 0  # steps whose gradients were not finite
