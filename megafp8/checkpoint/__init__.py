@@ -1,0 +1,1 @@
+"""Checkpoints and run directories: files, hashes, commits, resharding, locks. No communication."""

@@ -1,0 +1,202 @@
+"""The table of contents of one checkpoint: its files, their hashes, and which pieces they hold.
+
+`manifest.json` is guarded by `manifest.sha256`, written so that `sha256sum -c` checks it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megafp8.checkpoint.disk import write_durably
+from megafp8.checkpoint.rectangles import Box, Sizes, why_not_a_partition
+from megafp8.checkpoint.shardfile import DTYPES
+from megafp8.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+MANIFEST_HASH_NAME = "manifest.sha256"
+
+USE_ANOTHER = "Use an older checkpoint, or copy this one again from where it is whole"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """One stored rectangle of the logical tensor `name`, under `key` in its file."""
+
+    name: str
+    key: str
+    dtype: str  # as safetensors spells it, e.g. "BF16"
+    global_shape: Sizes
+    offset: Sizes  # elements
+    shape: Sizes
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.shape)
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One file: plain data, to be passed between ranks."""
+
+    file_name: str
+    size: int  # bytes
+    sha256: str  # of the bytes that were meant to be written
+    pieces: tuple[PieceEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself; `meta` is the caller's JSON."""
+
+    step: int
+    meta: dict[str, Any]
+    shards: tuple[ShardEntry, ...]
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes the manifest and then its hash, both fsynced. `OSError` passes through."""
+    content = _encode(manifest)
+    write_durably(directory / MANIFEST_NAME, content)
+    write_durably(directory / MANIFEST_HASH_NAME, _hash_line(content))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads and checks everything that needs no shard; raises `CheckpointError` with the reason."""
+    path = directory / MANIFEST_NAME
+    content = _read_regular_file(path)
+    guard = _read_regular_file(directory / MANIFEST_HASH_NAME)
+    if guard != _hash_line(content):
+        actual = hashlib.sha256(content).hexdigest()
+        expected = guard[:64].decode("ascii", "replace")
+        _refuse(path, f"sha256 is {actual}, {MANIFEST_HASH_NAME} says {expected!r}")
+    try:
+        tree = json.loads(content)
+    except ValueError as error:
+        _refuse(path, f"not JSON ({error})")
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if version != FORMAT_VERSION:
+        way_out = "Use the version of megafp8 that wrote it"
+        raise CheckpointError(path, f"format_version is {version!r}, not {FORMAT_VERSION}", way_out)
+    try:
+        manifest = _decode(tree)
+    except (KeyError, TypeError, ValueError) as error:
+        _refuse(path, f"a field is missing or has a wrong type ({error!r})")
+    if wrong := why_incomplete(manifest.shards):
+        _refuse(path, wrong)
+    return manifest
+
+
+def why_incomplete(shards: Sequence[ShardEntry]) -> str | None:
+    """None if the files together hold each logical tensor exactly once, else what is wrong."""
+    if clash := _first_repeated([shard.file_name for shard in shards]):
+        return f"file name {clash} occurs twice"
+    for shard in shards:
+        if clash := _first_repeated([piece.key for piece in shard.pieces]):
+            return f"{shard.file_name}: key {clash} occurs twice"
+    for name, pieces in pieces_by_name(shards).items():
+        if len({(piece.dtype, piece.global_shape) for _, piece in pieces}) > 1:
+            return f"{name}: its pieces disagree about dtype or shape"
+        boxes = [piece.box for _, piece in pieces]
+        if wrong := why_not_a_partition(boxes, pieces[0][1].global_shape):
+            return f"{name}: {wrong}"
+    return None
+
+
+def pieces_by_name(shards: Sequence[ShardEntry]) -> Mapping[str, list[tuple[str, PieceEntry]]]:
+    """Logical name to (file name, piece), in the order of the files."""
+    found: dict[str, list[tuple[str, PieceEntry]]] = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            found.setdefault(piece.name, []).append((shard.file_name, piece))
+    return found
+
+
+def is_plain_file_name(name: str) -> bool:
+    """Whether a manifest may name it: one path component of harmless characters."""
+    return bool(_PLAIN_NAME.fullmatch(name)) and name not in (MANIFEST_NAME, MANIFEST_HASH_NAME)
+
+
+def _hash_line(content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST_NAME}\n".encode()
+
+
+def _read_regular_file(path: Path) -> bytes:
+    if path.is_symlink():
+        _refuse(path, "is a symbolic link")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        _refuse(path, "is missing")
+    except OSError as error:
+        _refuse(path, f"cannot be read ({error})")
+
+
+def _encode(manifest: Manifest) -> bytes:
+    """One line per file and piece, so that people and diff can read it."""
+    lines = ["{", f'"format_version": {FORMAT_VERSION},', f'"step": {manifest.step},']
+    lines += [f'"meta": {json.dumps(manifest.meta, indent=1, allow_nan=False)},', '"files": [']
+    files = []
+    for shard in manifest.shards:
+        pieces = ",\n".join(json.dumps(asdict(piece)) for piece in shard.pieces)
+        fields = {"file_name": shard.file_name, "size": shard.size, "sha256": shard.sha256}
+        files.append(f'{json.dumps(fields)[:-1]}, "pieces": [\n{pieces}]}}')
+    return "\n".join([*lines, ",\n".join(files), "]", "}", ""]).encode()
+
+
+def _decode(tree: dict[str, Any]) -> Manifest:
+    for field, kind in (("files", list), ("meta", dict)):
+        if not isinstance(tree[field], kind):
+            raise TypeError(field)
+    shards = tuple(_decode_shard(entry) for entry in tree["files"])
+    return Manifest(_natural(tree["step"], "step"), tree["meta"], shards)
+
+
+def _decode_shard(entry: dict[str, Any]) -> ShardEntry:
+    file_name = entry["file_name"]
+    if not isinstance(file_name, str) or not is_plain_file_name(file_name):
+        raise ValueError(f"file_name {file_name!r} is not a plain name")
+    if not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
+        raise ValueError("sha256")
+    pieces = tuple(_decode_piece(piece) for piece in entry["pieces"])
+    return ShardEntry(file_name, _natural(entry["size"], "size"), entry["sha256"], pieces)
+
+
+def _decode_piece(entry: dict[str, Any]) -> PieceEntry:
+    for field in ("name", "key", "dtype"):
+        if not isinstance(entry[field], str):
+            raise TypeError(field)
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r} is unknown")
+    sizes = (tuple(_natural(n, f) for n in entry[f]) for f in ("global_shape", "offset", "shape"))
+    global_shape, offset, shape = sizes
+    if not len(global_shape) == len(offset) == len(shape):
+        raise ValueError(f"{entry['name']}: offset and shape differ in length")
+    return PieceEntry(entry["name"], entry["key"], entry["dtype"], global_shape, offset, shape)
+
+
+def _natural(value: object, field: str) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{field}: {value!r}")
+    return value
+
+
+def _first_repeated(names: Sequence[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise CheckpointError(path, reason, USE_ANOTHER)

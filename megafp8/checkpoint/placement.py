@@ -1,0 +1,29 @@
+"""Where pieces of logical (unsharded) tensors lie: all that a checkpoint knows of parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rectangle of a logical tensor, held by a live local tensor.
+
+    `tensor` may be a view of part of a parameter; its strides are free. Saving reads it, loading
+    copies into it in place. Replicas hold the same bytes; only replica 0 is written.
+    """
+
+    name: str  # logical name, e.g. "layers.3.attention.query.weight"
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of this piece in the logical tensor, in elements
+    tensor: torch.Tensor
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tensor.shape)
+        where = f"{self.name}: piece {shape} at {self.offset} of {self.global_shape}"
+        assert len(shape) == len(self.offset) == len(self.global_shape), where
+        for start, size, end in zip(self.offset, shape, self.global_shape, strict=True):
+            assert 0 <= start <= end - size, where

@@ -1,0 +1,115 @@
+"""Reads a committed checkpoint into any sharding of the same logical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megafp8.checkpoint.manifest import USE_ANOTHER, PieceEntry, pieces_by_name
+from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.rectangles import Box
+from megafp8.checkpoint.shardfile import DTYPES
+from megafp8.checkpoint.verification import check_structure
+from megafp8.errors import CheckpointError
+
+_NAMES_SHOWN = 5
+_SAME_MODEL = "Load it with the model and optimizer settings that it was saved with"
+
+
+class _Copy(NamedTuple):
+    """One rectangle on its way from a stored piece to a placement."""
+
+    piece: PieceEntry
+    placement: Placement
+    overlap: Box
+
+
+class Reader:
+    """One checkpoint, opened. Checks names and sizes here; `verify` the hashes before.
+
+    Any number of ranks may read the same checkpoint; each reads only the bytes it needs.
+    """
+
+    def __init__(self, step_dir: Path) -> None:
+        manifest = check_structure(step_dir)
+        self.path = step_dir
+        self.step: int = manifest.step
+        self.meta: dict[str, Any] = manifest.meta
+        self._pieces = pieces_by_name(manifest.shards)
+
+    def names(self) -> tuple[str, ...]:
+        """Logical names, sorted."""
+        return tuple(sorted(self._pieces))
+
+    def global_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole logical tensor."""
+        return self._pieces_of(name)[0][1].global_shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format as stored; loading never converts."""
+        return DTYPES[self._pieces_of(name)[0][1].dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole logical tensor, on the CPU."""
+        shape = self.global_shape(name)
+        tensor = torch.empty(shape, dtype=self.dtype(name))
+        self.load_into([Placement(name, shape, (0,) * len(shape), tensor)])
+        return tensor
+
+    def load_into(self, placements: Sequence[Placement], strict: bool = True) -> tuple[str, ...]:
+        """Copies stored elements into every placement's tensor, in place and bit for bit.
+
+        Everything is checked before the first byte is copied: a `CheckpointError` about names,
+        shapes or dtypes leaves all tensors as they were. Returns the names that the checkpoint
+        lacks; with `strict` they are an error. Stored names that nobody asks for are ignored
+        (a rank sees its part of the model only): compare `names()` to find them.
+        """
+        missing = tuple(dict.fromkeys(p.name for p in placements if p.name not in self._pieces))
+        if missing and strict:
+            shown = ", ".join(missing[:_NAMES_SHOWN])
+            more = ", …" if len(missing) > _NAMES_SHOWN else ""
+            raise CheckpointError(self.path, f"lacks {len(missing)}: {shown}{more}", _SAME_MODEL)
+        by_file: dict[str, list[_Copy]] = {}
+        for placement in placements:
+            if placement.name in self._pieces:
+                self._plan(placement, by_file)
+        for file_name, copies in by_file.items():
+            self._copy(self.path / file_name, copies)
+        return missing
+
+    def _plan(self, placement: Placement, by_file: dict[str, list[_Copy]]) -> None:
+        name, tensor = placement.name, placement.tensor
+        if self.global_shape(name) != placement.global_shape:
+            have, want = self.global_shape(name), placement.global_shape
+            reason = f"{name} has shape {have} there and {want} here"
+            raise CheckpointError(self.path, reason, _SAME_MODEL)
+        if self.dtype(name) != tensor.dtype:
+            reason = f"{name} is {self.dtype(name)} there and {tensor.dtype} here"
+            raise CheckpointError(self.path, reason, _SAME_MODEL)
+        wanted = Box(placement.offset, tuple(tensor.shape))
+        covered = 0
+        for file_name, piece in self._pieces_of(name):
+            if overlap := piece.box.overlap(wanted):
+                by_file.setdefault(file_name, []).append(_Copy(piece, placement, overlap))
+                covered += overlap.volume
+        assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
+
+    def _copy(self, path: Path, copies: list[_Copy]) -> None:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                for piece, placement, overlap in copies:
+                    inside = overlap.slices_within(piece.box)
+                    wanted = Box(placement.offset, tuple(placement.tensor.shape))
+                    target = placement.tensor.detach()[overlap.slices_within(wanted)]
+                    target.copy_(file.get_slice(piece.key)[inside])
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(path, f"cannot be read ({error})", USE_ANOTHER) from error
+
+    def _pieces_of(self, name: str) -> list[tuple[str, PieceEntry]]:
+        if name not in self._pieces:
+            raise CheckpointError(self.path, f"lacks {name}", _SAME_MODEL)
+        return self._pieces[name]

@@ -1,0 +1,114 @@
+"""One process at a time in a run directory; the kernel lets go when that process dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from megafp8.errors import RunError
+
+LOCK_NAME = ".lock"
+_ATTEMPTS = 5  # `is_locked` elsewhere holds a lock for microseconds: that must not count as alive
+_PAUSE_SECONDS = 0.005
+
+
+class RunLock:
+    """An exclusive `flock` on `<run_dir>/.lock`, held until `release` or death.
+
+    Forgetting the object does not let go. The file stays: deleting it would let two processes
+    lock two files of the same name.
+    """
+
+    def __init__(self, run_dir: Path, descriptor: int) -> None:
+        self.run_dir = run_dir
+        self._descriptor: int | None = descriptor
+        # A forked helper (a data loader) shares the lock: it would outlive a killed trainer.
+        myself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close(myself()))
+
+    @classmethod
+    def acquire(cls, run_dir: Path) -> RunLock:
+        """Raises `RunError` naming host and process if another one is alive in `run_dir`."""
+        path = run_dir / LOCK_NAME
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be opened ({error.strerror})") from error
+        if not _try_lock(descriptor, path):
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise RunError(f"{run_dir} is in use by {holder}. Wait for it, or use another name")
+        content = {"host": socket.gethostname(), "pid": os.getpid()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(content).encode() + b"\n", 0)
+        return cls(run_dir, descriptor)
+
+    def release(self) -> None:
+        """Lets others in; again is harmless."""
+        _close(self)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a living process holds `run_dir`; a hint only, since it may end or start any time."""
+    try:
+        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # never used, or not ours to look at
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: `acquire` says so
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
+    for attempt in range(_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt + 1 < _ATTEMPTS:
+                time.sleep(_PAUSE_SECONDS)
+        except OSError as error:
+            os.close(descriptor)
+            raise RunError(
+                f"{path}: this file system cannot lock files ({error.strerror}). "
+                "Use another one, or mount it with locks (Lustre: -o flock)"
+            ) from error
+    return False
+
+
+def _holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _close(lock: RunLock | None) -> None:
+    descriptor = getattr(lock, "_descriptor", None)
+    if lock is not None and descriptor is not None:
+        lock._descriptor = None
+        os.close(descriptor)

@@ -1,0 +1,89 @@
+"""Streams tensors into a safetensors file and hashes the bytes on their way to the disk.
+
+The library's own writer would make us read the file back to hash it, and what a torn write left
+behind would then be what is hashed. The format is small: an 8-byte little-endian header length,
+a JSON header padded with spaces, the tensors end to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+_CHUNK_BYTES = 16 << 20
+_ALIGNMENT_BYTES = 8
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
+    """Creates `path`, fsynced; returns the size in bytes and the SHA-256 that it should have.
+
+    Holds a copy of one tensor at a time, and only of those that are strided or on a device.
+    `OSError` passes through and leaves the unfinished file to the caller.
+    """
+    # Wide dtypes first: then every tensor starts at a multiple of its item size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    digest, size = hashlib.sha256(), 0
+    with ThreadPoolExecutor(1) as hasher, open(path, "xb", buffering=0) as file:
+        for chunk in _chunks(ordered):
+            hashed = hasher.submit(digest.update, chunk)  # while the same bytes are written
+            _write_all(file.fileno(), chunk)
+            hashed.result()
+            size += len(chunk)
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def _chunks(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
+    yield memoryview(_header(tensors))
+    for _, tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content: memoryview[int] = memoryview(flat.numpy().data)
+        for start in range(0, len(content), _CHUNK_BYTES):
+            yield content[start : start + _CHUNK_BYTES]
+
+
+def _header(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+    entries: dict[str, dict[str, object]] = {}
+    start = 0
+    for key, tensor in tensors:
+        end = start + tensor.numel() * tensor.element_size()
+        entries[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

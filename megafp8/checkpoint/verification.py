@@ -1,0 +1,95 @@
+"""Is this checkpoint, byte for byte, what was meant to be written?"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from megafp8.checkpoint.layout import step_of
+from megafp8.checkpoint.manifest import (
+    MANIFEST_NAME,
+    USE_ANOTHER,
+    Manifest,
+    ShardEntry,
+    read_manifest,
+)
+from megafp8.errors import CheckpointError
+
+_CHUNK_BYTES = 4 << 20
+
+
+def verify(step_dir: Path) -> None:
+    """Reads every byte; raises `CheckpointError` naming the file and what was expected of it."""
+    shards = check_structure(step_dir).shards
+    threads = min(len(shards), os.cpu_count() or 1)  # hashing releases the interpreter lock
+    with ThreadPoolExecutor(max(threads, 1)) as pool:
+        for done in [pool.submit(_check_content, step_dir, shard) for shard in shards]:
+            done.result()
+
+
+def check_structure(step_dir: Path) -> Manifest:
+    """The cheap part: manifest, names, sizes, completeness; reads no tensor."""
+    manifest = read_manifest(step_dir)
+    claimed = step_of(step_dir.name)
+    if claimed is not None and claimed != manifest.step:
+        reason = f"says step {manifest.step} in a directory named for step {claimed}"
+        raise CheckpointError(step_dir / MANIFEST_NAME, reason, USE_ANOTHER)
+    for shard in manifest.shards:
+        check_size(step_dir, shard)
+    return manifest
+
+
+def why_damaged(step_dir: Path) -> CheckpointError | None:
+    """The error that `verify` raises, if it does."""
+    try:
+        verify(step_dir)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def check_size(directory: Path, shard: ShardEntry) -> None:
+    """Raises `CheckpointError` unless the file exists, is no link and has the expected size."""
+    path = directory / shard.file_name
+    if path.is_symlink():
+        raise CheckpointError(path, "is a symbolic link", USE_ANOTHER)
+    if not path.is_file():
+        raise CheckpointError(path, "is missing", USE_ANOTHER)
+    if (actual := path.stat().st_size) != shard.size:
+        raise CheckpointError(path, f"has {actual} bytes, expected {shard.size}", USE_ANOTHER)
+
+
+def _check_content(directory: Path, shard: ShardEntry) -> None:
+    path = directory / shard.file_name
+    try:
+        actual = _sha256(path)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read ({error})", USE_ANOTHER) from error
+    if actual != shard.sha256:
+        raise CheckpointError(path, f"sha256 is {actual}, expected {shard.sha256}", USE_ANOTHER)
+    if wrong := _why_header_differs(path, shard):
+        raise CheckpointError(path, wrong, USE_ANOTHER)
+
+
+def _sha256(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _why_header_differs(path: Path, shard: ShardEntry) -> str | None:
+    """Right bytes of a wrong manifest: no accident makes them, a faulty tool might."""
+    expected = {piece.key: (piece.dtype, piece.shape) for piece in shard.pieces}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            actual = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
+    except SafetensorError as error:
+        return f"is no safetensors file ({error})"
+    return None if actual == expected else "holds other tensors than the manifest says"

@@ -1,0 +1,239 @@
+"""Which directory a run works in, and that no two work in one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megafp8.checkpoint import rundir
+from megafp8.checkpoint.rundir import RunChoice, RunLock, choose_run, is_locked
+from megafp8.errors import RunError
+
+HERE = Path(__file__).parents[2]
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megafp8.checkpoint.rundir import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+STARTER = """
+import sys
+from pathlib import Path
+from megafp8.checkpoint.rundir import choose_run
+print("ready", flush=True)
+sys.stdin.readline()
+choice = choose_run(Path(sys.argv[1]), None, "same", True, False)
+print(choice.path.name, choice.continues, flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(run_dir)]
+    with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def choose(exp_dir: Path, name: str | None = None, identity: str = "a", **more: bool) -> RunChoice:
+    options = {"resume_if_exists": True, "is_sweep": False, **more}
+    return choose_run(exp_dir, name, identity, **options)
+
+
+def begin_and_end(exp_dir: Path, name: str | None = None, **more: bool) -> Path:
+    choice = choose(exp_dir, name, **more)
+    choice.lock.release()
+    return choice.path
+
+
+def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    with holder(tmp_path) as process:
+        assert is_locked(tmp_path)
+        with pytest.raises(RunError, match=f"in use by process {process.pid} on "):
+            RunLock.acquire(tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not is_locked(tmp_path)
+        with RunLock.acquire(tmp_path) as lock:
+            assert is_locked(tmp_path)
+            with pytest.raises(RunError, match=f"process {os.getpid()} on "):
+                RunLock.acquire(tmp_path)
+    lock.release()
+    assert not is_locked(tmp_path)
+
+
+def test_a_forked_helper_does_not_keep_the_lock(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+from pathlib import Path
+from megafp8.checkpoint.rundir import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+if os.fork() == 0:
+    print("alive", flush=True)
+    time.sleep(60)
+sys.stdin.readline()
+os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen(
+        command, cwd=HERE, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+    )
+    try:
+        assert parent.stdout is not None and parent.stdin is not None
+        assert parent.stdout.readline() == "alive\n"
+        assert is_locked(tmp_path)
+        parent.stdin.write("\n")
+        parent.stdin.close()
+        assert parent.wait(timeout=30) == -signal.SIGKILL
+        assert not is_locked(tmp_path)
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)  # the child that we left behind
+        parent.stdout.close() if parent.stdout else None
+
+
+def test_named(tmp_path: Path) -> None:
+    first = choose(tmp_path, "mine")
+    assert first.path == tmp_path / "mine" and not first.continues
+    with pytest.raises(RunError, match="in use"):
+        choose(tmp_path, "mine")
+    first.lock.release()
+    again = choose(tmp_path, "mine")
+    assert again.continues and not again.identity_changed and "mine" in again.reason
+    rundir.mark(again.path, rundir.FINISHED)
+    again.lock.release()
+    other = choose(tmp_path, "mine", "other settings")  # finished: still that one
+    assert other.continues and other.identity_changed and "differ" in other.reason
+    other.lock.release()
+    with pytest.raises(RunError, match="resume_if_exists=true"):
+        choose(tmp_path, "mine", resume_if_exists=False)
+    assert not is_locked(other.path)
+
+
+def test_named_without_a_record(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "copied" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "configured").mkdir()
+    (tmp_path / "configured" / "config.yaml").write_text("")
+    assert not choose(tmp_path, "empty").continues
+    assert choose(tmp_path, "copied").continues
+    assert choose(tmp_path, "configured").continues
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text('{"identity"')
+    with pytest.raises(RunError, match=r"torn/run\.json: not JSON"):
+        choose(tmp_path, "torn")
+    assert not is_locked(tmp_path / "torn")
+
+
+def test_unnamed_continues_the_newest_unfinished_of_the_same_settings(tmp_path: Path) -> None:
+    exp_dir = tmp_path / "made" / "here"
+    old, new = begin_and_end(exp_dir, "old"), begin_and_end(exp_dir, "new")
+    begin = choose(exp_dir)
+    assert begin.path == new and begin.continues and "newest unfinished" in begin.reason
+    rundir.mark(new, rundir.FINISHED)
+    begin.lock.release()
+    assert begin_and_end(exp_dir) == old
+    rundir.mark(old, "stopped by signal")
+    assert begin_and_end(exp_dir) == old
+    fresh = choose(exp_dir, identity="b")
+    assert not fresh.continues and fresh.path not in (old, new)
+    assert not choose(exp_dir, resume_if_exists=False).continues
+
+
+def test_unnamed_skips_the_living_and_the_damaged_and_says_so(tmp_path: Path) -> None:
+    alive = choose(tmp_path)
+    torn = begin_and_end(tmp_path, "torn")
+    (torn / "run.json").write_text("")
+    fresh = choose(tmp_path)
+    assert not fresh.continues and fresh.path not in (alive.path, torn)
+    assert f"{alive.path.name} is in use" in fresh.reason and "torn has a damaged" in fresh.reason
+
+
+def test_one_that_finished_between_look_and_lock_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, acquire = begin_and_end(tmp_path), RunLock.acquire
+
+    def finishes_first(run_dir: Path) -> RunLock:
+        rundir.mark(path, rundir.FINISHED)
+        return acquire(run_dir)
+
+    monkeypatch.setattr(RunLock, "acquire", finishes_first)
+    choice = choose(tmp_path)
+    assert not choice.continues and choice.path != path
+    assert not is_locked(path)
+
+
+def test_sweep_jobs_and_other_runs_never_meet(tmp_path: Path) -> None:
+    plain = begin_and_end(tmp_path)
+    job = begin_and_end(tmp_path, is_sweep=True)
+    assert job != plain
+    assert begin_and_end(tmp_path) == plain
+    assert begin_and_end(tmp_path, is_sweep=True) == job
+    assert json.loads((job / "run.json").read_text())["sweep"] is True
+
+
+def test_many_in_the_same_second_are_all_different(tmp_path: Path) -> None:
+    chosen = [choose(tmp_path) for _ in range(10)]
+    assert len({choice.path for choice in chosen}) == 10
+    assert all(is_locked(choice.path) for choice in chosen)
+
+
+def test_processes_that_start_at_once_never_share(tmp_path: Path) -> None:
+    unfinished = choose(tmp_path, identity="same")
+    unfinished.lock.release()
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    processes = [
+        subprocess.Popen(command, cwd=HERE, stdin=pipe, stdout=pipe, text=True) for _ in range(4)
+    ]
+    try:
+        assert all(p.stdout and p.stdout.readline() == "ready\n" for p in processes)
+        for p in processes:
+            assert p.stdin
+            p.stdin.write("\n")
+            p.stdin.flush()
+        answers = [p.stdout.readline().split() for p in processes if p.stdout]
+    finally:
+        for p in processes:
+            p.kill()
+            p.communicate()
+    assert len({name for name, _ in answers}) == 4
+    assert [name for name, continues in answers if continues == "True"] == [unfinished.path.name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", ".", "..", "a/b", "/a", "../a", ".hidden", "a\0b", "a\nb", "x" * 201, "é" * 101],
+)
+def test_bad_names_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RunError, match=r"exp_manager\.name"):
+        choose(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_good_names(tmp_path: Path) -> None:
+    for name in ("gpt 125m", "größe=1,lr=1e-3", "x" * 200, "a..b"):
+        assert choose(tmp_path, name).path.parent == tmp_path
+
+
+def test_an_unusable_place_is_an_error_with_a_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in (None, "mine"):
+        with pytest.raises(RunError, match=r"file.*cannot be made"):
+            choose(tmp_path / "file", name)
