@@ -1,0 +1,205 @@
+"""The training loop: steps, and what is due after each of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megafp8.data.loader import Loader, Microbatch, validation_batches
+from megafp8.data.prepare import PreparedData
+from megafp8.errors import CheckpointError, NonFiniteError
+from megafp8.observe.console import Console, StepReport
+from megafp8.observe.memory import peak_memory_bytes
+from megafp8.observe.metrics import MetricsFile
+from megafp8.observe.summary import bits_per_byte
+from megafp8.observe.trackers import CompositeTracker
+from megafp8.plan.flops import flops_per_token
+from megafp8.specs import RunSpec
+from megafp8.train import saving
+from megafp8.train.evaluate import evaluate
+from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.signals import StopRequest, agree
+from megafp8.train.state import TrainState
+from megafp8.train.step import StepResult, train_step
+
+MAX_NONFINITE_IN_A_ROW = 10
+
+
+@dataclass
+class Run:
+    """One process's life of a run."""
+
+    spec: RunSpec
+    state: TrainState
+    data: PreparedData
+    saver: saving.Saver
+    console: Console
+    metrics: MetricsFile | None  # the main rank's
+    trackers: CompositeTracker
+    stop: StopRequest
+    bytes_per_token: float  # of the validation text
+    last_report: StepReport | None = None
+    last_loss: float | None = None
+    last_save: float = field(default_factory=time.monotonic)
+    nonfinite_in_a_row: int = 0
+    rolled_back_from: int | None = None  # the step that made us go back: skipped if it fails again
+
+
+def train(run: Run) -> bool:
+    """Train until `max_steps`; False if a signal ended it before (everything is saved then)."""
+    loader = open_loader(run)
+    try:
+        while run.state.step < run.spec.train.max_steps:
+            began = time.perf_counter()
+            microbatches = next(loader)
+            waited = time.perf_counter() - began
+            result = train_step(run.state, microbatches)
+            if not result.is_finite and rolls_back(run, microbatches, result):
+                loader.close()
+                loader = open_loader(run)
+                continue
+            if result.is_finite:
+                run.nonfinite_in_a_row = 0
+            run.state.step += 1
+            run.state.consumed_samples += run.spec.train.global_batch_size
+            if after_step(run, result, time.perf_counter() - began, waited):
+                return False
+        return True
+    finally:
+        loader.close()
+
+
+def open_loader(run: Run) -> Loader:
+    """Batches from where the state stands."""
+    train, dp = run.spec.train, run.state.mesh.dp
+    return Loader(
+        run.data.train,
+        micro_batch_size=train.micro_batch_size,
+        num_microbatches=train.num_microbatches(dp.size),
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        consumed_samples=run.state.consumed_samples,
+    )
+
+
+def after_step(run: Run, result: StepResult, seconds: float, waited: float) -> bool:
+    """Log, validate and save where due; True if a signal asks to leave (all is saved then)."""
+    spec, step = run.spec, run.state.step
+    if step % spec.train.log_every_n_steps == 0 or not result.is_finite:
+        log_step(run, result, seconds, waited)
+    is_last = step == spec.train.max_steps
+    if step % spec.train.val_check_interval == 0 and not is_last:
+        validate(run)
+    interval = spec.checkpoint.every_n_train_steps
+    pause = spec.checkpoint.train_time_interval_seconds
+    is_time = pause is not None and time.monotonic() - run.last_save >= pause
+    stop, is_time = agree(run.state.mesh, run.stop.signal is not None, is_time)
+    if stop or (is_last and spec.checkpoint.save_last):
+        save(run, must_succeed=True)
+    elif is_time or (interval and step % interval == 0):
+        save(run, must_succeed=False)
+    return stop and not is_last
+
+
+def log_step(run: Run, result: StepResult, seconds: float, waited: float) -> None:
+    """One line to metrics.jsonl, the trackers and the console: this step's own numbers."""
+    state, spec = run.state, run.spec
+    tokens = spec.train.global_batch_size * spec.data.seq_length
+    flops = {
+        kind: tokens * flops_per_token(spec.model, kind, seq_length=spec.data.seq_length) / seconds
+        for kind in ("causal", "full")
+    }
+    report = StepReport(
+        step=state.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        step_seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        tflops_causal=flops["causal"] / 1e12,
+        tflops_full=flops["full"] / 1e12,
+        memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
+        data_wait_fraction=waited / seconds,
+        notes=() if result.is_finite else ("not finite: weights unchanged",),
+    )
+    values = {
+        "consumed_samples": state.consumed_samples,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "step_seconds": report.step_seconds,
+        "tokens_per_second": report.tokens_per_second,
+        "tflops_causal": report.tflops_causal,
+        "tflops_full": report.tflops_full,
+        "peak_memory_bytes": report.memory_bytes,
+        "data_wait_fraction": report.data_wait_fraction,
+    }
+    if run.metrics is not None:
+        run.metrics.log({"step": state.step, **values})
+    run.trackers.log(state.step, values)
+    run.console.step(report)
+    run.last_report, run.last_loss = report, result.loss
+
+
+def validate(run: Run, *, whole: bool = False) -> float:
+    """Nats per token over `limit_val_batches` global batches, or over all validation text."""
+    began = time.perf_counter()
+    train, mesh = run.spec.train, run.state.mesh
+    limit = None if whole else train.limit_val_batches * train.global_batch_size
+    batches = validation_batches(
+        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+    )
+    val_loss, _ = evaluate(run.state, batches)
+    bits = bits_per_byte(val_loss, run.bytes_per_token)
+    values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
+    if run.metrics is not None:
+        run.metrics.log({"step": run.state.step, **values})
+    run.trackers.log(run.state.step, values)
+    seconds = time.perf_counter() - began
+    run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
+    return val_loss
+
+
+def save(run: Run, *, must_succeed: bool) -> Path | None:
+    """A checkpoint now. A periodic one that fails (a full disk) is told and training goes on."""
+    run.last_save = time.monotonic()
+    try:
+        path = run.saver.save(run.state)
+    except CheckpointError as error:
+        if must_succeed:
+            raise
+        run.console.warn(f"checkpoint at step {run.state.step} failed, training goes on: {error}")
+        return None
+    run.console.event(f"step {run.state.step} saved and verified: {path}")
+    return path
+
+
+def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
+    """Act on a step that was not finite; True if the state went back to the last checkpoint.
+
+    Otherwise the step stands as one that changed nothing, and the next batch comes.
+    """
+    step, policy = run.state.step + 1, run.spec.train.nonfinite_policy
+    name = first_nonfinite(run.state, microbatches)
+    what = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
+    run.nonfinite_in_a_row += 1
+    if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+        raise NonFiniteError(
+            f"{what}. Nothing of it was saved. Lower model.optim.lr, or set "
+            "trainer.nonfinite_policy=skip (leave such batches out) or rollback (go back to the "
+            f"last checkpoint); both end after {MAX_NONFINITE_IN_A_ROW} in a row"
+        )
+    run.state.num_skipped += 1
+    newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
+    if policy == "rollback" and run.rolled_back_from != step and newest is not None:
+        run.rolled_back_from = step
+        num_skipped = run.state.num_skipped
+        saving.load(newest, run.state, run.console.warn)
+        run.state.num_skipped = num_skipped
+        if run.metrics is not None:
+            run.metrics.rewind(run.state.step)
+        run.console.warn(f"{what}; going back to step {run.state.step}")
+        return True
+    run.console.warn(f"{what}; its batch is skipped")
+    return False

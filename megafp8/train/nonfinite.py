@@ -1,0 +1,72 @@
+"""Name the first tensor that is not finite, once a step's loss or gradient norm was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.data.loader import Microbatch
+from megafp8.models.init import pieces_of
+from megafp8.train.state import TrainState
+from megafp8.train.step import to_device
+
+
+def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> str:
+    """In the order of computation: weights, then outputs of modules, then gradients.
+
+    The forward passes are run again for it, without dropout and leaving no trace.
+    """
+    return (
+        _first_parameter(state)
+        or _first_output(state, microbatches)
+        or _first_gradient(state)
+        or "the loss or the gradient norm alone"
+    )
+
+
+def _first_parameter(state: TrainState) -> str | None:
+    for param in state.model.parameters():
+        if not torch.isfinite(param).all():
+            return f"weight {_name(param)}"
+    return None
+
+
+@torch.no_grad()
+def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str | None:
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: object, output: object) -> None:
+            if not found and isinstance(output, torch.Tensor):
+                if not torch.isfinite(output).all():
+                    found.append(f"output of {name or 'the model'}")
+
+        return hook
+
+    hooks = [m.register_forward_hook(watch(n)) for n, m in state.model.named_modules()]
+    state.model.eval()
+    try:
+        with state.scaling.evaluation():
+            for microbatch in microbatches:
+                state.model(*to_device(microbatch, state.mesh.device))
+    finally:
+        state.model.train()
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _first_gradient(state: TrainState) -> str | None:
+    """Backward computes the last modules' gradients first."""
+    grads = {id(p): g for p, g in zip(state.masters.params, state.masters.grads)}
+    for param in reversed(list(state.model.parameters())):
+        if not torch.isfinite(grads[id(param)]).all():
+            return f"gradient of {_name(param)}"
+    return None
+
+
+def _name(param: nn.Parameter) -> str:
+    return pieces_of(param)[0].name

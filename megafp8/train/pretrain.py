@@ -1,0 +1,284 @@
+"""A pretraining run from its spec to its summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
+from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from megafp8.data.prepare import PreparedData, prepare
+from megafp8.errors import CheckpointError, ExitCode, UserError
+from megafp8.models.init import pieces_of
+from megafp8.observe.console import Console, open_console
+from megafp8.observe.memory import peak_memory_bytes
+from megafp8.observe.metrics import MetricsFile
+from megafp8.observe.summary import RunSummary, write_summary
+from megafp8.observe.trackers import CompositeTracker, open_trackers
+from megafp8.parallel.mesh import Mesh, join, leave
+from megafp8.precision.gemm import wide_dtype
+from megafp8.precision.kernels.compile import library
+from megafp8.specs import RunSpec
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train import rundirs, saving
+from megafp8.train.build import COMPUTE_DTYPES, build
+from megafp8.train.generate import sample
+from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.runtime import prepare_process
+from megafp8.train.signals import StopRequest
+from megafp8.train.state import TrainState
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 64
+
+
+def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
+    """Train, or continue, the run that `spec` describes; returns the exit code.
+
+    `command` is what was typed: shown as what continues the run.
+    """
+    began = time.monotonic()
+    with StopRequest() as stop:
+        mesh = join(spec.parallel)
+        try:
+            prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
+            with open_console(main_rank=mesh.is_main) as console:
+                return _pretrain(spec, mesh, console, stop, is_sweep, command, began)
+        finally:
+            leave()
+
+
+def _pretrain(
+    spec: RunSpec,
+    mesh: Mesh,
+    console: Console,
+    stop: StopRequest,
+    is_sweep: bool,
+    command: Sequence[str],
+    began: float,
+) -> int:
+    choice = _choose_on_main(spec, mesh, is_sweep)
+    path = choice.path
+    if mesh.is_main:
+        console.header([f"{path}: {choice.reason}"])
+    data = prepare(spec.data, console.event)
+    spec = with_vocabulary(spec, data)
+    state = build(spec, mesh)
+    meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
+    saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
+    _load_newest(saver, state, data, console)
+    first_step = state.step
+    metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
+    trackers = CompositeTracker([])
+    if mesh.is_main:
+        trackers = open_trackers(
+            spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
+        )
+    text_bytes = len(data.validation_text())
+    run = Run(
+        spec=spec,
+        state=state,
+        data=data,
+        saver=saver,
+        console=console,
+        metrics=metrics if mesh.is_main else None,
+        trackers=trackers,
+        stop=stop,
+        bytes_per_token=text_bytes / data.num_validation_tokens,
+    )
+    console.header(describe(spec, state, data))
+    if first_step >= spec.train.max_steps:
+        console.event(f"step {first_step} of {spec.train.max_steps}: nothing is left to do")
+    console.start(spec.train.max_steps, first_step)
+    try:
+        if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
+            save(run, must_succeed=True)  # something to go back to
+        finished = train(run)
+        summary = summarize(run, path, command, finished, time.monotonic() - began)
+        if finished:
+            console.event(f"a sample: {sample_text(run)!r}")
+    finally:
+        metrics.close()
+        trackers.close()
+    if mesh.is_main:
+        if finished:
+            mark(path, FINISHED)
+        write_summary(path / "summary.json", summary)
+        console.finish(summary.rows())
+    return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
+
+
+def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
+    """The spec with the size of the vocabulary that the data's tokenizer has, padded."""
+    size = padded_vocab_size(data.vocab_size, spec.vocab_divisible_by)
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=size))
+
+
+def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
+    """What this run is, in a few lines, before its first step."""
+    model, train = spec.model, spec.train
+    # Fused and sharded parameters count once, by their logical shapes.
+    num_params = sum(
+        math.prod(piece.global_shape) for p in state.model.parameters() for piece in pieces_of(p)
+    )
+    layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
+    layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    return [
+        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
+        f"data: {data.num_train_tokens / 1e6:.2f} M training tokens, "
+        f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
+        f"precision: {precision_of(spec, state)}",
+        f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
+        f"{train.micro_batch_size}; {layout}",
+    ]
+
+
+def precision_of(spec: RunSpec, state: TrainState) -> str:
+    """The formats, and the means by which they run here."""
+    compute = {"bf16": "BF16", "fp32": "FP32"}[spec.precision.compute]
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return f"{compute}, FP32 masters"
+    formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    device = state.mesh.device
+    wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
+    product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
+    cast = library().note if device.type == "cpu" else "torch operations"
+    return (
+        f"FP8 {recipe.name} ({formats}) in QKV, projection, FC1, FC2; the rest {compute}; "
+        f"native backend, emulated: {product} GEMMs over the FP8 bytes, casts by {cast}"
+    )
+
+
+def summarize(
+    run: Run, path: Path, command: Sequence[str], finished: bool, seconds: float
+) -> RunSummary:
+    """Validation over the whole text beside what simple predictors reach, and what really ran."""
+    spec, state, data = run.spec, run.state, run.data
+    val_loss = unigram = xz = None
+    if finished:
+        run.console.event("validating on the whole validation text")
+        val_loss = validate(run, whole=True)
+        text = data.validation_text()
+        unigram = unigram_bits_per_byte(
+            data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
+        )
+        xz = xz_bits_per_byte(text)
+    report, counter = run.last_report, state.counter
+    name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    totals = counter.by_precision()
+    attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
+    gemms = sum(totals.values()) - attention
+    return RunSummary(
+        status="finished" if finished else f"saved on {name}",
+        step=state.step,
+        total_steps=spec.train.max_steps,
+        log_dir=str(path),
+        continue_command=continue_command(spec, path, command, finished),
+        val_loss=val_loss,
+        bytes_per_token=run.bytes_per_token,
+        unigram_bits_per_byte=unigram,
+        xz_bits_per_byte=xz,
+        train_loss=run.last_loss,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_samples * spec.data.seq_length,
+        wall_seconds=seconds,
+        tokens_per_second=report.tokens_per_second if report else None,
+        tflops_causal=report.tflops_causal if report else None,
+        tflops_full=report.tflops_full if report else None,
+        peak_memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
+        precision=precision_of(spec, state),
+        metrics_file=str(path / "metrics.jsonl"),
+        checkpoint=_newest_checkpoint(run),
+        tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
+        extra={
+            # Counted where the products are called, in this process and on this rank.
+            "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+            "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
+            "fp8_share_with_attention": counter.share("fp8"),
+            "num_skipped_steps": state.num_skipped,
+            "traffic_bytes": {
+                " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
+            },
+        },
+    )
+
+
+def continue_command(
+    spec: RunSpec, path: Path, command: Sequence[str], finished: bool
+) -> str | None:
+    """The same command continues a run that was stopped; a finished one needs more steps."""
+    words = [word for word in command if not word.startswith("trainer.max_steps=")]
+    named = any("exp_manager.name=" in w or "exp_manager.explicit_log_dir=" in w for w in words)
+    if finished:
+        if not named:
+            words.append(f"exp_manager.name={path.name}")
+        words.append(f"trainer.max_steps={2 * spec.train.max_steps}")
+        return shlex.join(words)
+    return shlex.join(command)
+
+
+def sample_text(run: Run) -> str:
+    """A short continuation by the model as it stands."""
+    tokenizer = run.data.tokenizer
+    prompt = tokenizer.encode(SAMPLE_PROMPT)
+    drawn = sample(
+        run.state,
+        prompt,
+        SAMPLE_TOKENS,
+        vocab_size=run.data.vocab_size,
+        temperature=0.7,
+        seed=run.spec.train.seed,
+    )
+    return SAMPLE_PROMPT + tokenizer.decode(drawn)
+
+
+def _newest_checkpoint(run: Run) -> str | None:
+    step = run.saver.last_step
+    return None if step is None else str(run.saver.path_of(step))
+
+
+def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
+    """The main rank chooses and holds the lock; the others learn of it, or of the error."""
+    choice: RunChoice | None = None
+    error: UserError | None = None
+    if mesh.is_main:
+        try:
+            choice = rundirs.enter(spec, is_sweep=is_sweep)
+        except UserError as failure:
+            error = failure
+    shared = None if choice is None else (choice.path, choice.continues, choice.reason)
+    shared, error = saving.from_main(mesh, (shared, error))
+    if error is not None:
+        raise error
+    if choice is not None:
+        return choice
+    assert shared is not None
+    return RunChoice(*shared, lock=None)  # type: ignore[arg-type]
+
+
+def _load_newest(
+    saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
+) -> None:
+    newest = saving.newest_valid(saver.root, state.mesh, console.warn)
+    if newest is None:
+        return
+    meta = saving.load(newest, state, console.warn)
+    if meta["data_fingerprint"] != data.fingerprint:
+        raise CheckpointError(
+            newest,
+            f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
+            f"{data.fingerprint[:12]})",
+            "Give model.data.data_prefix the data it was made with, or start a new "
+            "exp_manager.name",
+        )
+    saver.last_step = state.step
+    console.event(f"continuing from {newest}")
+

@@ -1,0 +1,60 @@
+"""Where a run works, whether it may continue what is there, and what it leaves for people to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, CONFIG_NAME, RunChoice, choose_run
+from megafp8.checkpoint.verification import check_structure
+from megafp8.config.identity import check_continues, full_identity
+from megafp8.errors import CheckpointError, RunError
+from megafp8.observe.files import write_atomically
+from megafp8.specs import RunSpec
+
+
+def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
+    """Find or make the run's directory and lock it; refuses settings that do not continue it.
+
+    Raises:
+        RunError: Somebody is working there, or it cannot be made.
+        ConfigError: It holds a run of another model, other data or another optimizer.
+    """
+    observe = spec.observe
+    if observe.explicit_log_dir is not None:
+        directory = Path(observe.explicit_log_dir).absolute()
+        root, name = directory.parent, directory.name
+    else:
+        root, name = Path(observe.exp_dir), observe.name
+    choice = choose_run(
+        root, name, full_identity(spec.resolved), observe.resume_if_exists, is_sweep
+    )
+    try:
+        if choice.continues and (old := recorded_config(choice.path)) is not None:
+            check_continues(old, spec.resolved, run=str(choice.path))
+        write_atomically(choice.path / CONFIG_NAME, yaml.safe_dump(spec.resolved, sort_keys=False))
+    except BaseException:
+        choice.lock.release()
+        raise
+    return choice
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any] | None:
+    """The resolved configuration that made the run: of its newest readable checkpoint, else its file."""
+    root = run_dir / CHECKPOINTS_DIR
+    for step_dir in sorted(root.glob("step_*"), reverse=True):
+        try:
+            config = check_structure(step_dir).meta["config"]
+        except (CheckpointError, KeyError):
+            continue  # told when it is loaded
+        assert isinstance(config, dict)
+        return config
+    try:
+        config = yaml.safe_load((run_dir / CONFIG_NAME).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunError(f"{run_dir / CONFIG_NAME}: cannot be read ({error})") from error
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,246 @@
+"""What a checkpoint of a run holds, and saving and loading it on all ranks together.
+
+    model/<name>                     FP32 master weights, logical tensors
+    optimizer/<state>/<name>         AdamW's moments
+    scaling/<direction>/<field>/<tensor>[/shards]
+    rng/torch                        torch's default generator (ours are keyed and need no state)
+
+The manifest's meta keeps the scalars: step, samples, updates, configuration, data fingerprint.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megafp8
+from megafp8.checkpoint import store
+from megafp8.checkpoint.layout import step_name
+from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.reader import Reader
+from megafp8.errors import CheckpointError, UserError
+from megafp8.models.init import pieces_of
+from megafp8.optim.adamw import STATES
+from megafp8.parallel.mesh import Mesh
+from megafp8.precision.scaling import ScalingState
+from megafp8.train.state import TrainState
+
+Notify = Callable[[str], None]
+
+
+class Saver:
+    """Writes a run's checkpoints under `root` and keeps the newest ones."""
+
+    def __init__(self, root: Path, keep: int, meta: dict[str, Any]) -> None:
+        self.root, self.keep, self.meta = root, keep, meta
+        self._known_good: Collection[Path] = ()
+        self.last_step: int | None = None  # of the newest checkpoint that this run has committed
+
+    def save(self, state: TrainState) -> Path:
+        """All ranks together. Raises `CheckpointError` on every rank if any of them fails."""
+        assert all_finite(state), "a state that is not finite is never saved as good"
+        mesh, step = state.mesh, state.step
+        error: UserError | None = None
+        staging: Path | None = None
+        try:
+            staging = store.begin(self.root, step) if mesh.is_main else None
+        except UserError as failure:
+            error = failure
+        staging = from_main(mesh, staging)
+        entry = None
+        try:
+            if staging is not None:
+                name = f"rank{mesh.world.rank}.safetensors"
+                entry = store.write_shard(staging, name, list(placements(state)))
+        except UserError as failure:
+            error = failure
+        entries, errors = _gather(mesh, entry), _gather(mesh, error)
+        error = next((e for e in errors if e is not None), None)
+        final: Path | None = None
+        if mesh.is_main and error is None and staging is not None:
+            try:
+                final = store.commit(staging, self.root, step, entries, self._meta(state))
+                self._known_good = store.prune(self.root, self.keep, self._known_good)
+            except UserError as failure:
+                error = failure
+        elif mesh.is_main and staging is not None:
+            store.discard(staging)
+        final, error = from_main(mesh, (final, error))
+        if error is not None:
+            raise error
+        assert final is not None
+        self.last_step = step
+        return final
+
+    def path_of(self, step: int) -> Path:
+        return self.root / step_name(step)
+
+    def _meta(self, state: TrainState) -> dict[str, Any]:
+        return {
+            **self.meta,
+            "consumed_samples": state.consumed_samples,
+            "num_updates": state.optimizer.num_updates,
+            "num_skipped": state.num_skipped,
+            "versions": {
+                "megafp8": megafp8.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "commit": _commit(),
+            },
+        }
+
+
+def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
+    """Fill `state` from a verified checkpoint, whatever layout wrote it; returns its meta."""
+    reader = Reader(step_dir)
+    reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
+    if isinstance(state.scaling, ScalingState):
+        _load_scaling(reader, state, notify)
+    if "rng/torch" in reader.names():
+        torch.set_rng_state(reader.read("rng/torch"))
+    meta = reader.meta
+    state.step = reader.step
+    state.consumed_samples = int(meta["consumed_samples"])
+    state.num_skipped = int(meta["num_skipped"])
+    state.optimizer.set_num_updates(int(meta["num_updates"]))
+    state.masters.write_back()
+    return meta
+
+
+def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
+    """The newest checkpoint that verifies, found by the main rank for all."""
+    found: Path | None = None
+    error: UserError | None = None
+    if mesh.is_main:
+        try:
+            found = store.newest_valid(root, notify)
+        except UserError as failure:
+            error = failure
+    found, error = from_main(mesh, (found, error))
+    if error is not None:
+        raise error
+    return found
+
+
+def placements(state: TrainState) -> Iterator[Placement]:
+    """Every tensor of the state, as pieces of logical tensors."""
+    for param, master in zip(state.masters.params, state.masters.masters):
+        yield from _pieces("model/", param, master.detach(), state.mesh)
+    for name in STATES:
+        for param, tensor in zip(state.masters.params, state.optimizer.state_tensors(name)):
+            yield from _pieces(f"optimizer/{name}/", param, tensor, state.mesh)
+    if isinstance(state.scaling, ScalingState):
+        yield from _scaling_placements(state)
+    if state.mesh.is_main:
+        rng = torch.get_rng_state()
+        yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
+
+
+def all_finite(state: TrainState) -> bool:
+    return all(bool(torch.isfinite(master).all()) for master in state.masters.masters)
+
+
+def _pieces(
+    prefix: str, param: torch.nn.Parameter, tensor: torch.Tensor, mesh: Mesh
+) -> Iterator[Placement]:
+    for piece in pieces_of(param):
+        is_replica = mesh.dp.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
+        yield Placement(
+            prefix + piece.name,
+            piece.global_shape,
+            piece.offset,
+            tensor[piece.local],
+            replica=int(is_replica),
+        )
+
+
+def _scaling_placements(state: TrainState) -> Iterator[Placement]:
+    """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
+    assert isinstance(state.scaling, ScalingState)
+    world = state.mesh.world
+    for name, row in _scaling_rows(state.scaling):
+        if _is_synchronized(state):
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(world.rank > 0))
+        else:
+            shape, offset = (world.size, *row.shape), (world.rank, *(0,) * row.dim())
+            yield Placement(f"{name}/shards", shape, offset, row[None])
+
+
+def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
+    for direction, table in scaling.tables.items():
+        for field, tensor in table.tensors().items():
+            for index, name in enumerate(table.names):
+                yield f"scaling/{direction}/{field}/{name}", tensor[index]
+
+
+def _is_synchronized(state: TrainState) -> bool:
+    assert isinstance(state.scaling, ScalingState)
+    return state.scaling.recipe.reduce_amax or state.mesh.world.size == 1
+
+
+def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
+    """FP8 state as it was; shards of another layout are merged by the rule of a reduction."""
+    assert isinstance(state.scaling, ScalingState)
+    stored = set(reader.names())
+    own = list(_scaling_placements(state))
+    same_layout = [
+        p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
+    ]
+    reader.load_into(same_layout)
+    loaded = {p.name for p in same_layout}
+    merged = 0
+    for placement in own:
+        if placement.name in loaded:
+            continue
+        base = placement.name.removesuffix("/shards")
+        source = base if base in stored else f"{base}/shards"
+        if source not in stored:
+            raise CheckpointError(
+                reader.path, f"lacks {base}", "Continue with the FP8 settings it was made with"
+            )
+        value = reader.read(source)
+        if source.endswith("/shards"):
+            field = base.split("/")[2]
+            value = value.amin(0) if field == "quant_scale" else value.amax(0)
+            merged += 1
+        placement.tensor.copy_(value.view_as(placement.tensor))
+    if merged:
+        notify(
+            f"{merged} FP8 scaling entries differed between the ranks that saved them "
+            "(reduce_amax=False): the larger amax and the smaller scale of each are used"
+        )
+
+
+def from_main(mesh: Mesh, value: Any) -> Any:
+    """The main rank's object on every rank of this job."""
+    if mesh.world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _gather(mesh: Mesh, value: Any) -> list[Any]:
+    if mesh.world.size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _commit() -> str | None:
+    """The git commit of the code that runs, if it runs from a checkout."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,43 @@
+"""Pretrain a GPT: `python pretrain_gpt.py model.fp8=True trainer.max_steps=600 …`.
+
+`--help` lists every key; `--cfg job` shows the composed configuration; `-m` sweeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from megafp8.config.app import AppInfo, run_app
+from megafp8.config.resolve import resolve
+from megafp8.parallel.launch import is_rank, launch
+
+
+def gpu_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def task(cfg: DictConfig, info: AppInfo) -> int:
+    """One run: in this process, or as ranks that this process starts and watches."""
+    spec = resolve(cfg, gpu_available)
+    argv = [f"--config-name={info.config_name}", *info.overrides]
+    if info.config_dir is not None:
+        argv.insert(0, f"--config-dir={info.config_dir}")
+    if spec.parallel.world_size > 1 and not is_rank():
+        return launch(str(Path(__file__).absolute()), argv, spec.parallel.devices_per_node)
+    from megafp8.train.pretrain import pretrain
+
+    if info.directory is not None:  # a sweep's job works in the sweep's own folder
+        observe = dataclasses.replace(spec.observe, explicit_log_dir=str(info.directory))
+        spec = dataclasses.replace(spec, observe=observe)
+    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
+    return pretrain(spec, is_sweep=info.is_sweep, command=command)
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(sys.argv[1:], task))
