@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a `pretrain_gpt.py` process ended; launchers and Slurm scripts may rely on the numbers."""
+    """How a `pretrain_gpt.py` process ended; launchers and scripts may rely on the numbers."""
 
     FINISHED = 0
     CRASHED = 1

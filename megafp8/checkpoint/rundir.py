@@ -44,8 +44,13 @@ class RunChoice:
     path: Path
     continues: bool  # an earlier process was here: look for checkpoints
     reason: str  # one line for people
-    lock: RunLock
+    lock: RunLock | None  # None on ranks that only learned of the choice
     identity_changed: bool = False  # a named run whose settings are not those it began with
+
+    def release(self) -> None:
+        """Give the directory up; an ended process does so by itself."""
+        if self.lock is not None:
+            self.lock.release()
 
 
 def choose_run(

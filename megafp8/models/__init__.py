@@ -1,1 +1,1 @@
-"""A GPT, written once; everything that precision or parallelism may replace comes through `Parts`."""
+"""A GPT, written once; what precision or parallelism may replace comes through `Parts`."""

@@ -36,4 +36,5 @@ class TransformerLayer(nn.Module):
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         attended_BSD = self.projection(self.attention_core(self.qkv(x_BSD)))
         x_BSD = x_BSD + self.attention_dropout(attended_BSD)
-        return x_BSD + self.mlp_dropout(self.fc2(self.fc1(x_BSD)))
+        out_BSD: torch.Tensor = x_BSD + self.mlp_dropout(self.fc2(self.fc1(x_BSD)))
+        return out_BSD

@@ -1,7 +1,7 @@
 """Initial weights, the same at every tensor-parallel size.
 
-Each logical tensor draws from a generator of its own, keyed by seed and name; a rank draws the whole
-logical tensor and keeps its pieces.
+Each logical tensor draws from a generator of its own, keyed by seed and name; a rank draws the
+whole logical tensor and keeps its pieces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parameter(
     for piece in pieces:
         extent = [
             slice(start, start + part.stop - part.start)
-            for start, part in zip(piece.offset, piece.local)
+            for start, part in zip(piece.offset, piece.local, strict=True)
         ]
         local[piece.local] = draw(piece.name, piece.global_shape)[tuple(extent)]
     param = torch.nn.Parameter(local.to(dtype))

@@ -1,7 +1,7 @@
 """Output head and cross entropy together, a chunk of tokens at a time: no full logits are kept.
 
-For each chunk the forward pass also computes the gradients of its inputs (they need the logits, which
-are gone afterwards); the backward pass only scales them.
+For each chunk the forward pass also computes the gradients of its inputs (they need the logits,
+which are gone afterwards); the backward pass only scales them.
 """
 
 # T tokens (batch x sequence)  C tokens of one chunk  D model width  V vocabulary
@@ -21,13 +21,22 @@ CHUNK_BYTES = 32 << 20  # of FP32 logits
 
 class Matmul(Protocol):
     def __call__(
-        self, a: torch.Tensor, b: torch.Tensor, *, place: str, transpose_a: bool = False,
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        place: str,
+        transpose_a: bool = False,
         transpose_b: bool = False,
     ) -> torch.Tensor: ...
 
 
 def plain_matmul(
-    a: torch.Tensor, b: torch.Tensor, *, place: str, transpose_a: bool = False,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    place: str,
+    transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> torch.Tensor:
     return (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
@@ -54,7 +63,7 @@ class HeadLoss(nn.Module):
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
     ) -> torch.Tensor:
         """FP32 scalar: the sum over targets that are not IGNORE, in nats."""
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self
         )
         return loss
@@ -62,7 +71,7 @@ class HeadLoss(nn.Module):
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """FP32 logits [B, S, V], for generation."""
         flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
-        return flat.float().unflatten(0, hidden_BSD.shape[:2])
+        return flat.float().view(*hidden_BSD.shape[:2], -1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

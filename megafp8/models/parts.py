@@ -1,4 +1,4 @@
-"""The parts of a GPT, plain: single device, one dtype, autograd, no FP8. The reference for the rest.
+"""The parts of a GPT, plain: one device, one dtype, autograd, no FP8. The reference for the rest.
 
 `Parts` is the one seam through which precision and parallelism come in: a subclass replaces what it
 must, the model stays as it is.
@@ -34,7 +34,9 @@ class Rows:
 class Parts:
     """Makes a GPT's modules. `name`s are the logical names that checkpoints use."""
 
-    def __init__(self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams) -> None:
+    def __init__(
+        self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams
+    ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
 
     def embedding(self) -> Embedding:
@@ -134,8 +136,12 @@ class PlainLinear(nn.Module):
         for part in rows:
             local, shape = slice(begin, begin + part.out_features), (part.out_features,)
             pieces.append(
-                Piece(f"{part.name}.weight", (*shape, in_features), (0, 0),
-                      (local, slice(0, in_features)))
+                Piece(
+                    f"{part.name}.weight",
+                    (*shape, in_features),
+                    (0, 0),
+                    (local, slice(0, in_features)),
+                )
             )
             bias_pieces.append(Piece(f"{part.name}.bias", shape, (0,), (local,)))
             begin += part.out_features

@@ -1,8 +1,8 @@
 """Random streams keyed by where they are used, so that a resumed run needs no generator state.
 
 Every draw is keyed by seed, step, microbatch and site (the dropout's name): recomputation, another
-order of microbatches and another tensor-parallel size draw the same numbers. Sites whose tensors are
-sharded over tensor-parallel ranks also carry the rank, so that shards differ.
+order of microbatches and another tensor-parallel size draw the same numbers. Sites whose tensors
+are sharded over tensor-parallel ranks also carry the rank, so that shards differ.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Loshchilov & Hutter 2019 (arXiv 1711.05101). Norms and biases (1-d) do not decay, as in NeMo."""
+    """Loshchilov & Hutter 2019 (arXiv 1711.05101). Norms and biases do not decay (NeMo)."""
 
     def __init__(self, masters: Masters, spec: OptimSpec) -> None:
         self.masters, self.spec = masters, spec
@@ -31,7 +31,7 @@ class AdamW:
         self._make_state()
 
     def _make_state(self) -> None:
-        """Allocate now what torch would allocate in the first step, so that a checkpoint can fill it."""
+        """Allocate what torch would in the first step, so that a checkpoint can fill it."""
         for master in self.masters.masters:
             state = self._torch.state[master]
             state["step"] = torch.zeros((), device=master.device)
@@ -58,4 +58,3 @@ class AdamW:
         """`exp_avg` or `exp_avg_sq` of every master, in the masters' order."""
         assert name in STATES
         return [self._torch.state[master][name] for master in self.masters.masters]
-

@@ -13,8 +13,8 @@ from megafp8.models.init import pieces_of
 class Masters:
     """One FP32 master per parameter, and all gradients in one flat FP32 buffer.
 
-    For FP32 parameters the master *is* the parameter. Sharded parameters come first in the buffer, so
-    that the gradient norm needs two ranges; one division, one clip and one reduction serve all.
+    For FP32 parameters the master *is* the parameter. Sharded parameters come first in the buffer,
+    so that the gradient norm needs two ranges; one division, clip and reduction serve all.
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -24,9 +24,9 @@ class Masters:
         sizes = [param.numel() for param in self.params]
         self.flat_grad = torch.zeros(sum(sizes), device=device)
         views = self.flat_grad.split(sizes)
-        self.grads = [view.view_as(param) for view, param in zip(views, self.params)]
+        self.grads = [view.view_as(param) for view, param in zip(views, self.params, strict=True)]
         self.num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
-        for master, grad in zip(self.masters, self.grads):
+        for master, grad in zip(self.masters, self.grads, strict=True):
             master.grad = grad
 
     def zero_grad(self) -> None:
@@ -35,9 +35,9 @@ class Masters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the compute weights."""
-        pairs = [(p, m) for p, m in zip(self.params, self.masters) if p is not m]
+        pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
         if pairs:
-            params, masters = zip(*pairs)
+            params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(list(params), list(masters))
 
 

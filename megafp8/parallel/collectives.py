@@ -1,4 +1,4 @@
-"""Every collective of a run passes here, where its bytes are counted by axis, operation and dtype."""
+"""Every collective of a run passes here: bytes are counted by axis, operation and dtype."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.specs import ParallelSpec
@@ -30,8 +31,8 @@ class Mesh:
 def single_rank(device: torch.device | None = None) -> Mesh:
     """One process, no groups."""
     traffic = Traffic()
-    axes = [Axis(name, traffic=traffic) for name in ("world", "tp", "dp")]
-    return Mesh(device or torch.device("cpu"), *axes, traffic)
+    world, tp, dp = (Axis(name, traffic=traffic) for name in ("world", "tp", "dp"))
+    return Mesh(device or torch.device("cpu"), world, tp, dp, traffic)
 
 
 def join(spec: ParallelSpec) -> Mesh:
@@ -45,7 +46,7 @@ def join(spec: ParallelSpec) -> Mesh:
         return single_rank(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device_type = "cuda" if on_gpu else "cpu"
-    mesh = dist.init_device_mesh(device_type, (spec.dp, spec.tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type, (spec.dp, spec.tp), mesh_dim_names=("dp", "tp"))
     traffic = Traffic()
     tp, dp = (
         Axis(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), traffic)

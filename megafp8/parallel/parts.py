@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -76,12 +75,21 @@ class NativeParts(Parts):
 
     def head_loss(self) -> HeadLoss:
         def matmul(
-            a: torch.Tensor, b: torch.Tensor, *, place: str, transpose_a: bool = False,
+            a: torch.Tensor,
+            b: torch.Tensor,
+            *,
+            place: str,
+            transpose_a: bool = False,
             transpose_b: bool = False,
         ) -> torch.Tensor:
             return gemm(
-                a, b, work=a.dtype, counter=self.counter, place=place,
-                transpose_a=transpose_a, transpose_b=transpose_b,
+                a,
+                b,
+                work=a.dtype,
+                counter=self.counter,
+                place=place,
+                transpose_a=transpose_a,
+                transpose_b=transpose_b,
             )
 
         def add_grad_weight(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
@@ -97,4 +105,4 @@ class NativeParts(Parts):
 
 def linears_of(model: nn.Module) -> list[Linear]:
     """The model's own linears, in order."""
-    return [cast(Linear, module) for module in model.modules() if isinstance(module, Linear)]
+    return [module for module in model.modules() if isinstance(module, Linear)]

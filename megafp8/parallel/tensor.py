@@ -1,8 +1,8 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): which rank holds which rows.
 
-Column-parallel (QKV, FC1): each rank holds some rows of the weight and makes some output features; in
-backward the ranks' input gradients are summed. Row-parallel (projection, FC2): each rank holds some
-columns and the ranks' outputs are summed.
+Column-parallel (QKV, FC1): each rank holds some rows of the weight and makes some output features;
+in backward the ranks' input gradients are summed. Row-parallel (projection, FC2): each rank holds
+some columns and the ranks' outputs are summed.
 """
 
 from __future__ import annotations

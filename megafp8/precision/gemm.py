@@ -1,9 +1,9 @@
 """The one place where a matrix product is called, FP8 or not; it counts what it really ran.
 
-FP8 operands are multiplied as their numbers, the scales are applied to the FP32 accumulator. Without
-FP8 tensor cores the product runs in a wider format that holds every FP8 number exactly: BF16 with
-FP32 accumulation for BF16 work where the device is fast at it, FP32 otherwise. One rounding to the
-output dtype, as on FP8 hardware; only the order of accumulation differs.
+FP8 operands are multiplied as their numbers, the scales are applied to the FP32 accumulator.
+Without FP8 tensor cores the product runs in a wider format that holds every FP8 number exactly:
+BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32 otherwise. One
+rounding to the output dtype, as on FP8 hardware; only the order of accumulation differs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The one linear: three GEMMs, in FP8 or not, alone or as one tensor-parallel rank's part.
 
-    output      = input       @ weight.T      (+ bias)
-    grad_input  = grad_output @ weight
-    grad_weight = grad_output.T @ input
+output      = input       @ weight.T      (+ bias)
+grad_input  = grad_output @ weight
+grad_weight = grad_output.T @ input
 """
 
-# T tokens (batch x sequence)   I in features (I/tp if row-parallel)   O out features (O/tp if column-)
+# T tokens (batch x sequence)   I in features (I/tp row-parallel)   O out (O/tp column-parallel)
 
 from __future__ import annotations
 
@@ -98,8 +98,11 @@ class Linear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., I] -> [..., O], in the input's dtype."""
-        output_TO = _LinearFunction.apply(input.flatten(0, -2), self.weight, self.bias, self)
-        return output_TO.unflatten(0, input.shape[:-1])
+        flat_TI = input.flatten(0, -2)
+        output_TO: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+            flat_TI, self.weight, self.bias, self
+        )
+        return output_TO.view(*input.shape[:-1], -1)
 
     def input_operand(self, input_TI: torch.Tensor) -> Operand:
         if self.scaling is None:
@@ -157,7 +160,7 @@ class _LinearFunction(torch.autograd.Function):
         (grad_output_TO,) = grads
         layer: Linear = ctx.layer
         saved = ctx.saved_tensors
-        input: Operand = Fp8Tensor(*saved, ctx.fmt) if len(saved) == 2 else saved[0]
+        input: Operand = Fp8Tensor(saved[0], saved[1], ctx.fmt) if len(saved) == 2 else saved[0]
         work = grad_output_TO.dtype
         grad_output = layer.grad_output_operand(grad_output_TO)
         pending = None

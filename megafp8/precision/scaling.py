@@ -10,16 +10,17 @@ The rule is Transformer Engine's fused update (delayed_scaling.cu), per tensor, 
     quant_scale = (fp8_max * 2**-margin) / amax in FP32, FLT_MAX where that overflows
 
 We differ in one point, on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not
-occur" and counted, where TE lets an infinity freeze the scale for a whole history (docs/numerics.md).
-So a tensor that did not occur keeps its state, which is also what makes a weight that is quantized
-once a step roll once a step.
+occur" and counted, where TE lets an infinity freeze the scale for a whole history
+(docs/numerics.md). So a tensor that did not occur keeps its state, which is also what makes a
+weight that is quantized once a step roll once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -28,10 +29,11 @@ from megafp8.specs import Fp8Recipe
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
-ReduceMax = Callable[[torch.Tensor], None]
+ReduceMax = Callable[[torch.Tensor], object]  # in place
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """One tensor's place in a table."""
 
     table: ScaleTable

@@ -1,4 +1,4 @@
-"""Small frozen dataclasses that the rooms hand to each other. No torch here: planning stays instant."""
+"""Small frozen dataclasses that the rooms hand to each other. No torch: planning is instant."""
 
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec

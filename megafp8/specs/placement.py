@@ -21,7 +21,9 @@ class Piece:
 
     @property
     def is_sharded(self) -> bool:
-        return any(s.stop - s.start != size for s, size in zip(self.local, self.global_shape))
+        return any(
+            s.stop - s.start != size for s, size in zip(self.local, self.global_shape, strict=True)
+        )
 
 
 def whole(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, ...]:

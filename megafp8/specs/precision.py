@@ -23,7 +23,7 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
-    """`compute` is the dtype of activations and of the weights that GEMMs read; masters are FP32."""
+    """`compute` is the dtype of activations and of the weights GEMMs read; masters are FP32."""
 
     compute: Literal["bf16", "fp32"]
     fp8: Fp8Recipe | None

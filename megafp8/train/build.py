@@ -12,7 +12,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.scaling import NoScaling, ReduceMax, ScalingState
+from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 from megafp8.train.state import TrainState
 
@@ -21,7 +21,7 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
-    assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary before the model is made"
+    assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
     scaling = build_scaling(spec, mesh)
     sink, counter = MainGradSink(), GemmCounter()
@@ -40,11 +40,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     if scaling is not None:
         scaling.to(mesh.device)
     masters = Masters(model.parameters())
-    sink.attach(zip(masters.params, masters.grads))
+    sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
-    return TrainState(
-        model, masters, optimizer, scaling or NoScaling(), streams, counter, mesh
-    )
+    return TrainState(model, masters, optimizer, scaling or NoScaling(), streams, counter, mesh)
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
@@ -52,5 +50,5 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None:
         return None
-    reduce_max: ReduceMax | None = mesh.world.all_reduce_max if mesh.world.size > 1 else None
+    reduce_max = mesh.world.all_reduce_max if mesh.world.size > 1 else None
     return ScalingState(recipe, reduce_max)

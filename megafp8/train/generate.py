@@ -1,4 +1,4 @@
-"""Sample text from a model. Without a cache of keys and values: for the short sample of a run's end."""
+"""Sample text from a model; no cache of keys and values: for the short sample of a run's end."""
 
 from __future__ import annotations
 

@@ -261,7 +261,8 @@ def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
     if choice is not None:
         return choice
     assert shared is not None
-    return RunChoice(*shared, lock=None)  # type: ignore[arg-type]
+    path, continues, reason = shared
+    return RunChoice(path, continues, reason, lock=None)
 
 
 def _load_newest(
@@ -281,4 +282,3 @@ def _load_newest(
         )
     saver.last_step = state.step
     console.event(f"continuing from {newest}")
-

@@ -1,4 +1,4 @@
-"""Where a run works, whether it may continue what is there, and what it leaves for people to read."""
+"""Where a run works, and whether it may continue what is there."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     observe = spec.observe
     if observe.explicit_log_dir is not None:
         directory = Path(observe.explicit_log_dir).absolute()
-        root, name = directory.parent, directory.name
+        root, name = directory.parent, str(directory.name)
     else:
-        root, name = Path(observe.exp_dir), observe.name
+        root, name = Path(observe.exp_dir), observe.name or ""
     choice = choose_run(
-        root, name, full_identity(spec.resolved), observe.resume_if_exists, is_sweep
+        root, name or None, full_identity(spec.resolved), observe.resume_if_exists, is_sweep
     )
     try:
         if choice.continues and (old := recorded_config(choice.path)) is not None:
             check_continues(old, spec.resolved, run=str(choice.path))
         write_atomically(choice.path / CONFIG_NAME, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:
-        choice.lock.release()
+        choice.release()
         raise
     return choice
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any] | None:
-    """The resolved configuration that made the run: of its newest readable checkpoint, else its file."""
+    """The configuration that made the run: of its newest readable checkpoint, else its file."""
     root = run_dir / CHECKPOINTS_DIR
     for step_dir in sorted(root.glob("step_*"), reverse=True):
         try:

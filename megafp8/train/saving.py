@@ -130,10 +130,12 @@ def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
 
 def placements(state: TrainState) -> Iterator[Placement]:
     """Every tensor of the state, as pieces of logical tensors."""
-    for param, master in zip(state.masters.params, state.masters.masters):
+    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
         yield from _pieces("model/", param, master.detach(), state.mesh)
     for name in STATES:
-        for param, tensor in zip(state.masters.params, state.optimizer.state_tensors(name)):
+        for param, tensor in zip(
+            state.masters.params, state.optimizer.state_tensors(name), strict=True
+        ):
             yield from _pieces(f"optimizer/{name}/", param, tensor, state.mesh)
     if isinstance(state.scaling, ScalingState):
         yield from _scaling_placements(state)

@@ -70,9 +70,7 @@ def forward_backward(
     return loss_sum, num_tokens
 
 
-def to_device(
-    microbatch: Microbatch, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     tokens_BS = torch.from_numpy(microbatch.tokens_BS)
     targets_BS = torch.from_numpy(microbatch.targets_BS)
     return tokens_BS.to(device), targets_BS.to(device)

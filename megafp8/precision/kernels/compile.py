@@ -71,8 +71,9 @@ def _compile(compiler: str, path: Path) -> None:
         obj, lib = f"{folder}/kernels.o", f"{folder}/kernels.so"
         base = [compiler, *COMPILE_FLAGS, "-o", obj, str(SOURCE)]
         for count in range(len(OPTIONAL_FLAGS), -1, -1):
-            build = subprocess.run(base + list(OPTIONAL_FLAGS[-count:] if count else ()),
-                                   capture_output=True)
+            build = subprocess.run(
+                base + list(OPTIONAL_FLAGS[-count:] if count else ()), capture_output=True
+            )
             if build.returncode == 0:
                 break
         build.check_returncode()

@@ -1,0 +1,33 @@
+# syntax=docker/dockerfile:1
+# megafp8 on NVIDIA's PyTorch image, whose torch (and Transformer Engine) are kept; or on any image
+# with Python 3.11 or newer and pip, which then gets a CPU build of torch:
+#   docker build -t megafp8 .
+#   docker build -t megafp8:cpu --build-arg BASE_IMAGE=python:3.12-slim .
+#   docker run --gpus all --ipc host -v "$PWD/runs:/workspace/megafp8/runs" megafp8 model.fp8=True
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
+FROM ${BASE_IMAGE}
+
+ARG TORCH_PIN=2.13.0
+# The image's own Python is used, also where a distribution marks it as its own (PEP 668).
+ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PYTHONUNBUFFERED=1
+
+WORKDIR /workspace/megafp8
+
+# Dependencies first, from the two files that decide them: editing the code keeps this layer.
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts/setup_env.sh scripts/
+COPY megafp8/__init__.py megafp8/
+RUN TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place
+
+COPY . .
+
+# 10001: an id that base images leave free. It owns the places that a run writes to, not the code.
+RUN useradd --create-home --uid 10001 --shell /bin/bash megafp8 \
+    && install --directory --owner=megafp8 --group=megafp8 runs outputs multirun
+USER 10001
+
+ENTRYPOINT ["python3", "/workspace/megafp8/pretrain_gpt.py"]

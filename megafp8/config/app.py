@@ -1,0 +1,73 @@
+"""The command line: options, the composed tree, and a task that gets it.
+
+The ordinary path composes by itself, so that errors come fast and in our words. A sweep is Hydra's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.config.document import help_page
+from megafp8.config.load import load
+from megafp8.config.options import Options, parse_options
+from megafp8.config.problems import SettingError
+from megafp8.errors import ExitCode, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppInfo:
+    """How a task was started, beside its settings."""
+
+    overrides: tuple[str, ...]  # those of this run; in a sweep, of this job
+    config_dir: Path | None
+    config_name: str
+    is_sweep: bool = False
+    job_num: int | None = None  # of a sweep, from 0
+    directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
+
+
+Task = Callable[[DictConfig, AppInfo], int]
+
+
+def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt.py") -> int:
+    """Run `task` as the arguments (without the program's name) ask; returns the exit code.
+
+    What a user can mend is printed on stderr in full. Any other exception is a bug and goes on.
+    """
+    try:
+        return _run(parse_options(argv), task, prog)
+    except UserError as error:
+        return report(error)
+
+
+def report(error: UserError) -> int:
+    """Print an error that a user can mend; returns its exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _run(options: Options, task: Task, prog: str) -> int:
+    if options.show_help:
+        print(help_page(prog), end="")
+        return ExitCode.FINISHED
+    if options.multirun and options.show_config:
+        raise SettingError("--cfg", "job", "shows one run, not a sweep", "Leave out -m")
+    if options.multirun:
+        from megafp8.config.sweep import run_sweep
+
+        return run_sweep(options, task)
+    cfg = load(options.overrides, options.config_dir, options.config_name)
+    if options.show_config:
+        print(OmegaConf.to_yaml(cfg, resolve=options.resolve), end="")
+        return ExitCode.FINISHED
+    info = AppInfo(
+        overrides=options.overrides,
+        config_dir=options.config_dir,
+        config_name=options.config_name,
+    )
+    return task(cfg, info)

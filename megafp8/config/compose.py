@@ -1,0 +1,140 @@
+"""Hydra's part: find the YAML files and put schema, YAML and overrides together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
+
+from megafp8.config.overrides import Setting, flatten, setting_problem
+from megafp8.config.problems import SettingError
+from megafp8.config.schema import Config
+
+DEFAULT_CONFIG = "pretrain_gpt"
+ROOT_CONFIG = "megafp8_root"
+"""Made anew for each composition: schema, then the YAML asked for, then Hydra's own settings."""
+
+_SCHEMA = "megafp8_schema"
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
+
+
+def conf_dir() -> Path:
+    """The directory `conf/` that comes with the project."""
+    folder = Path(__file__).resolve().parents[2] / "conf"
+    if not (folder / f"{DEFAULT_CONFIG}.yaml").is_file():
+        raise SettingError(
+            "conf",
+            folder,
+            f"{DEFAULT_CONFIG}.yaml is not there",
+            "Install with `pip install -e .` from the repository, which brings conf/ along",
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which YAML is composed, and from where. The first directory wins."""
+
+    name: str
+    directories: tuple[Path, ...]
+
+    @property
+    def file(self) -> Path:
+        candidates = [folder / f"{self.name}.yaml" for folder in self.directories]
+        return next((file for file in candidates if file.is_file()), candidates[0])
+
+    @property
+    def is_default(self) -> bool:
+        return self.file == conf_dir() / f"{DEFAULT_CONFIG}.yaml"
+
+
+def find_source(config_dir: Path | None, config_name: str) -> Source:
+    """The YAML asked for; refused with the list of those there are."""
+    ours = conf_dir()
+    if config_dir is not None and not config_dir.is_dir():
+        raise SettingError("--config-dir", config_dir, "is not a directory", "Give an existing one")
+    theirs = () if config_dir is None or config_dir.resolve() == ours else (config_dir.resolve(),)
+    source = Source(config_name.removesuffix(".yaml"), (*theirs, ours))
+    if "\0" in config_name or not source.file.is_file():
+        there = sorted({f.stem for folder in source.directories for f in folder.glob("*.yaml")})
+        raise SettingError(
+            "--config-name",
+            config_name,
+            f"no such YAML in {' or '.join(str(folder) for folder in source.directories)}",
+            f"There are: {', '.join(there)}; --config-dir names a directory of your own",
+        )
+    return source
+
+
+def register(source: Source) -> None:
+    """Put the root of the composition where Hydra finds it."""
+    group, _, option = source.name.rpartition("/")
+    yaml: Any = {f"/{group}@_global_": option} if group else source.name
+    store = ConfigStore.instance()
+    store.store(name=_SCHEMA, node=Config)
+    hydra_settings = {
+        "run": {"dir": "."},
+        "output_subdir": None,
+        "job": {"name": "megafp8", "chdir": False},
+        "sweep": {"dir": "multirun/${now:%Y-%m-%d_%H-%M-%S}", "subdir": "${hydra.job.num}"},
+        "searchpath": [f"file://{folder}" for folder in source.directories[1:]],
+    }
+    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    root = {"defaults": [_SCHEMA, "_self_", yaml, *quiet], "hydra": hydra_settings}
+    store.store(name=ROOT_CONFIG, node=root)
+
+
+def compose(source: Source, overrides: Sequence[str]) -> DictConfig:
+    """One tree of the schema's types. The overrides have been checked one by one before."""
+    register(source)
+    outer = GlobalHydra.instance().hydra  # a sweep's, when this composes one of its jobs
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(source.directories[0]), version_base=None):
+            composed = hydra_compose(ROOT_CONFIG, list(overrides))
+    except Exception as error:  # Hydra's code alone: it stumbles over `hydra: null` and the like
+        raise _hydra_problem(source, error) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+    return composed
+
+
+def yaml_settings(source: Source) -> list[Setting]:
+    """What the YAML itself sets, without the files that it builds on. Empty if unreadable."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(source.file), resolve=False)
+    except (*COMPOSE_ERRORS, OSError):
+        return []
+    if not isinstance(tree, dict):
+        return []
+    ours = {name: item for name, item in tree.items() if name not in ("defaults", "hydra")}
+    return list(flatten("", ours, source.file.name))
+
+
+def yaml_problems(source: Source) -> list[SettingError]:
+    """Each setting of the YAML that Hydra would stop at."""
+    found = (setting_problem(setting) for setting in yaml_settings(source))
+    return [problem for problem in found if problem is not None]
+
+
+def _hydra_problem(source: Source, error: Exception) -> SettingError:
+    text = str(error).partition("Config search path")[0]
+    lines = [line.strip().rstrip(".:") for line in text.splitlines()]
+    useful = [line for line in lines if line and not line.startswith(("reference_type", "object_"))]
+    reason = "; ".join(useful[:4]) or type(error).__name__
+    return SettingError(
+        "configuration",
+        None,
+        f"Hydra cannot compose {source.file.name} and the overrides: {reason}",
+        "Mend what it names",
+    )

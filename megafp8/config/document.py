@@ -1,0 +1,158 @@
+"""The pages about all settings, made from the schema: `--help` and docs/configuration.md.
+
+python -m megafp8.config.document > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from megafp8.config.compose import conf_dir
+from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
+from megafp8.config.schema import all_keys
+
+_USAGE = """\
+Usage: {prog} [KEY=VALUE ...] [options]
+
+Pretrains a GPT. Without any argument it runs the default job, on the GPU if there is one.
+
+Options:
+  --help, -h             this page
+  --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
+  --config-name, -cn N   another YAML than pretrain_gpt
+  --config-dir, -cd DIR  a directory of your own YAML, which begins with
+                         `defaults: [pretrain_gpt, _self_]`
+  --multirun, -m         one run for each combination of comma-separated values
+
+Examples:
+  {prog} model.fp8=True
+  {prog} model.fp8=True model.fp8_e4m3=True model.fp8_margin=1 exp_manager.name=e4m3
+  {prog} trainer.devices=2 model.tensor_model_parallel_size=2
+  {prog} -m model.fp8=True,False model.optim.lr=1e-3,3e-4
+  {prog} --config-dir mine --config-name my_gpt trainer.max_steps=1000
+
+Keys, with the default job's values:
+"""
+
+_PAGE = """\
+<!-- Made by `python -m megafp8.config.document > docs/configuration.md`; do not edit by hand. -->
+# Configuration
+
+Settings have NeMo's names. They are composed by [Hydra](https://hydra.cc): first the defaults of
+the schema, then a YAML (`conf/pretrain_gpt.yaml`, the default job), then overrides from the command
+line.
+
+```
+python pretrain_gpt.py model.fp8=True model.hidden_size=512          # overrides
+python pretrain_gpt.py --config-dir mine --config-name my_gpt        # a YAML of your own
+python pretrain_gpt.py -m model.fp8=True,False                       # a sweep: one run for each
+python pretrain_gpt.py --cfg job --resolve                           # print what would run
+python pretrain_gpt.py --help                                        # all keys
+```
+
+A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states what differs. Without
+that line it must give every key marked *required* below.
+
+What is wrong is reported all at once, before anything starts: the key, its value, where it was
+set, and what would be valid. The exit code is then 2. There is no key that is accepted and ignored:
+an unknown one is refused, also behind `+` or `++`.
+
+A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
+directory, and the same one again continues its runs.
+
+## Continuing a run
+
+A run with a name (`exp_manager.name`) is continued by the same name. Keys marked *may change* can
+then differ: the length of the run, logging, layout and policies. Any other difference is refused by
+name. `trainer.max_steps` is part of the cosine schedule: another length changes the learning rates
+of the steps to come. A run without a name is continued only by exactly the same configuration.
+"""
+
+
+def help_page(prog: str) -> str:
+    """What `--help` prints."""
+    lines = [_USAGE.format(prog=prog)]
+    values = default_job()
+    for section, keys in _sections():
+        lines.append(f"{section}.")
+        for key in keys:
+            name = key.path.removeprefix(section + ".")
+            lines.append(f"  {name}={_plain(values[key.path])}")
+            lines.append(f"      {key.help} [{key.valid_text}]")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def markdown_page() -> str:
+    """The text of docs/configuration.md."""
+    values = default_job()
+    parts = [_PAGE]
+    for section, keys in _sections():
+        parts.append(f"## `{section}`\n")
+        parts.append("| key | default job | NeMo | valid | continuing | meaning |")
+        parts.append("|---|---|---|---|---|---|")
+        parts += [_row(key, section, values[key.path]) for key in keys]
+        parts.append("")
+    parts.append("## Defaults that differ from NeMo's\n")
+    parts.append(
+        "NeMo's are those of its `megatron_gpt_config.yaml`; `—` above marks keys that it does not "
+        "have.\n"
+    )
+    parts.append("| key | here | NeMo |\n|---|---|---|")
+    for key in differing_keys():
+        parts.append(f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |")
+    return "\n".join(parts) + "\n"
+
+
+def differing_keys() -> list[Key]:
+    """Keys whose value in the default job is not NeMo's default."""
+    values = default_job()
+    nemo = [key for key in all_keys().values() if key.nemo is not NOT_IN_NEMO]
+    return [key for key in nemo if values[key.path] != key.nemo]
+
+
+def default_job() -> dict[str, Any]:
+    """Every key's value in `conf/pretrain_gpt.yaml`, with interpolations as they are written."""
+    yaml = OmegaConf.load(conf_dir() / "pretrain_gpt.yaml")
+    found: dict[str, Any] = {}
+    for path in all_keys():
+        node: Any = OmegaConf.to_container(yaml, resolve=False)
+        for name in path.split("."):
+            node = node[name]
+        found[path] = node
+    return found
+
+
+def _sections() -> Iterator[tuple[str, list[Key]]]:
+    parent = {path: path.rpartition(".")[0] for path in all_keys()}
+    order = list(dict.fromkeys(parent.values()))
+    keys = sorted(all_keys().values(), key=lambda key: order.index(parent[key.path]))
+    for section, members in groupby(keys, key=lambda key: parent[key.path]):
+        yield section, list(members)
+
+
+def _row(key: Key, section: str, value: Any) -> str:
+    name = key.path.removeprefix(section + ".")
+    required = " *required*" if key.required else ""
+    nemo = "—" if key.nemo is NOT_IN_NEMO else _code(key.nemo)
+    continuing = "may change" if key.kind in FREE_KINDS else "fixed"
+    cells = [f"`{name}`{required}", _code(value), nemo, key.valid_text, continuing, key.help]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _code(value: Any) -> str:
+    return f"`{_plain(value)}`"
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return "???" if value == MISSING else str(value)
+
+
+if __name__ == "__main__":
+    print(markdown_page(), end="")

@@ -1,0 +1,91 @@
+"""Which runs may continue each other, told from their resolved configurations.
+
+Length, logging, layout and policy may change when a run continues; model, data and optimizer may
+not. Each key's `kind` in the schema says what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megafp8.config.keys import FREE_KINDS
+from megafp8.config.problems import SettingError, raise_if_any
+from megafp8.config.schema import all_keys
+
+Resolved = Mapping[str, Any]
+
+_ABSENT = "absent"
+
+
+class Difference(NamedTuple):
+    """One key that must stay as it was, and did not."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def identity(resolved: Resolved) -> str:
+    """A hash of model, data and optimizer: equal for runs that may continue each other."""
+    fixed = {key: value for key, value in flat(resolved).items() if _is_fixed(key)}
+    return _digest(fixed)
+
+
+def full_identity(resolved: Resolved) -> str:
+    """A hash of everything: an unnamed run is continued by the very same configuration only."""
+    return _digest(flat(resolved))
+
+
+def differences(old: Resolved, new: Resolved) -> list[Difference]:
+    """Keys of model, data and optimizer whose values differ.
+
+    A key that one side does not have yet counts with its default, so that a run made by an older
+    version continues.
+    """
+    before, after = flat(old), flat(new)
+    found = []
+    for key in [*all_keys(), *sorted((before.keys() | after.keys()) - all_keys().keys())]:
+        default = all_keys()[key].default if key in all_keys() else _ABSENT
+        was, now = before.get(key, default), after.get(key, default)
+        if _is_fixed(key) and was != now:
+            found.append(Difference(key, was, now))
+    return found
+
+
+def check_continues(old: Resolved, new: Resolved, *, run: str) -> None:
+    """Raise if `new` cannot continue the run that `old` made, naming each key and the ways out."""
+    raise_if_any(
+        [
+            SettingError(
+                d.key,
+                d.new,
+                f"the run {run} was made with {d.old}",
+                f"Give {d.key}={d.old} to continue it, or another exp_manager.name for a new run",
+            )
+            for d in differences(old, new)
+        ]
+    )
+
+
+def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
+    """Dotted paths to leaves."""
+    leaves: dict[str, Any] = {}
+    for name, value in resolved.items():
+        if isinstance(value, Mapping):
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def _is_fixed(key: str) -> bool:
+    known = all_keys().get(key)
+    return known is None or known.kind not in FREE_KINDS
+
+
+def _digest(leaves: Mapping[str, Any]) -> str:
+    text = json.dumps(leaves, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

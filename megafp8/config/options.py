@@ -1,0 +1,54 @@
+"""What stands on the command line besides overrides: `--help`, `--cfg`, `-m`, `--config-dir`, …"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megafp8.config.compose import DEFAULT_CONFIG
+from megafp8.config.problems import COMMAND_LINE, SettingError
+
+
+@dataclass(frozen=True)
+class Options:
+    """One command line, taken apart."""
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None
+    config_name: str
+    multirun: bool
+    show_help: bool
+    show_config: bool
+    resolve: bool
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Options may stand before, between and behind overrides, as with Hydra."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    found = parser.parse_intermixed_args(list(argv))
+    return Options(
+        overrides=tuple(found.overrides),
+        config_dir=found.config_dir,
+        config_name=found.config_name,
+        multirun=found.multirun,
+        show_help=found.help,
+        show_config=found.cfg is not None,
+        resolve=found.resolve,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(
+            "options", None, message, "--help lists the options and all keys", origin=COMMAND_LINE
+        )

@@ -1,0 +1,199 @@
+"""Overrides such as `model.fp8=True`, read one by one, so that every bad one is reported.
+
+Hydra composes what is left. It would stop at the first problem, and would silently add a key that
+is misspelt behind `+` or `++`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megafp8.config.problems import COMMAND_LINE, SettingError
+from megafp8.config.schema import Config, all_keys, all_sections
+
+SEE_HELP = "--help lists all keys"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key and its value as somebody wrote them."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class ParsedOverride:
+    """One override that Hydra may have; `settings` is empty if it is not about our keys."""
+
+    text: str
+    settings: tuple[Setting, ...]
+    sweep: Override | None  # the parsed form if it holds several values
+
+
+def parse_overrides(
+    texts: Sequence[str], config_dirs: Sequence[Path], *, multirun: bool = False
+) -> tuple[list[ParsedOverride], list[SettingError]]:
+    """The overrides that can be composed, and what is wrong with the others."""
+    good: list[ParsedOverride] = []
+    problems: list[SettingError] = []
+    for text in texts:
+        parsed = _parse(text, config_dirs, multirun)
+        if isinstance(parsed, SettingError):
+            problems.append(parsed)
+            continue
+        found = [problem for s in parsed.settings if (problem := setting_problem(s))]
+        problems += found
+        if not found:
+            good.append(parsed)
+    return good, problems
+
+
+def setting_problem(setting: Setting) -> SettingError | None:
+    """What is wrong with one setting by itself: an unknown key or a value of another type."""
+    key = all_keys().get(setting.key)
+    if key is None:
+        if setting.key in all_sections():
+            return _section_problem(setting)
+        return unknown_key(setting)
+    try:
+        OmegaConf.update(_scratch(), setting.key, setting.value)
+    except (OmegaConfBaseException, ValueError, OverflowError):
+        reason = f"{_show(setting.value)} is not {key.type_text}"
+        return SettingError(
+            setting.key,
+            setting.value,
+            reason,
+            f"Give {key.valid_text}",
+            origin=setting.origin,
+        )
+    return None
+
+
+def unknown_key(setting: Setting) -> SettingError:
+    """A key that the tree does not have, with those that may have been meant."""
+    matches = similar_keys(setting.key)
+    way_out = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
+    return SettingError(
+        setting.key, setting.value, "there is no such key", way_out, origin=setting.origin
+    )
+
+
+def similar_keys(wrong: str) -> list[str]:
+    """Up to three keys that `wrong` may have meant, the likeliest first."""
+    keys = list(all_keys())
+    last = wrong.rpartition(".")[2]
+    same_name = [key for key in keys if key.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(wrong[:200], keys, n=2, cutoff=0.75)
+    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    close_names = difflib.get_close_matches(last[:200], list(names), n=2, cutoff=0.75)
+    candidates = same_name + close + [names[name] for name in close_names]
+    return list(dict.fromkeys(candidates))[:3]
+
+
+def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+    """The leaves of a value that may be a dict of dicts. Leaves end where the schema's do."""
+    if isinstance(value, dict) and (key in all_sections() or not key):
+        for name, item in value.items():
+            path = f"{key}.{name}" if key else str(name)
+            if "." in str(name):
+                path = f"{key}.[{name}]"  # one key with a dot in it, which the tree never has
+            yield from flatten(path, item, origin)
+    else:
+        yield Setting(key, value, origin)
+
+
+def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError) as error:
+        return _grammar_problem(text, error)
+    key = override.key_or_group
+    if override.is_delete():
+        way_out = "Settings cannot be deleted; give the key another value, or null where it may be"
+        return SettingError(text, None, "deletes a setting", way_out, origin=COMMAND_LINE)
+    sweeps = override.is_sweep_override()
+    if sweeps and not multirun:
+        return _sweep_problem(text, key)
+    if key == "hydra.searchpath":
+        way_out = "Use --config-dir DIR for a directory of your own YAML"
+        return SettingError(
+            text, None, "would hide the directories in use", way_out, origin=COMMAND_LINE
+        )
+    is_group = any((folder / key).is_dir() for folder in config_dirs if "\0" not in key)
+    if override.is_hydra_override() or is_group:
+        return ParsedOverride(text, (), override if sweeps else None)
+    if override.package is not None:
+        return unknown_key(Setting(key, None, COMMAND_LINE))
+    if sweeps:
+        # Each job of the sweep is checked with its own value; here only the key can be.
+        known = key in all_keys() or key in all_sections()
+        if not known:
+            return unknown_key(Setting(key, override.get_value_string(), COMMAND_LINE))
+        return ParsedOverride(text.lstrip("+"), (), override)
+    settings = tuple(flatten(key, override.value(), COMMAND_LINE))
+    # `+` and `++` add a key, which none of ours needs: they are accepted and do nothing.
+    return ParsedOverride(text.lstrip("+"), settings, None)
+
+
+def _grammar_problem(text: str, error: Exception) -> SettingError:
+    if "=" not in text:
+        matches = [] if text.startswith("-") else similar_keys(text.strip())
+        way_out = f"Write {matches[0]}=VALUE" if matches else "Write KEY=VALUE"
+        return SettingError(
+            text, None, "is not of the form KEY=VALUE", way_out, origin=COMMAND_LINE
+        )
+    key, _, value = text.partition("=")
+    detail = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
+    way_out = f"Quote the value: '{key}=\"…\"'"
+    return SettingError(key, value, f"Hydra cannot read it: {detail}", way_out, origin=COMMAND_LINE)
+
+
+def _sweep_problem(text: str, key: str) -> SettingError:
+    value = text.partition("=")[2]
+    known = all_keys().get(key)
+    if known is not None and isinstance(known.default, list):
+        as_one = f"'{key}=[{value}]'"
+    else:
+        as_one = f"'{key}=\"{value}\"'"
+    return SettingError(
+        key,
+        value,
+        "several values make a sweep of several runs",
+        f"Add -m to run each of them, or write {as_one} for one value",
+        origin=COMMAND_LINE,
+    )
+
+
+def _section_problem(setting: Setting) -> SettingError:
+    inside = [key for key in all_keys() if key.startswith(setting.key + ".")]
+    return SettingError(
+        setting.key,
+        setting.value,
+        "is a section, not a value",
+        f"Set the keys in it, as {inside[0]}=VALUE",
+        origin=setting.origin,
+    )
+
+
+@cache
+def _scratch() -> Any:
+    """A tree whose nodes take values of the right type only; what it holds does not matter."""
+    return OmegaConf.structured(Config)
+
+
+def _show(value: Any) -> str:
+    text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,46 @@
+"""What is wrong with a configuration: every problem at once, each with its way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megafp8.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+class SettingError(ConfigError):
+    """One setting that cannot be honoured, and where it was set."""
+
+    def __init__(
+        self, key: str, value: object, reason: str, way_out: str, *, origin: str = ""
+    ) -> None:
+        super().__init__(key, value, reason, way_out)
+        self.origin = origin
+
+    def __str__(self) -> str:
+        setting = self.key if self.value is None else f"{self.key}={self.value}"
+        place = f" ({self.origin})" if self.origin else ""
+        return f"{setting}{place}: {self.reason}. {self.way_out}"
+
+
+class CombinedConfigError(ConfigError):
+    """Several problems. `key`, `value`, `reason` and `way_out` are those of the first one."""
+
+    def __init__(self, problems: Sequence[SettingError]) -> None:
+        first = problems[0]
+        super().__init__(first.key, first.value, first.reason, first.way_out)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.problems)} settings cannot be honoured:"]
+        return "\n".join(lines + [f"  - {problem}" for problem in self.problems])
+
+
+def raise_if_any(problems: Sequence[SettingError]) -> None:
+    """Raise the one problem as itself, several as `CombinedConfigError`, none not at all."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise CombinedConfigError(problems)

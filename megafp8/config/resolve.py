@@ -1,0 +1,205 @@
+"""From the checked tree to the specs that the rest of the program reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.config.problems import SettingError
+from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
+from megafp8.config.validate import FP8_DETAILS, read_values, validate
+from megafp8.config.values import (
+    PRECISIONS,
+    format_number,
+    parse_interval_seconds,
+    parse_splits,
+)
+from megafp8.specs import (
+    CheckpointSpec,
+    DataSpec,
+    Fp8Recipe,
+    GPTSpec,
+    ObserveSpec,
+    OptimSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    ScheduleSpec,
+    TokenizerSpec,
+    TrainSpec,
+)
+
+VOCAB_SIZE_UNKNOWN = 0
+"""Stands in `RunSpec.model` until the tokenizer is there."""
+
+
+def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
+    """The run that a tree asks for. `accelerator_available` is asked only where it matters."""
+    validate(cfg)
+    resolved = canonical(cfg, accelerator_available)
+    tree = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), resolved))
+    assert isinstance(tree, Config)
+    trainer, model = tree.trainer, tree.model
+    return RunSpec(
+        model=_gpt(model),
+        precision=PrecisionSpec(compute=PRECISIONS[trainer.precision], fp8=_fp8(model)),
+        parallel=ParallelSpec(
+            num_nodes=trainer.num_nodes,
+            devices_per_node=trainer.devices,
+            tp=model.tensor_model_parallel_size,
+            accelerator=trainer.accelerator,
+        ),
+        optim=_optim(model.optim, trainer.gradient_clip_val, trainer.max_steps),
+        data=_data(model),
+        train=TrainSpec(
+            max_steps=trainer.max_steps,
+            micro_batch_size=model.micro_batch_size,
+            global_batch_size=model.global_batch_size,
+            log_every_n_steps=trainer.log_every_n_steps,
+            val_check_interval=trainer.val_check_interval,
+            limit_val_batches=trainer.limit_val_batches,
+            seed=model.seed,
+            nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
+        ),
+        checkpoint=_checkpoint(tree.exp_manager),
+        observe=_observe(tree.exp_manager),
+        vocab_divisible_by=model.make_vocab_size_divisible_by,
+        resolved=resolved,
+    )
+
+
+def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, object]:
+    """The whole tree as plain dicts and lists, each meaning spelt in one way.
+
+    So equal runs have equal identities, and the result loads again as a configuration.
+    """
+    values, _ = read_values(cfg)
+    values["trainer.precision"] = {"bf16": "bf16", "fp32": 32}[
+        PRECISIONS[values["trainer.precision"]]
+    ]
+    values["trainer.accelerator"] = _accelerator(
+        values["trainer.accelerator"], accelerator_available
+    )
+    splits = parse_splits(values["model.data.splits_string"])
+    assert splits is not None
+    values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
+    interval = "exp_manager.checkpoint_callback_params.train_time_interval"
+    values[interval] = parse_interval_seconds(values[interval])
+    if not values["model.fp8"]:
+        values |= {key: all_keys()[key].default for key in FP8_DETAILS}
+    elif values["model.fp8_e4m3"]:
+        values["model.fp8_hybrid"] = False
+    return _nested(values)
+
+
+def _accelerator(asked: str, available: Callable[[], bool]) -> str:
+    if asked == "cpu":
+        return asked
+    if available():
+        return "gpu"
+    if asked == "auto":
+        return "cpu"
+    raise SettingError(
+        "trainer.accelerator",
+        asked,
+        "PyTorch finds no GPU here",
+        "Use trainer.accelerator=cpu or auto, or mend the driver or container (nvidia-smi helps)",
+    )
+
+
+def _gpt(model: Model) -> GPTSpec:
+    return GPTSpec(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        max_position_embeddings=model.max_position_embeddings,
+        vocab_size=VOCAB_SIZE_UNKNOWN,
+        init_method_std=model.init_method_std,
+        use_scaled_init_method=model.use_scaled_init_method,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        ffn_dropout=model.ffn_dropout,
+        layernorm_epsilon=model.layernorm_epsilon,
+    )
+
+
+def _fp8(model: Model) -> Fp8Recipe | None:
+    if not model.fp8:
+        return None
+    return Fp8Recipe(
+        name="delayed",
+        forward_format="e4m3",
+        backward_format="e4m3" if model.fp8_e4m3 else "e5m2",
+        margin=model.fp8_margin,
+        amax_history_len=model.fp8_amax_history_len,
+        amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
+        reduce_amax=model.reduce_amax,
+    )
+
+
+def _optim(optim: Optim, clip: float | None, max_steps: int) -> OptimSpec:
+    return OptimSpec(
+        name=optim.name,
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        clip_grad_norm=clip or None,
+        schedule=ScheduleSpec(
+            name=optim.sched.name,
+            warmup_steps=optim.sched.warmup_steps,
+            constant_steps=optim.sched.constant_steps,
+            min_lr=optim.sched.min_lr,
+            max_steps=max_steps,
+        ),
+    )
+
+
+def _data(model: Model) -> DataSpec:
+    return DataSpec(
+        prefix=model.data.data_prefix,
+        cache_dir=model.data.index_mapping_dir,
+        splits=parse_splits(model.data.splits_string) or (),
+        seq_length=model.data.seq_length,
+        tokenizer=TokenizerSpec(
+            library=model.tokenizer.library, vocab_size=model.tokenizer.vocab_size
+        ),
+        seed=model.seed,
+    )
+
+
+def _checkpoint(manager: ExpManager) -> CheckpointSpec:
+    params = manager.checkpoint_callback_params
+    return CheckpointSpec(
+        every_n_train_steps=params.every_n_train_steps,
+        train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
+        save_last=params.save_last,
+        keep=params.keep,
+    )
+
+
+def _observe(manager: ExpManager) -> ObserveSpec:
+    return ObserveSpec(
+        exp_dir=manager.exp_dir,
+        name=manager.name,
+        explicit_log_dir=manager.explicit_log_dir,
+        resume_if_exists=manager.resume_if_exists,
+        create_tensorboard_logger=manager.create_tensorboard_logger,
+        create_wandb_logger=manager.create_wandb_logger,
+        wandb_project=manager.wandb_logger_kwargs.project,
+        wandb_name=manager.wandb_logger_kwargs.name,
+    )
+
+
+def _nested(values: dict[str, Any]) -> dict[str, object]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
+        *sections, leaf = path.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return tree

@@ -1,0 +1,387 @@
+"""Which settings fit together. Pure: no device, no file, no torch.
+
+A rule names the keys it reads and runs only where all of them are good by themselves, so one bad
+value is reported once and not again by every rule that it would break.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from megafp8.config.keys import Key
+from megafp8.config.overrides import Setting, setting_problem
+from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
+from megafp8.config.schema import all_keys
+
+Values = Mapping[str, Any]
+Origins = Mapping[str, str]
+
+FP8_MULTIPLE = 16
+"""FP8 tensor cores take operands whose sizes are multiples of it."""
+
+FP8_DETAILS = (
+    "model.fp8_e4m3",
+    "model.fp8_hybrid",
+    "model.fp8_margin",
+    "model.fp8_amax_history_len",
+    "model.fp8_amax_compute_algo",
+    "model.reduce_amax",
+    "model.fp8_backend",
+)
+"""What means nothing unless `model.fp8` is on."""
+
+_SEARCH_LIMIT = 10_000
+
+
+class Finding(NamedTuple):
+    """What a rule has to say about one key."""
+
+    key: str
+    reason: str
+    way_out: str
+
+
+Rule = Callable[[Values], Iterator[Finding]]
+_RULES: list[tuple[tuple[str, ...], Rule]] = []
+
+
+def rule(*keys: str) -> Callable[[Rule], Rule]:
+    """Register a check of values alone; it reads exactly these keys."""
+
+    def register(check: Rule) -> Rule:
+        _RULES.append((keys, check))
+        return check
+
+    return register
+
+
+def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
+    """Raise all that is wrong with a composed tree.
+
+    With `origins` (who set which key) also what contradicts itself, as FP8 details without FP8.
+    """
+    values, problems = read_values(cfg, origins)
+    raise_if_any(problems + check_values(values, origins))
+
+
+def read_values(
+    cfg: DictConfig, origins: Origins | None = None
+) -> tuple[dict[str, Any], list[SettingError]]:
+    """Every key with its interpolations resolved, and the keys that cannot be read."""
+    values: dict[str, Any] = {}
+    problems: list[SettingError] = []
+    for path, key in all_keys().items():
+        try:
+            value = OmegaConf.select(cfg, path, throw_on_missing=True)
+            values[path] = OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
+            # An interpolation may bring another key's type along where the schema allows several.
+            problem = setting_problem(Setting(path, values[path], _origin(path, origins)))
+            if problem is not None:
+                problems.append(problem)
+                del values[path]
+        except MissingMandatoryValue:
+            problems.append(_missing(key, origins))
+        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+            problems.append(_unreadable(key, error, origins))
+    return values, problems
+
+
+def check_values(values: Values, origins: Origins | None = None) -> list[SettingError]:
+    """Ranges of single keys, then rules over several; keys not in `values` are left out."""
+    findings: list[Finding] = []
+    good = dict(values)
+    for path, value in values.items():
+        finding = _range_finding(all_keys()[path], value)
+        if finding is not None:
+            findings.append(finding)
+            del good[path]
+    for keys, check in _RULES:
+        if all(key in good for key in keys):
+            findings += check(good)
+    if origins is not None:
+        findings += _contradictions(good, origins)
+    return [
+        SettingError(f.key, values[f.key], f.reason, f.way_out, origin=_origin(f.key, origins))
+        for f in findings
+    ]
+
+
+# --- rules over several keys -------------------------------------------------------------------
+
+
+@rule("model.hidden_size", "model.num_attention_heads")
+def _heads_share_hidden(v: Values) -> Iterator[Finding]:
+    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
+    if hidden % heads:
+        yield Finding(
+            "model.hidden_size",
+            f"does not divide into model.num_attention_heads={heads}",
+            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
+        )
+
+
+@rule("model.tensor_model_parallel_size", "trainer.devices")
+def _tp_divides_devices(v: Values) -> Iterator[Finding]:
+    devices, tp = v["trainer.devices"], v["model.tensor_model_parallel_size"]
+    if devices % tp:
+        yield Finding(
+            "model.tensor_model_parallel_size",
+            f"trainer.devices={devices} is not a multiple of it",
+            f"Nearest tensor-parallel sizes: {nearest_divisors(devices, tp)}; "
+            f"or trainer.devices: {nearest_multiples(devices, tp)}",
+        )
+
+
+@rule("model.num_attention_heads", "model.tensor_model_parallel_size")
+def _tp_divides_heads(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.num_attention_heads")
+
+
+@rule("model.ffn_hidden_size", "model.tensor_model_parallel_size")
+def _tp_divides_ffn(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.ffn_hidden_size")
+
+
+@rule("model.make_vocab_size_divisible_by", "model.tensor_model_parallel_size")
+def _tp_divides_vocab(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.make_vocab_size_divisible_by")
+
+
+def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
+    value, tp = v[key], v["model.tensor_model_parallel_size"]
+    if value % tp:
+        yield Finding(
+            key,
+            f"does not divide over model.tensor_model_parallel_size={tp}",
+            f"Nearest values: {nearest_multiples(value, tp)}; "
+            f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
+        )
+
+
+@rule(
+    "model.global_batch_size",
+    "model.micro_batch_size",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "model.tensor_model_parallel_size",
+)
+def _batches_fit(v: Values) -> Iterator[Finding]:
+    ranks, tp = v["trainer.devices"] * v["trainer.num_nodes"], v["model.tensor_model_parallel_size"]
+    if ranks % tp:
+        return  # said already
+    batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // tp
+    if batch % (micro * dp):
+        fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
+        yield Finding(
+            "model.global_batch_size",
+            f"is not a multiple of model.micro_batch_size={micro} times {dp} data-parallel ranks",
+            f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
+            + (f"; or model.micro_batch_size: {fits}" if fits else ""),
+        )
+
+
+@rule("model.encoder_seq_length", "model.data.seq_length")
+def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
+    length = v["model.encoder_seq_length"]
+    if v["model.data.seq_length"] != length:
+        yield Finding(
+            "model.data.seq_length",
+            f"differs from model.encoder_seq_length={length}",
+            f"Leave it out, or give {length}",
+        )
+
+
+@rule("model.encoder_seq_length", "model.max_position_embeddings")
+def _positions_suffice(v: Values) -> Iterator[Finding]:
+    length = v["model.encoder_seq_length"]
+    if length > v["model.max_position_embeddings"]:
+        yield Finding(
+            "model.max_position_embeddings",
+            f"is less than model.encoder_seq_length={length}",
+            f"Give at least {length}, or leave it out",
+        )
+
+
+@rule("model.optim.lr", "model.optim.sched.min_lr")
+def _lr_falls(v: Values) -> Iterator[Finding]:
+    if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:
+        yield Finding(
+            "model.optim.sched.min_lr",
+            f"is above model.optim.lr={v['model.optim.lr']}",
+            f"Give at most {v['model.optim.lr']}",
+        )
+
+
+@rule("trainer.max_steps", "model.optim.sched.warmup_steps", "model.optim.sched.constant_steps")
+def _schedule_fits(v: Values) -> Iterator[Finding]:
+    steps = v["trainer.max_steps"]
+    constant = v["model.optim.sched.constant_steps"]
+    if v["model.optim.sched.warmup_steps"] + constant > steps:
+        room = steps - constant
+        way_out = (
+            f"Give at most {room}" if room >= 0 else "Shorten model.optim.sched.constant_steps"
+        )
+        yield Finding(
+            "model.optim.sched.warmup_steps",
+            f"with model.optim.sched.constant_steps={constant} it is longer than "
+            f"trainer.max_steps={steps}",
+            f"{way_out}, or train longer",
+        )
+
+
+# --- FP8 ---------------------------------------------------------------------------------------
+
+
+@rule("model.fp8", "model.transformer_engine")
+def _fp8_needs_te(v: Values) -> Iterator[Finding]:
+    if v["model.fp8"] and not v["model.transformer_engine"]:
+        yield Finding(
+            "model.fp8",
+            "needs model.transformer_engine=True, whose semantics FP8 layers have",
+            "Set model.transformer_engine=True (the package itself need not be installed), "
+            "or model.fp8=False",
+        )
+
+
+@rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
+def _fp8_has_format(v: Values) -> Iterator[Finding]:
+    if v["model.fp8"] and not (v["model.fp8_e4m3"] or v["model.fp8_hybrid"]):
+        yield Finding(
+            "model.fp8_hybrid",
+            "model.fp8_e4m3 is False too, so there is no format",
+            "Set model.fp8_hybrid=True (E4M3 forward, E5M2 backward) or model.fp8_e4m3=True",
+        )
+
+
+@rule("model.fp8", "model.hidden_size", "model.tensor_model_parallel_size")
+def _fp8_hidden(v: Values) -> Iterator[Finding]:
+    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+
+
+@rule("model.fp8", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
+def _fp8_ffn(v: Values) -> Iterator[Finding]:
+    step = FP8_MULTIPLE * v["model.tensor_model_parallel_size"]
+    yield from _fp8_size(v, "model.ffn_hidden_size", step)
+
+
+def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
+    tp = v["model.tensor_model_parallel_size"]
+    if v["model.fp8"] and v[key] % (FP8_MULTIPLE * tp):
+        share = f" over model.tensor_model_parallel_size={tp}" if tp > 1 else ""
+        yield Finding(
+            key,
+            f"FP8 GEMMs need multiples of {FP8_MULTIPLE} on each rank; {v[key]}{share} is none",
+            f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
+        )
+
+
+@rule("model.fp8", "model.micro_batch_size", "model.encoder_seq_length")
+def _fp8_tokens(v: Values) -> Iterator[Finding]:
+    micro, length = v["model.micro_batch_size"], v["model.encoder_seq_length"]
+    if v["model.fp8"] and (micro * length) % FP8_MULTIPLE:
+        micro_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
+        length_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, micro)
+        yield Finding(
+            "model.micro_batch_size",
+            f"times model.encoder_seq_length={length} makes {micro * length} tokens; FP8 GEMMs "
+            f"need multiples of {FP8_MULTIPLE}",
+            f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
+            f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
+        )
+
+
+# --- settings that contradict each other by who set them -----------------------------------------
+
+
+def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
+    """What was asked for and would be ignored. A weaker origin gives way to a stronger silently."""
+    keys = all_keys()
+    if v.get("model.fp8") is False:
+        for key in FP8_DETAILS:
+            asked = key in v and v[key] != keys[key].default
+            if asked and _strength(key, origins) >= _strength("model.fp8", origins):
+                yield Finding(
+                    key, "means nothing without FP8", "Set model.fp8=True, or leave it out"
+                )
+    if v.get("model.fp8_e4m3") and v.get("model.fp8_hybrid"):
+        if origins.get("model.fp8_hybrid") == COMMAND_LINE:
+            yield Finding(
+                "model.fp8_hybrid",
+                "model.fp8_e4m3=True as well: they are two formats",
+                "Set one of the two to False",
+            )
+    if v.get("exp_manager.explicit_log_dir") is not None:
+        log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
+        if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):
+            yield Finding(
+                exp_dir,
+                f"{log_dir}={v[log_dir]} says already where the run goes",
+                "Leave one of the two out",
+            )
+
+
+def _strength(key: str, origins: Origins) -> int:
+    if key not in origins:
+        return 0
+    return 2 if origins[key] == COMMAND_LINE else 1
+
+
+# --- helpers -----------------------------------------------------------------------------------
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, never 0: `240 or 256`."""
+    below = value // step * step
+    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
+    return " or ".join(str(m) for m in near)
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """The divisors of `value` around `wanted`: `2 or 4`."""
+    start = min(wanted, value)
+    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
+    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
+    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
+    return " or ".join(str(d) for d in near if d is not None) or "1"
+
+
+def _hidden_step(v: Values) -> int:
+    """What a hidden size must be a multiple of, as far as the other keys are known."""
+    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
+    return math.lcm(heads, FP8_MULTIPLE * tp if v.get("model.fp8") else 1)
+
+
+def _range_finding(key: Key, value: Any) -> Finding | None:
+    valid = key.valid
+    if valid is None or valid.accepts(value):
+        return None
+    if value in valid.later:
+        return Finding(key.path, "is not supported yet", valid.suggestion)
+    usual = f"NeMo's default is {key.nemo}" if key.required else f"The default is {key.default}"
+    return Finding(key.path, f"must be {valid.text}", usual)
+
+
+def _missing(key: Key, origins: Origins | None) -> SettingError:
+    way_out = f"Give {key.valid_text}, or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
+    return SettingError(
+        key.path, "???", "must be given", way_out, origin=_origin(key.path, origins)
+    )
+
+
+def _unreadable(key: Key, error: Exception, origins: Origins | None) -> SettingError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    way_out = f"Give {key.valid_text}"
+    return SettingError(key.path, None, reason, way_out, origin=_origin(key.path, origins))
+
+
+def _origin(key: str, origins: Origins | None) -> str:
+    return "" if origins is None else origins.get(key, DEFAULT)
+
+
+def _is_node(value: Any) -> bool:
+    return bool(OmegaConf.is_config(value))

@@ -1,0 +1,52 @@
+"""Values that may be written in more than one way, and the one meaning they have."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+PRECISIONS: dict[int | str, Literal["bf16", "fp32"]] = {
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    32: "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+}
+HALF_PRECISIONS: tuple[int | str, ...] = (16, "16", "16-mixed")
+
+_CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
+
+
+def parse_interval_seconds(value: object) -> float | None:
+    """Seconds of `90`, `"90"`, `"HH:MM:SS"` or `"DD:HH:MM:SS"`; None if it is none of these."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return _finite(value)
+
+
+def parse_splits(value: object) -> tuple[float, ...] | None:
+    """Numbers of `"900,50,50"` or `[900, 50, 50]`; None if one of them is not a number."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        return None
+    numbers = [_finite(part) for part in parts]
+    return None if None in numbers else tuple(n for n in numbers if n is not None)
+
+
+def format_number(number: float) -> str:
+    """The shortest spelling: `50`, not `50.0`."""
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,1 @@
+"""Text to microbatches: corpus, tokenizer, indexed dataset, samples, loader. No torch here."""

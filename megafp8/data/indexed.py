@@ -1,0 +1,330 @@
+"""Megatron's indexed dataset: `<prefix>.bin` holds tokens, `<prefix>.idx` says where each lies.
+
+Layout of `.idx`, little-endian (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`):
+
+    9 bytes   magic "MMIDIDX\\0\\0"
+    uint64    version, 1
+    uint8     dtype code, see DTYPE_CODES
+    uint64    S, number of sequences
+    uint64    D, number of document indices (documents + 1)
+    int32[S]  tokens of each sequence
+    int64[S]  byte offset of each sequence in `.bin`
+    int64[D]  first sequence of each document, and S at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from megafp8.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, np.dtype[np.generic]] = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+REBUILD = "Write the dataset again, or copy both of its files again"
+UINT16_VOCABULARY = 65500  # Megatron's own limit, a little below 2**16
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
+    """The dtype that Megatron's tools choose for a vocabulary."""
+    return DTYPE_CODES[8] if vocab_size < UINT16_VOCABULARY else DTYPE_CODES[4]
+
+
+def bin_path(prefix: Path) -> Path:
+    """`<prefix>.bin`; the prefix may itself have dots."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """`<prefix>.idx`; the prefix may itself have dots."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class IndexedWriter:
+    """Writes one dataset, a document at a time; nothing is under its name until `close`.
+
+    Used in a `with`: leaving it by an exception throws the half-written files away.
+    """
+
+    def __init__(self, prefix: Path, dtype: DTypeLike) -> None:
+        self._prefix = prefix
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = {known: code for code, known in DTYPE_CODES.items()}[self._dtype]
+        self._lengths: list[int] = []
+        self._documents: list[int] = [0]
+        self._bin_tmp = _temporary(bin_path(prefix))
+        self._idx_tmp = _temporary(idx_path(prefix))
+        self._bin = open(self._bin_tmp, "wb")
+
+    def add_document(self, *sequences: Sequence[int] | NDArray[np.integer]) -> None:
+        """Adds a document of one or more sequences of tokens.
+
+        Raises:
+            ValueError: A token does not fit the dtype.
+        """
+        for sequence in sequences:
+            wide = np.asarray(sequence, dtype=np.int64)
+            tokens = wide.astype(self._dtype)
+            if not np.array_equal(tokens, wide):
+                raise ValueError(f"tokens {wide.min()}..{wide.max()} do not fit {self._dtype}")
+            self._bin.write(tokens.tobytes())
+            self._lengths.append(len(tokens))
+        self._documents.append(len(self._lengths))
+
+    def close(self) -> None:
+        """Puts both files in place, `.bin` first: an `.idx` never points at missing tokens."""
+        try:
+            self._write_files()
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Throws away what was written."""
+        with contextlib.suppress(OSError):  # a full disk fails to flush a second time
+            self._bin.close()
+        self._bin_tmp.unlink(missing_ok=True)
+        self._idx_tmp.unlink(missing_ok=True)
+
+    def _write_files(self) -> None:
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+        offsets = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
+        documents = np.asarray(self._documents, dtype="<i8")
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
+        _finish(self._bin)
+        with open(self._idx_tmp, "wb") as file:
+            for part in (header, lengths.tobytes(), offsets.tobytes(), documents.tobytes()):
+                file.write(part)
+            _finish(file)
+        os.replace(self._bin_tmp, bin_path(self._prefix))
+        os.replace(self._idx_tmp, idx_path(self._prefix))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+class IndexedDataset:
+    """An indexed dataset, memory-mapped: opening it reads only the index, and checks all of that.
+
+    Attributes:
+        prefix: Path without `.bin` and `.idx`.
+        dtype: Of the stored tokens.
+        lengths_N: Tokens of each sequence, int32.
+        documents_D1: First sequence of each document and the number of sequences, int64.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        """Opens and checks both files.
+
+        Raises:
+            DataError: A file is missing, damaged, or not such a dataset.
+        """
+        self.prefix = prefix
+        idx, tokens = idx_path(prefix), bin_path(prefix)
+        raw = _map(idx, np.dtype("uint8")).view(np.uint8)
+        bin_bytes = _file_size(tokens)
+        self.dtype, num_sequences, num_indices = _parse_header(idx, raw)
+        # Views of the mapped file, which start at odd offsets; NumPy reads those correctly.
+        start = HEADER.size
+        self.lengths_N: NDArray[np.int32] = raw[start : start + 4 * num_sequences].view("<i4")
+        start += 4 * num_sequences
+        self._offsets_N: NDArray[np.int64] = raw[start : start + 8 * num_sequences].view("<i8")
+        start += 8 * num_sequences
+        self.documents_D1: NDArray[np.int64] = raw[start : start + 8 * num_indices].view("<i8")
+        self._check_index(idx, tokens, bin_bytes)
+        # A length that is no multiple of the token's size cannot be mapped whole; its tail is
+        # beyond every sequence, as just checked.
+        self._tokens = _map(tokens, self.dtype)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths_N)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents_D1) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths_N.sum(dtype=np.int64))
+
+    def tokens_per_document(self) -> NDArray[np.int64]:
+        """Number of tokens of each document, [num_documents]."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths_N, dtype=np.int64)])
+        counts: NDArray[np.int64] = np.diff(ends[self.documents_D1])
+        return counts
+
+    def sequence(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Tokens `start` to `stop` of one sequence, as a copy."""
+        length = int(self.lengths_N[index])
+        stop = length if stop is None else stop
+        assert 0 <= start <= stop <= length, f"[{start}, {stop}) of {length} tokens"
+        first = int(self._offsets_N[index]) // self.dtype.itemsize
+        return self._tokens[first + start : first + stop].astype(np.int64)
+
+    def document(self, index: int) -> NDArray[np.int64]:
+        """All tokens of one document, its sequences joined, as a copy."""
+        first, last = int(self.documents_D1[index]), int(self.documents_D1[index + 1])
+        parts = [self.sequence(i) for i in range(first, last)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _check_index(self, idx: Path, tokens: Path, bin_bytes: int) -> None:
+        """Every value of the three arrays, vectorized."""
+        lengths = self.lengths_N.astype(np.int64)
+        if lengths.size and int(lengths.min()) < 0:
+            raise DataError(
+                idx,
+                "sequence lengths",
+                f"sequence {int(lengths.argmin())} has {int(lengths.min())} tokens",
+                REBUILD,
+            )
+        offsets = self._offsets_N.astype(np.int64)  # an aligned copy
+        if lengths.size:
+            # No overflow: a length is below 2**31, and `offsets` is on its own side.
+            room = bin_bytes - lengths * self.dtype.itemsize
+            out_of_file = (offsets < 0) | (offsets > room)
+            if out_of_file.any():
+                bad = int(out_of_file.argmax())
+                raise DataError(
+                    idx,
+                    "sequence offsets",
+                    f"sequence {bad} ({int(lengths[bad])} tokens from byte {int(offsets[bad])}) "
+                    f"is not inside the {bin_bytes} bytes of {tokens.name}",
+                    REBUILD,
+                )
+            misplaced = offsets % self.dtype.itemsize != 0
+            # Every writer appends, so sequences lie in order; an overlap is damage.
+            misplaced[1:] |= offsets[1:] - offsets[:-1] < lengths[:-1] * self.dtype.itemsize
+            if misplaced.any():
+                bad = int(misplaced.argmax())
+                raise DataError(
+                    idx,
+                    "sequence offsets",
+                    f"sequence {bad} starts inside another token or sequence (byte {offsets[bad]})",
+                    REBUILD,
+                )
+        documents = self.documents_D1
+        if (
+            int(documents[0]) != 0
+            or int(documents[-1]) != self.num_sequences
+            or bool((documents[1:] < documents[:-1]).any())
+        ):
+            raise DataError(
+                idx,
+                "document indices",
+                f"do not rise from 0 to the number of sequences, {self.num_sequences}",
+                REBUILD,
+            )
+
+
+def _parse_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:
+    """Dtype, number of sequences and number of document indices; the file's size is theirs."""
+    if len(raw) < HEADER.size:
+        raise DataError(
+            idx, "header", f"has {len(raw)} bytes where {HEADER.size} are needed", REBUILD
+        )
+    magic, version, code, num_sequences, num_indices = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(
+            idx,
+            "magic",
+            f"is {magic!r}, not {MAGIC!r}",
+            "Give the path of a Megatron indexed dataset (mmap) without .bin or .idx",
+        )
+    if version != VERSION:
+        raise DataError(
+            idx, "version", f"is {version}; only {VERSION} is known", "Convert the dataset"
+        )
+    dtype = DTYPE_CODES.get(code)
+    if dtype is None or dtype.kind == "f":
+        raise DataError(
+            idx,
+            "dtype code",
+            f"{code} is " + ("unknown" if dtype is None else f"{dtype}, and tokens are integers"),
+            REBUILD,
+        )
+    if num_indices < 1:
+        raise DataError(idx, "document count", "is 0 where the first index must be 0", REBUILD)
+    # In Python's integers, before any array is made: an absurd count allocates nothing.
+    expected = HEADER.size + 12 * num_sequences + 8 * num_indices
+    if len(raw) != expected:
+        raise DataError(
+            idx,
+            "size",
+            f"has {len(raw)} bytes where {num_sequences} sequences and {num_indices} document "
+            f"indices take {expected}",
+            REBUILD,
+        )
+    return dtype, num_sequences, num_indices
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _map(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
+    """The file's whole items, memory-mapped; an empty file, which cannot be, as an empty array."""
+    count = _file_size(path) // dtype.itemsize
+    if count == 0:
+        return np.empty(0, dtype)
+    try:
+        # A plain view: indexing `np.memmap` itself makes a Python object with state each time.
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return DataError(
+        path,
+        "file",
+        f"cannot be read ({reason})",
+        "model.data.data_prefix is a path without .bin and .idx; both files must be there",
+    )
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that no other process writes."""
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+
+def _finish(file: BinaryIO) -> None:
+    """Closes `file` with its bytes on the disk, so that a crash after a rename loses nothing."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

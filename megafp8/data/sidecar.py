@@ -1,0 +1,163 @@
+"""`dataset.json`: what the two files of an indexed dataset cannot say about themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megafp8.data.indexed import bin_path, idx_path
+from megafp8.data.tokenize import END_OF_DOCUMENT
+from megafp8.errors import DataError
+
+FORMAT_VERSION = 1
+# Of a dataset that comes without hashes, so many evenly spaced blocks of `.bin` are hashed.
+SAMPLED_BLOCKS = 64
+BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """A file's content, as it was written."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """One prepared dataset. `files` are in the order `.bin`, `.idx`, tokenizer."""
+
+    version: int = FORMAT_VERSION
+    corpus: str
+    end_of_document: str
+    vocab_size: int
+    num_documents: int
+    num_tokens: int
+    num_bytes: int  # of the text, without ends of documents
+    files: tuple[FileRecord, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of tokens, index and tokenizer: no paths, no times."""
+        return _combine([record.sha256 for record in self.files])
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def record_file(path: Path) -> FileRecord:
+    """Reads the whole file."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(name=path.name, size=path.stat().st_size, sha256=digest)
+
+
+def load_sidecar(path: Path) -> Sidecar:
+    """Reads `dataset.json`.
+
+    Raises:
+        DataError: It is missing, damaged, or of another version.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if tree["version"] != FORMAT_VERSION:
+            raise ValueError(f"version {tree['version']!r}; only {FORMAT_VERSION} is known")
+        files = tuple(
+            FileRecord(name=str(f["name"]), size=int(f["size"]), sha256=str(f["sha256"]))
+            for f in tree["files"]
+        )
+        if len(files) != 3:
+            raise ValueError(f"{len(files)} files where 3 belong")
+        return Sidecar(
+            corpus=str(tree["corpus"]),
+            end_of_document=str(tree["end_of_document"]),
+            vocab_size=int(tree["vocab_size"]),
+            num_documents=int(tree["num_documents"]),
+            num_tokens=int(tree["num_tokens"]),
+            num_bytes=int(tree["num_bytes"]),
+            files=files,
+        )
+    # A missing key, a wrong type, bad JSON, bad UTF-8: all of it is a damaged file.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            path,
+            "dataset.json",
+            f"cannot be read ({type(error).__name__}: {error})",
+            "Delete it, or prepare the dataset again",
+        ) from error
+
+
+def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
+    """Compares the files beside a sidecar with what it recorded.
+
+    Args:
+        folder: Where the files are.
+        sidecar: What they should be.
+        whole: Hash `.bin` too; without it only its size is compared, which costs nothing.
+
+    Raises:
+        DataError: A file is missing or differs.
+    """
+    for number, record in enumerate(sidecar.files):
+        path = folder / record.name
+        try:
+            size = path.stat().st_size
+            same = size == record.size and (
+                (number == 0 and not whole) or record_file(path) == record
+            )
+        except OSError as error:
+            raise DataError(path, "file", f"cannot be read ({error})", _AGAIN) from error
+        if not same:
+            reason = (
+                f"has {size} bytes where dataset.json recorded {record.size}"
+                if size != record.size
+                else "differs from what dataset.json recorded (SHA-256)"
+            )
+            raise DataError(path, "content", reason, _AGAIN)
+
+
+def sampled_fingerprint(prefix: Path, tokenizer: Path) -> str:
+    """Fingerprint of a dataset without recorded hashes, in bounded time.
+
+    Hashes the whole `.idx` and tokenizer, and of `.bin` its size and evenly spaced blocks: hashing
+    terabytes would hold up every start. A change inside one skipped block alone goes unnoticed.
+    """
+    tokens = bin_path(prefix)
+    size = tokens.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    last = max(size - BLOCK_BYTES, 0)
+    with open(tokens, "rb") as file:
+        for number in range(SAMPLED_BLOCKS):
+            file.seek(last * number // (SAMPLED_BLOCKS - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    index, words = record_file(idx_path(prefix)), record_file(tokenizer)
+    return "sampled:" + _combine([digest.hexdigest(), index.sha256, words.sha256])
+
+
+def find_beside(prefix: Path, name: str) -> Path | None:
+    """`<prefix>.<name>` or else `name` in the same folder, if there is one."""
+    for path in (prefix.with_name(f"{prefix.name}.{name}"), prefix.with_name(name)):
+        if path.is_file():
+            return path
+    return None
+
+
+def end_of_document_beside(prefix: Path) -> str:
+    """The token that ends a document, as a foreign dataset's `dataset.json` may name it."""
+    path = find_beside(prefix, "dataset.json")
+    if path is None:
+        return END_OF_DOCUMENT
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["end_of_document"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return END_OF_DOCUMENT
+
+
+_AGAIN = "Prepare the dataset again, or copy its files again"
+
+
+def _combine(hashes: list[str]) -> str:
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""A byte-level BPE: trained on a corpus, kept as `tokenizer.json`, exact in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # imported only where it is used: opening this module stays instant
+    import tokenizers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a document
+
+
+class Tokenizer:
+    """Text to token numbers and back.
+
+    The end-of-document token never comes out of `encode`: the same characters in a text are
+    ordinary text, so no document can end another one.
+    """
+
+    def __init__(self, rust: tokenizers.Tokenizer, eod_id: int) -> None:
+        # Without this the library turns "<|endoftext|>" inside a text into the special token.
+        rust.encode_special_tokens = True
+        self._rust = rust
+        self.eod_id = eod_id
+        self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers of `text`, without an end-of-document token."""
+        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        encodings = self._rust.encode_batch(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text of `ids`; tokens that end inside a character show as U+FFFD."""
+        numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        text: str = self._rust.decode(numbers, skip_special_tokens=False)
+        return text
+
+    def save(self, path: Path) -> None:
+        """Writes `tokenizer.json`, the format of the `tokenizers` library."""
+        path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE; the same texts always give the same tokenizer.
+
+    All 256 bytes are in the alphabet from the start, so any text at all can be encoded and
+    decodes to the same bytes. A small corpus may have fewer pairs to merge than `vocab_size`
+    asks for: `Tokenizer.vocab_size` is what came out.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            "model.tokenizer.vocab_size",
+            vocab_size,
+            "too small for the 256 bytes and the end of a document",
+            f"Give at least {SMALLEST_VOCABULARY}",
+        )
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    rust = tokenizers.Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rust.train_from_iterator(texts, trainer)
+    eod_id = rust.token_to_id(END_OF_DOCUMENT)
+    assert eod_id is not None, "the trainer left its special token out"
+    return Tokenizer(rust, eod_id)
+
+
+def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Args:
+        path: The file.
+        end_of_document: The token that ends a document; it must be in the vocabulary.
+
+    Raises:
+        DataError: The file is missing, not a tokenizer, or has no such token.
+    """
+    import tokenizers
+
+    try:
+        rust = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    # The Rust library raises plain `Exception` for anything wrong with the JSON.
+    except Exception as error:
+        raise DataError(
+            path,
+            "tokenizer",
+            f"cannot be read ({error})",
+            "Put the tokenizer.json that the dataset was tokenized with there",
+        ) from error
+    eod_id = rust.token_to_id(end_of_document)
+    if eod_id is None:
+        raise DataError(
+            path,
+            "vocabulary",
+            f"has no {end_of_document!r}, the token that ends a document",
+            'Name the one it has as "end_of_document" in dataset.json beside the dataset',
+        )
+    return Tokenizer(rust, eod_id)

@@ -1,0 +1,38 @@
+"""What a run shows and records: console, metrics.jsonl, trackers, the summary at the end.
+
+Nothing here may stop a training run: a full disk or a closed terminal costs the record, not the
+run, and is told once.
+"""
+
+from megafp8.observe.console import Console, SilentConsole, StepReport, open_console
+from megafp8.observe.memory import peak_memory_bytes, reset_peak_memory
+from megafp8.observe.metrics import MetricsFile, read_metrics
+from megafp8.observe.summary import RunSummary, bits_per_byte, write_summary
+from megafp8.observe.trackers import (
+    CompositeTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    open_trackers,
+    require_wandb,
+)
+
+__all__ = [
+    "CompositeTracker",
+    "Console",
+    "MetricsFile",
+    "RunSummary",
+    "SilentConsole",
+    "StepReport",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+    "bits_per_byte",
+    "open_console",
+    "open_trackers",
+    "peak_memory_bytes",
+    "read_metrics",
+    "require_wandb",
+    "reset_peak_memory",
+    "write_summary",
+]

@@ -1,0 +1,132 @@
+"""What a run came to: the table shown at its end, and summary.json for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megafp8.observe.files import to_json, write_atomically
+from megafp8.observe.units import format_bytes, format_count, format_duration, format_number
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """A loss in nats per token as bits per byte of text: comparable between tokenizers."""
+    return nats_per_token / math.log(2) / bytes_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """`None` marks what was not measured; such rows are left out of the table.
+
+    Bits per byte compare the model with two predictors that anybody can check: `unigram` (how often
+    each token occurs, nothing else) and `xz -9` over the same text.
+    """
+
+    status: str  # how the run ended, in words: "finished", "stopped by SIGTERM, saved", …
+    step: int
+    total_steps: int
+    log_dir: str
+    continue_command: str | None = None  # continues, or prolongs, this run
+    val_loss: float | None = None  # nats per token
+    bytes_per_token: float | None = None  # of the validation text
+    unigram_bits_per_byte: float | None = None
+    xz_bits_per_byte: float | None = None
+    train_loss: float | None = None  # nats per token, the last one logged
+    consumed_samples: int | None = None
+    consumed_tokens: int | None = None
+    wall_seconds: float | None = None  # of this process, not of the lives before it
+    tokens_per_second: float | None = None
+    tflops_causal: float | None = None  # model TFLOP/s; see plan.flops
+    tflops_full: float | None = None
+    peak_memory_bytes: int | None = None
+    precision: str | None = None  # what really ran, e.g. "FP8 delayed (native, emulated GEMM)"
+    metrics_file: str | None = None
+    checkpoint: str | None = None
+    tensorboard_dir: str | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)  # more keys of summary.json
+
+    @property
+    def perplexity(self) -> float | None:
+        """e to the validation loss, per token; infinity where that overflows."""
+        if self.val_loss is None:
+            return None
+        try:
+            return math.exp(self.val_loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def val_bits_per_byte(self) -> float | None:
+        if self.val_loss is None or self.bytes_per_token is None:
+            return None
+        return bits_per_byte(self.val_loss, self.bytes_per_token)
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything as plain values, in the order of summary.json."""
+        values: dict[str, object] = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"
+        }
+        values["perplexity"] = self.perplexity
+        values["val_bits_per_byte"] = self.val_bits_per_byte
+        clash = sorted(set(values) & set(self.extra))
+        assert not clash, f"extra must not hold the summary's own keys: {clash}"
+        return {**values, **self.extra}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table: (what, value with its unit), without what was not measured."""
+        rows = [("status", f"{self.status}, step {self.step}/{self.total_steps}")]
+        if self.val_loss is not None and self.perplexity is not None:
+            value = f"{format_number(self.val_loss)} nats per token"
+            rows.append(("validation loss", value))
+            rows.append(("perplexity", format_number(self.perplexity, 2)))
+        if self.val_bits_per_byte is not None:
+            beside = [
+                f"{name} {format_number(bits, 3)}"
+                for name, bits in (
+                    ("unigram", self.unigram_bits_per_byte),
+                    ("xz -9", self.xz_bits_per_byte),
+                )
+                if bits is not None
+            ]
+            value = format_number(self.val_bits_per_byte, 3)
+            rows.append(("bits per byte", value + (f"  ({', '.join(beside)})" if beside else "")))
+        if self.train_loss is not None:
+            rows.append(("training loss", format_number(self.train_loss)))
+        if self.precision is not None:
+            rows.append(("precision", self.precision))
+        if (speed := self._speed()) is not None:
+            rows.append(("speed", speed))
+        if self.wall_seconds is not None:
+            rows.append(("time", format_duration(self.wall_seconds)))
+        if self.peak_memory_bytes is not None:
+            rows.append(("peak memory", format_bytes(self.peak_memory_bytes)))
+        for what, where in (
+            ("run", self.log_dir),
+            ("metrics", self.metrics_file),
+            ("checkpoint", self.checkpoint),
+            ("curves", self.tensorboard_dir and f"tensorboard --logdir {self.tensorboard_dir}"),
+            ("continue with", self.continue_command),
+        ):
+            if where:
+                rows.append((what, where))
+        return rows
+
+    def _speed(self) -> str | None:
+        if self.tokens_per_second is None:
+            return None
+        speed = f"{format_count(self.tokens_per_second)} tokens/s"
+        if self.tflops_causal is not None and self.tflops_full is not None:
+            causal, full = format_number(self.tflops_causal, 2), format_number(self.tflops_full, 2)
+            speed += f", {causal} model TFLOP/s causal ({full} full)"
+        return speed
+
+
+def write_summary(path: str | Path, summary: RunSummary) -> None:
+    """Write summary.json: the old file or the whole new one, never a part.
+
+    Raises:
+        OSError: It cannot be written; the caller tells, the run has ended well all the same.
+    """
+    write_atomically(path, to_json(summary.to_dict(), indent=2) + "\n")

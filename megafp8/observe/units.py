@@ -1,0 +1,57 @@
+"""Numbers as people read them. Every function takes NaN and infinities."""
+
+from __future__ import annotations
+
+import math
+
+_THOUSANDS = ("", "k", "M", "G", "T", "P")
+
+
+def format_count(value: float) -> str:
+    """Three significant digits and a thousands suffix: 21300 -> `21.3k`."""
+    if not math.isfinite(value):
+        return format_number(value)
+    magnitude, suffix = abs(value), 0
+    # 999.5 and more would print as `1000`: it belongs to the next suffix.
+    while magnitude >= 999.5 and suffix < len(_THOUSANDS) - 1:
+        magnitude /= 1000
+        suffix += 1
+    digits = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
+    if suffix == 0 and magnitude == int(magnitude):
+        digits = 0
+    return f"{math.copysign(magnitude, value):.{digits}f}{_THOUSANDS[suffix]}"
+
+
+def format_number(value: float, digits: int = 4) -> str:
+    """Fixed point with `digits` decimals where that says something, else scientific."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if value != 0 and not 10**-digits <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.{digits}f}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units, one decimal: 1288490188 -> `1.2 GiB`."""
+    if not math.isfinite(num_bytes):
+        return format_number(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1023.95:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """`0:07`, `3:21`, `1:02:03`, `2d 03:04:05`; `-:--` when unknown (NaN or infinite)."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    whole = max(0, round(seconds))
+    minutes, secs = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{secs:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

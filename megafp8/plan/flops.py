@@ -1,0 +1,68 @@
+"""Model FLOPs: the arithmetic that training one token asks for, whatever the hardware does.
+
+A GEMM of an [M, K] with a [K, N] matrix costs 2 M K N. Backward runs two GEMMs of the forward one's
+size, so forward + backward is three times forward. Only matrix products count (norms, softmax,
+activations and the optimizer are left out), and recomputed activations do not: that is what makes
+the number comparable between frameworks ("model FLOPs", as against "hardware FLOPs").
+
+Attention may be counted two ways. `full` counts every one of the S x S scores, as most published
+throughput tables do; `causal` counts the half that a causal mask leaves. Reports show both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megafp8.specs import GPTSpec
+
+AttentionCount = Literal["causal", "full"]
+
+# One multiply and one add; the output GEMM, then grad_input and grad_weight.
+_FLOPS_PER_MAC = 2
+_GEMMS_PER_LINEAR = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs per token, forward + backward, by what computes them."""
+
+    linear: float  # QKV, attention projection, FC1 and FC2 of every layer: the GEMMs that FP8 runs
+    head: float  # hidden state times vocabulary: stays in the compute dtype
+    attention: float  # scores and their product with the values
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.head + self.attention
+
+
+def gemm_flops_per_token(
+    spec: GPTSpec, attention: AttentionCount = "causal", *, seq_length: int | None = None
+) -> ModelFlops:
+    """FLOPs per token of each kind of GEMM; `seq_length` is `max_position_embeddings` if not given.
+
+    Raises:
+        ValueError: The vocabulary is not known yet (`spec.vocab_size` is 0 before the data is
+            prepared), or `attention` is neither `causal` nor `full`.
+    """
+    if spec.vocab_size <= 0:
+        raise ValueError(f"vocab_size={spec.vocab_size}: prepare the data before counting FLOPs")
+    if attention not in ("causal", "full"):
+        raise ValueError(f"attention={attention!r}: count it as 'causal' or 'full'")
+    layers, hidden, ffn = spec.num_layers, spec.hidden_size, spec.ffn_hidden_size
+    seq = spec.max_position_embeddings if seq_length is None else seq_length
+    qkv, projection, mlp = 3 * hidden * hidden, hidden * hidden, 2 * hidden * ffn
+    scores_and_values = 2 * hidden * seq / (2 if attention == "causal" else 1)
+    per_mac = _GEMMS_PER_LINEAR * _FLOPS_PER_MAC
+    return ModelFlops(
+        linear=float(per_mac * layers * (qkv + projection + mlp)),
+        head=float(per_mac * hidden * spec.vocab_size),
+        attention=float(per_mac * layers * scores_and_values),
+    )
+
+
+def flops_per_token(
+    spec: GPTSpec, attention: AttentionCount = "causal", *, seq_length: int | None = None
+) -> float:
+    """All model FLOPs per token, forward + backward: `L(24 h² + 12 h f) + 6 V h + {6|12} L h S`."""
+    return gemm_flops_per_token(spec, attention, seq_length=seq_length).total

@@ -1,0 +1,188 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that `make` uses, or finds at once that it is ready.
+#
+#   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); what `make` calls
+#   scripts/setup_env.sh --in-place   no .venv: install into PYTHON itself and keep its torch (containers)
+#
+# Environment: PYTHON (an interpreter to use), VENV (.venv), TORCH_PIN (the CPU build's version).
+# Safe to interrupt at any point and to run again: what is complete is kept, the rest is made anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH_PIN=${TORCH_PIN:-2.13.0}
+TORCH_RANGE='torch>=2.11,<3'
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+VENV=${VENV:-.venv}
+ASKED_PYTHON=${PYTHON:-}
+extras=""
+in_place=false
+for argument in "$@"; do
+    case $argument in
+        --dev) extras=dev ;;
+        --in-place) in_place=true ;;
+        *) echo "setup: unknown argument $argument (known: --dev, --in-place)" >&2; exit 2 ;;
+    esac
+done
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+# ---- the interpreter ------------------------------------------------------------------------
+
+# Prints nothing when `$1` can be used, else why not.
+why_not_usable() {
+    command -v "$1" >/dev/null 2>&1 || { echo "not found"; return; }
+    "$1" - 2>/dev/null <<'PY' || echo "does not run"
+import sys
+if sys.version_info < (3, 11):
+    print("is Python %d.%d; 3.11 or newer is needed" % sys.version_info[:2])
+else:
+    try:
+        import venv, ensurepip
+    except ImportError:
+        print("has no venv module (Debian and Ubuntu: apt install python3-venv)")
+PY
+}
+
+find_python() {
+    local candidate reason seen=""
+    if [ -n "$ASKED_PYTHON" ]; then
+        reason=$(why_not_usable "$ASKED_PYTHON")
+        [ -z "$reason" ] || die "PYTHON=$ASKED_PYTHON $reason"
+        echo "$ASKED_PYTHON"
+        return
+    fi
+    for candidate in python3 python3.12 python3.11 python3.13; do
+        reason=$(why_not_usable "$candidate")
+        if [ -z "$reason" ]; then
+            echo "$candidate"
+            return
+        fi
+        seen="$seen; $candidate $reason"
+    done
+    die "no usable Python: ${seen#; }. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3"
+}
+
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+
+# ---- pip, quietly: one line a phase, the whole story in the log -----------------------------
+
+run_logged() {
+    printf '\n$ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1
+}
+
+give_up() {
+    say "the last lines of $log:" >&2
+    tail -n 15 "$log" | sed 's/^/    /' >&2
+    die "$1"
+}
+
+has_nvidia_gpu() {
+    [ -e /proc/driver/nvidia/version ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
+}
+
+has_torch() {
+    "$py" - <<'PY' >/dev/null 2>&1
+import importlib.metadata, re, sys
+major, minor = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch")).groups()
+sys.exit(not (int(major) == 2 and int(minor) >= 11))
+PY
+}
+
+install_torch() {
+    local advice
+    advice="torch could not be installed for Python $(python_version "$py"). Is the package index reachable? \
+Another version: make TORCH_PIN=2.11.0; another interpreter: make PYTHON=python3.12"
+    if has_nvidia_gpu; then
+        say "installing torch (CUDA build: an NVIDIA GPU is present; a few GB)"
+        run_logged "$py" -m pip install "$TORCH_RANGE" || give_up "$advice"
+        return
+    fi
+    if [ "$(uname -s)" = Linux ]; then
+        say "installing torch $TORCH_PIN (CPU build: no NVIDIA GPU found; about 200 MB)"
+        run_logged "$py" -m pip install "torch==$TORCH_PIN+cpu" && return
+        say "  not on the configured index; trying PyTorch's own"
+        run_logged "$py" -m pip install --timeout 10 --retries 0 \
+            --extra-index-url "$CPU_INDEX" "torch==$TORCH_PIN+cpu" && return
+        say "  not reachable; installing the standard build, which may be the large CUDA one (a few GB)"
+    else
+        say "installing torch $TORCH_PIN"
+    fi
+    run_logged "$py" -m pip install "torch==$TORCH_PIN" || give_up "$advice"
+}
+
+# ---- containers: the image's interpreter and its torch --------------------------------------
+
+if $in_place; then
+    py=${ASKED_PYTHON:-python3}
+    log=$(mktemp)
+    trap 'rm -f "$log"' EXIT
+    "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "$py is older than Python 3.11"
+    if "$py" -c 'import torch' >/dev/null 2>&1; then
+        say "keeping the torch that is installed: $("$py" -c 'import torch; print(torch.__version__)')"
+    else
+        install_torch
+    fi
+    say "installing the other dependencies"
+    # The list without torch: an image's own build may carry a version that pip would replace.
+    mapfile -t others < <("$py" -c '
+import re, tomllib
+for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
+    if re.match(r"[A-Za-z0-9_-]+", line).group() != "torch":
+        print(line)')
+    run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
+    run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
+    say "ready"
+    exit
+fi
+
+# ---- the virtual environment ----------------------------------------------------------------
+
+# Two `make` at once: the second waits for the first, then finds all done.
+if command -v flock >/dev/null 2>&1; then
+    exec 9>"$VENV.lock"
+    flock 9
+fi
+
+py=$VENV/bin/python
+log=$VENV/setup.log
+stamp_hash() { cat pyproject.toml scripts/setup_env.sh <(echo "$TORCH_PIN" "$PWD") | cksum | tr -c '0-9\n' -; }
+stamp=.stamp-$(stamp_hash)
+
+# Complete packages only: an interrupted pip leaves a package without its RECORD, which it writes last.
+venv_is_sound() {
+    "$py" - <<'PY' >/dev/null 2>&1
+import importlib.metadata as metadata, sys, sysconfig
+import pip
+site = sysconfig.get_path("purelib")
+sys.exit(any(dist.files is None for dist in metadata.distributions(path=[site])))
+PY
+}
+
+venv_is_as_asked() {
+    [ -z "$ASKED_PYTHON" ] || [ "$(python_version "$ASKED_PYTHON" 2>/dev/null)" = "$(python_version "$py")" ]
+}
+
+# Ready? (`--dev` includes all that a plain set-up has.)
+if [ -x "$py" ] && venv_is_as_asked \
+    && { [ -e "$VENV/$stamp-dev" ] || { [ -z "$extras" ] && [ -e "$VENV/$stamp" ]; }; } \
+    && "$py" -c '' 2>/dev/null; then
+    exit 0
+fi
+
+if [ -e "$VENV" ] && venv_is_sound && venv_is_as_asked; then
+    say "updating $VENV (Python $(python_version "$py"))"
+else
+    python=$(find_python)
+    [ ! -e "$VENV" ] || say "$VENV is incomplete or made by another Python: making it anew"
+    say "making $VENV with $python (Python $(python_version "$python"))"
+    "$python" -m venv --clear "$VENV" || die "$python -m venv failed (Debian and Ubuntu: apt install python3-venv)"
+fi
+: >"$log"
+has_torch || install_torch
+say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
+run_logged "$py" -m pip install --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
+rm -f "$VENV"/.stamp-*
+touch "$VENV/$stamp${extras:+-$extras}"
+say "ready: $py, torch $("$py" -c 'import importlib.metadata as m; print(m.version("torch"))')"

@@ -1,0 +1,290 @@
+"""Preparing: once, safely, and with what is there found again exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafp8.data.corpus import Corpus, Document, builtin_documents, builtin_key
+from megafp8.data.prepare import PreparedData, cache_folder, prepare
+from megafp8.errors import DataError
+from megafp8.specs import TokenizerSpec
+from tests.data.helpers import data_spec, tiny_corpus, tiny_documents, write_dataset
+
+
+class Notices:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+    @property
+    def builds(self) -> int:
+        return sum("training the tokenizer" in line for line in self.lines)
+
+
+def _prepare(cache: Path) -> PreparedData:
+    return prepare(data_spec(cache), Notices(), tiny_corpus())
+
+
+def test_the_second_time_uses_the_cache(tmp_path: Path) -> None:
+    notices = Notices()
+    first = prepare(data_spec(tmp_path), notices, tiny_corpus())
+    assert notices.builds == 1
+    # Neither another split, another length nor another seed makes other tokens.
+    again = prepare(data_spec(tmp_path, seed=8, seq_length=5), notices, tiny_corpus())
+    assert notices.builds == 1
+    assert again.fingerprint == first.fingerprint
+    other = TokenizerSpec(library="builtin", vocab_size=280)
+    assert (
+        prepare(data_spec(tmp_path, tokenizer=other), notices, tiny_corpus()).fingerprint
+        != first.fingerprint
+    )
+    assert notices.builds == 2
+
+
+def test_what_was_prepared(tmp_path: Path) -> None:
+    data = _prepare(tmp_path)
+    texts = [d.text for d in tiny_documents()]
+    assert data.vocab_size == data.tokenizer.vocab_size == 300
+    tokens = {d: data.tokenizer.encode(texts[d]) + [data.tokenizer.eod_id] for d in range(40)}
+    assert all(data.dataset.document(d).tolist() == tokens[d] for d in range(40))
+    validation = data.splits.validation.tolist()
+    assert data.validation_text() == "".join(texts[d] for d in validation).encode()
+    predicted = [t for d in validation for t in tokens[d]]
+    assert data.validation_tokens().tolist() == predicted
+    assert data.num_validation_tokens == len(predicted)
+    counts = np.zeros(300, np.int64)
+    for document in data.splits.train.tolist():
+        np.add.at(counts, tokens[document], 1)
+    assert np.array_equal(data.train_token_counts(), counts)
+    assert data.num_train_tokens == counts.sum()
+    assert data.train.num_samples_per_epoch == data.num_train_tokens // 16
+    assert not set(validation) & set(data.splits.train.tolist())
+
+
+def test_the_fingerprint_depends_on_no_path_and_no_time(tmp_path: Path) -> None:
+    first = _prepare(tmp_path / "a")
+    (folder,) = (tmp_path / "a").iterdir()
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere").iterdir():
+        os.utime(path, (1, 1))
+    copied = prepare(data_spec(None, str(tmp_path / "elsewhere" / "dataset")), Notices())
+    rebuilt = _prepare(tmp_path / "b")
+    assert copied.fingerprint == rebuilt.fingerprint == first.fingerprint
+
+
+def _flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", ["dataset.bin", "dataset.idx", "dataset.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+def test_a_damaged_cache_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
+    first = _prepare(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    path = folder / name
+    if damage == "flip":
+        # Inside JSON a flipped bit may be harmless; a lost brace is not.
+        _flip(path) if name != "dataset.json" else path.write_text(path.read_text()[1:])
+    elif damage == "truncate":
+        os.truncate(path, path.stat().st_size - 2)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+    notices = Notices()
+    again = prepare(data_spec(tmp_path), notices, tiny_corpus())
+    assert notices.builds == 1 and "damaged" in notices.lines[0]
+    assert again.fingerprint == first.fingerprint
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name], "nothing is left lying around"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from megafp8.data.prepare import prepare
+from tests.data.helpers import data_spec, tiny_corpus
+lines = []
+data = prepare(data_spec(Path(sys.argv[1])), lines.append, tiny_corpus())
+print(data.fingerprint, data.train[123].sum(), len(data.validation_text()))
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_several_processes_at_once(tmp_path: Path, damaged: bool) -> None:
+    if damaged:
+        _prepare(tmp_path)
+        (folder,) = tmp_path.iterdir()
+        _flip(folder / "dataset.bin")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    outputs = [process.communicate(timeout=60) for process in running]
+    assert [process.returncode for process in running] == [0] * 4, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert len(list(tmp_path.iterdir())) == 1, "losers throw their own away"
+
+
+def test_what_killed_builds_left_is_removed(tmp_path: Path) -> None:
+    _prepare(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    shutil.rmtree(folder)
+    old, young = (tmp_path / f"{folder.name}.tmp-{name}" for name in ("old", "young"))
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (time.time() - 7200,) * 2)
+    _prepare(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {folder.name, young.name}
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def documents():  # type: ignore[no-untyped-def]
+        yield from tiny_documents(3)
+        raise DataError("x", "y", "z", "w")
+
+    with pytest.raises(DataError, match="x: y"):
+        prepare(data_spec(tmp_path), Notices(), tiny_corpus(documents))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="index_mapping_dir"):
+        _prepare(tmp_path / "file" / "cache")
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/big/cache")
+    assert cache_folder(None) == Path("/big/cache/megafp8")
+    for unset in ("", "relative/ignored"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert cache_folder(None) == Path("/home/someone/.cache/megafp8")
+    assert cache_folder("~/mine") == Path("/home/someone/mine")
+
+
+class TestPrefix:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        _prepare(tmp_path / "cache")
+        (built,) = (tmp_path / "cache").iterdir()
+        shutil.copytree(built, tmp_path / "mine")
+        return tmp_path / "mine"
+
+    def _open(self, folder: Path, notices: Notices | None = None) -> PreparedData:
+        return prepare(data_spec(None, str(folder / "dataset")), notices or Notices())
+
+    def test_without_a_sidecar_parts_are_hashed(self, folder: Path) -> None:
+        (folder / "dataset.json").unlink()
+        before = self._open(folder).fingerprint
+        assert before == self._open(folder).fingerprint
+        _flip(folder / "dataset.bin")  # small enough to be hashed whole
+        assert self._open(folder).fingerprint != before
+
+    def test_a_tokenizer_of_its_own_name_comes_first(self, folder: Path) -> None:
+        (folder / "tokenizer.json").rename(folder / "dataset.tokenizer.json")
+        (folder / "tokenizer.json").write_text("some other file")
+        assert self._open(folder).vocab_size == 300
+
+    def test_a_missing_tokenizer_is_named(self, folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        with pytest.raises(DataError, match=r"dataset\.tokenizer\.json: tokenizer: is missing"):
+            self._open(folder)
+
+    @pytest.mark.parametrize("name", ["dataset.bin", "dataset.idx"])
+    def test_missing_data_is_named(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(DataError, match=name):
+            self._open(folder)
+
+    def test_a_changed_index_is_refused(self, folder: Path) -> None:
+        description = json.loads((folder / "dataset.json").read_text())
+        description["files"][1]["sha256"] = "0" * 64
+        (folder / "dataset.json").write_text(json.dumps(description))
+        with pytest.raises(DataError, match=r"dataset\.idx.*SHA-256"):
+            self._open(folder)
+
+    def test_a_foreign_sidecar_names_the_end_of_a_document(self, folder: Path) -> None:
+        words = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(words.replace("<|endoftext|>", "</s>"))
+        (folder / "dataset.json").unlink()
+        with pytest.raises(DataError, match="end_of_document"):
+            self._open(folder)
+        (folder / "dataset.json").write_text('{"end_of_document": "</s>"}')
+        notices = Notices()
+        assert self._open(folder, notices).fingerprint.startswith("sampled:")
+        assert len(notices.lines) == 1
+
+    @pytest.mark.parametrize("content", ["[]", "3", '{"version": 1}', '{"version": 1, "files": 3}'])
+    def test_an_odd_sidecar_is_no_crash(self, folder: Path, content: str) -> None:
+        (folder / "dataset.json").write_text(content)
+        assert self._open(folder).fingerprint.startswith("sampled:")
+
+    def test_tokens_of_another_vocabulary_are_refused(self, folder: Path) -> None:
+        prefix = folder / "dataset"
+        write_dataset(prefix, [[300] * 40] * 5)  # one past the last token
+        (folder / "dataset.json").unlink()
+        data = self._open(folder)
+        for read in (
+            data.validation_text,
+            data.validation_tokens,
+            data.train_token_counts,
+            lambda: data.train[0],
+            lambda: data.validation[0],
+        ):
+            with pytest.raises(DataError, match="vocabulary of 300"):
+                read()
+
+
+def test_importing_loads_neither_torch_nor_tokenizers() -> None:
+    program = (
+        "import sys, megafp8.data.prepare, megafp8.data.loader, megafp8.data.baselines\n"
+        "assert not {'torch', 'tokenizers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_real_corpus(tmp_path: Path) -> None:
+    """A third of the default job's own text: built once, opened at once, and exact."""
+
+    def third() -> Iterator[Document]:
+        return islice(builtin_documents(), 0, None, 3)
+
+    notices = Notices()
+    corpus = Corpus("builtin", builtin_key, third)
+    spec = data_spec(
+        tmp_path,
+        splits=(900.0, 50.0, 50.0),
+        seq_length=256,
+        tokenizer=TokenizerSpec(library="builtin", vocab_size=1024),
+    )
+    prepare(spec, notices, corpus)
+    started = time.monotonic()
+    data = prepare(spec, notices, corpus)
+    assert time.monotonic() - started < 2, "a cached dataset opens without reading the library"
+    assert notices.builds == 1
+    assert data.vocab_size == 1024
+    texts = [document.text.encode() for document in third()]
+    assert sum(map(len, texts)) > 300_000
+    assert [data.document_text(number) for number in range(len(texts))] == texts
+    assert len(data.validation_text()) == sum(len(texts[d]) for d in data.splits.validation)

@@ -1,0 +1,314 @@
+"""What people see: in a file, on a (pseudo-)terminal, and when the reader goes away."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megafp8.observe import Console, SilentConsole, StepReport, open_console
+from megafp8.observe.console import LiveConsole, PlainConsole
+
+ROOT = Path(__file__).parents[2]
+
+REPORT = StepReport(
+    step=50,
+    loss=5.12341,
+    grad_norm=0.87,
+    lr=9.8e-4,
+    step_seconds=0.365,
+    tokens_per_second=21300.0,
+    tflops_causal=0.51,
+    tflops_full=0.55,
+    memory_bytes=1288490188,
+    data_wait_fraction=0.001,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_plain_line_explains_itself() -> None:
+    stream = io.StringIO()
+    console = open_console(stream=stream)
+    console.start(600)
+    console.step(REPORT)
+    assert stream.getvalue() == (
+        "step  50/600 | loss 5.1234 | grad norm 0.87 | lr 9.8e-04 | 21.3k tok/s"
+        " | 0.51 TFLOP/s causal (0.55 full) | mem 1.2 GiB | data wait 0.1 % | ETA 3:21\n"
+    )
+
+
+def test_plain_lines_of_everything_else() -> None:
+    stream = io.StringIO()
+    with PlainConsole(stream) as console:
+        console.header(["a run", "of a model"])
+        console.start(600, 40)
+        console.validation(50, 5.3, perplexity=200.34, bits_per_byte=2.1, seconds=0.44)
+        console.validation(100, math.nan)
+        console.event("checkpoint saved: /x [bold]")
+        console.warn("disk is full")
+        console.finish([("loss", "1"), ("perplexity", "2.72")], ["bye"])
+    assert stream.getvalue().splitlines() == [
+        "a run",
+        "of a model",
+        "continuing after step 40 of 600",
+        "step  50/600 | val loss 5.3000 | perplexity 200.34 | 2.100 bits/byte | 0.4 s",
+        "step 100/600 | val loss NaN",
+        "checkpoint saved: /x [bold]",
+        "warning: disk is full",
+        "",
+        "      loss  1",
+        "perplexity  2.72",
+        "bye",
+    ]
+
+
+def test_plain_lines_of_ordinary_values_align() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream, clock=Clock())
+    console.start(1000)
+    for step, loss in ((5, 9.1), (50, 5.25), (500, 0.125)):
+        console.step(dataclasses.replace(REPORT, step=step, loss=loss))
+    starts = {
+        tuple(match.start() for match in re.finditer(r"\|", line))
+        for line in stream.getvalue().splitlines()
+    }
+    assert len(starts) == 1
+
+
+def test_not_finite_numbers_and_notes_are_shown() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    console.start(600)
+    console.step(
+        dataclasses.replace(REPORT, loss=math.nan, grad_norm=math.inf, notes=("1 step skipped",))
+    )
+    line = stream.getvalue()
+    assert "loss NaN" in line and "grad norm Infinity" in line
+    assert line.endswith("| 1 step skipped\n")
+
+
+def test_eta_follows_the_wall_clock_and_survives_a_rollback() -> None:
+    stream, clock = io.StringIO(), Clock()
+    console = PlainConsole(stream, clock=clock)
+    console.start(100)
+    for step, seconds in ((10, 0.0), (20, 50.0), (10, 3.0)):
+        clock.now += seconds
+        console.step(dataclasses.replace(REPORT, step=step, step_seconds=2.0))
+    etas = re.findall(r"ETA (\S+)", stream.getvalue())
+    # 90 steps of the 2 s reported; then 80 of the 5 s that passed, validations included; then anew
+    assert etas == ["3:00", "6:40", "3:00"]
+
+
+def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    console = open_console(main_rank=False)
+    assert isinstance(console, SilentConsole)
+    use_everything(console)
+    assert capfd.readouterr() == ("", "")
+
+
+def use_everything(console: Console) -> None:
+    with console:
+        console.header(["header"])
+        console.start(100, 10)
+        console.step(REPORT)
+        console.validation(50, 1.0)
+        console.event("event")
+        console.warn("warning")
+        console.finish([("a", "b")], ["c"])
+        console.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_which_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_console(stream=Terminal()), LiveConsole)
+    assert isinstance(open_console(stream=io.StringIO()), PlainConsole)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_console(stream=Terminal()), PlainConsole)
+    monkeypatch.delenv("TERM")
+    assert isinstance(open_console(stream=Terminal()), PlainConsole)
+    closed = io.StringIO()
+    closed.close()
+    assert isinstance(open_console(stream=closed), PlainConsole)
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed")])
+def test_a_stream_that_fails_costs_the_output_only(
+    kind: type[PlainConsole] | type[LiveConsole], error: Exception
+) -> None:
+    class Failing(Terminal):
+        def write(self, text: str) -> int:
+            raise error
+
+    before = sys.stdout, sys.stderr
+    use_everything(kind(Failing()))
+    assert (sys.stdout, sys.stderr) == before
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
+def test_a_stream_that_fails_later(kind: type[PlainConsole] | type[LiveConsole]) -> None:
+    stream = Terminal()
+    console = kind(stream)
+    console.start(100)
+    console.step(REPORT)
+    stream.close()
+    console.step(dataclasses.replace(REPORT, step=100))
+    console.event("lost")
+    console.close()
+    assert sys.stdout is not stream
+
+
+def test_a_locale_that_cannot_show_a_path() -> None:
+    raw = io.BytesIO()
+    console = PlainConsole(io.TextIOWrapper(raw, encoding="ascii"))
+    console.event("saved: /home/zoë/run")
+    console.event("next")
+    assert raw.getvalue() == b"saved: /home/zo?/run\nnext\n"
+
+
+# ---- on a pseudo-terminal
+
+LOOP = """
+import dataclasses, sys, time
+sys.path.insert(0, {root!r})
+from tests.observe.test_console import REPORT
+from megafp8.observe import open_console
+with open_console() as console:
+    console.header(["a run with a name in [brackets]"])
+    console.start(40)
+    print("ready", flush=True)
+    for step in range(1, 41):
+        time.sleep({pause})
+        console.step(dataclasses.replace(REPORT, step=step))
+        if step == 20:
+            console.validation(step, 2.5)
+            print("a library prints")
+            print("and complains", file=sys.stderr)
+            {at_20}
+    console.finish([("where", "/a/long/path" * 20)])
+print("stdout is back:", sys.stdout is sys.__stdout__)
+"""
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def run_on_terminal(
+    at_20: str = "pass", pause: float = 0.001, interrupt: int | None = None, **env: str
+) -> tuple[int, str]:
+    """Run LOOP on a pseudo-terminal; its exit code and everything that it wrote."""
+    main, side = pty.openpty()
+    program = LOOP.format(root=str(ROOT), at_20=at_20, pause=pause)
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **env}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=environment,
+        start_new_session=True,
+    )
+    os.close(side)
+    output = b""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if select.select([main], [], [], 0.2)[0]:
+            try:
+                chunk = os.read(main, 65536)
+            except OSError:  # Linux's way of saying that the other side is closed
+                break
+            if not chunk:
+                break
+            output += chunk
+            if interrupt is not None and b"ready" in output:
+                child.send_signal(interrupt)
+                interrupt = None
+        elif child.poll() is not None:
+            break
+    code = child.wait(10)
+    os.close(main)
+    return code, output.decode()
+
+
+def test_live_block_and_permanent_lines() -> None:
+    code, output = run_on_terminal()
+    assert code == 0, output
+    text = ESCAPE.sub("", output)
+    for line in (
+        "a run with a name in [brackets]",
+        "step 20/40 | val loss 2.5000",
+        "a library prints",
+        "and complains",
+        "stdout is back: True",
+    ):
+        assert text.count(line + "\r\n") == 1, (line, text)
+    assert "loss 5.1234 | val loss 2.5000 | grad norm 0.87 | lr 9.8e-04 | 0.365 s/step" in text
+    assert "0.51 TFLOP/s causal (0.55 full) | mem 1.2 GiB | data wait 0.1 %" in text
+    assert "step 40/40" in text
+    assert "/a/long/path" * 20 in text, "a long path is one line, to be copied whole"
+
+
+def cursor_is_visible(output: str) -> bool:
+    return output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")
+
+
+def test_an_exception_gives_the_terminal_back() -> None:
+    code, output = run_on_terminal(at_20="raise RuntimeError('boom')")
+    assert code == 1
+    assert cursor_is_visible(output)
+    assert "RuntimeError: boom" in ESCAPE.sub("", output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing_to_mend(number: int) -> None:
+    code, output = run_on_terminal(pause=0.2, interrupt=number)
+    assert code != 0
+    assert cursor_is_visible(output)
+
+
+def test_no_color() -> None:
+    _, coloured = run_on_terminal()
+    _, plain = run_on_terminal(NO_COLOR="1")
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
+    assert colour.search(coloured)
+    assert not colour.search(plain)
+    assert "step 40/40" in ESCAPE.sub("", plain)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+    program = LOOP.format(root=str(ROOT), at_20="pass", pause=0.001)
+    program = re.sub(r'print\("(a library|ready).*', "pass", program)
+    program = program[: program.index('print("stdout is back')] + "sys.stderr.write('done')"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    errors = child.stderr.read().decode()
+    child.stderr.close()
+    assert child.wait(60) == 0, errors
+    assert errors.endswith("done")

@@ -1,0 +1,40 @@
+"""Peak memory: of this process, in bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.observe import memory, peak_memory_bytes
+
+
+def test_peak_grows_with_what_is_used_and_stays() -> None:
+    program = """
+from megafp8.observe import peak_memory_bytes
+before = peak_memory_bytes()
+block = bytearray(b"x") * (64 << 20)
+during = peak_memory_bytes()
+del block
+assert 60 << 20 <= during - before <= 80 << 20, (before, during)
+assert peak_memory_bytes() >= during - (4 << 20)  # the kernel counts in batches
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from_proc = peak_memory_bytes()
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
+    assert peak_memory_bytes() >= 0.9 * from_proc
+
+
+@pytest.mark.gpu
+def test_cuda_counts_what_is_allocated() -> None:
+    import torch
+
+    memory.reset_peak_memory("gpu")
+    before = peak_memory_bytes("gpu")
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    assert peak_memory_bytes("gpu") - before >= block.numel()

@@ -1,0 +1,88 @@
+"""The table at the end and summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from megafp8.observe import RunSummary, bits_per_byte, write_summary
+
+
+def test_bits_per_byte() -> None:
+    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
+    assert bits_per_byte(math.log(256), 4.0) == pytest.approx(2.0)
+
+
+def full_summary() -> RunSummary:
+    return RunSummary(
+        status="finished",
+        step=600,
+        total_steps=600,
+        log_dir="/runs/x",
+        continue_command="python pretrain_gpt.py trainer.max_steps=1200",
+        val_loss=2.5,
+        bytes_per_token=3.0,
+        unigram_bits_per_byte=3.4,
+        xz_bits_per_byte=2.2,
+        train_loss=2.4,
+        wall_seconds=121.0,
+        tokens_per_second=21300.0,
+        tflops_causal=0.51,
+        tflops_full=0.55,
+        peak_memory_bytes=1288490188,
+        precision="FP8 delayed (native)",
+        metrics_file="/runs/x/metrics.jsonl",
+        checkpoint="/runs/x/checkpoints/step_600",
+        tensorboard_dir="/runs/x",
+        extra={"skipped_steps": 0},
+    )
+
+
+def test_rows_say_what_was_reached_and_where_it_is() -> None:
+    rows = dict(full_summary().rows())
+    assert rows["status"] == "finished, step 600/600"
+    assert rows["validation loss"] == "2.5000 nats per token"
+    assert rows["perplexity"] == "12.18"
+    assert rows["bits per byte"] == "1.202  (unigram 3.400, xz -9 2.200)"
+    assert rows["speed"] == "21.3k tokens/s, 0.51 model TFLOP/s causal (0.55 full)"
+    assert rows["continue with"].startswith("python pretrain_gpt.py")
+    assert rows["curves"] == "tensorboard --logdir /runs/x"
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    summary = RunSummary(status="stopped, saved", step=3, total_steps=9, log_dir="/runs/x")
+    assert summary.rows() == [("status", "stopped, saved, step 3/9"), ("run", "/runs/x")]
+
+
+def test_summary_json_is_strict_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, full_summary())
+    values = json.loads(path.read_text())
+    assert values["val_loss"] == 2.5
+    assert values["perplexity"] == math.exp(2.5)
+    assert values["val_bits_per_byte"] == bits_per_byte(2.5, 3.0)
+    assert values["skipped_steps"] == 0
+    assert values["consumed_tokens"] is None
+    write_summary(
+        path,
+        RunSummary(status="x", step=1, total_steps=1, log_dir="é", val_loss=math.nan),
+    )
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert (values["val_loss"], values["perplexity"], values["log_dir"]) == ("NaN", "NaN", "é")
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_huge_loss_has_an_infinite_perplexity() -> None:
+    summary = RunSummary(status="x", step=1, total_steps=1, log_dir=".", val_loss=1e4)
+    assert summary.perplexity == math.inf
+    assert dict(summary.rows())["perplexity"] == "Infinity"
+
+
+def test_extra_may_not_shadow_a_key() -> None:
+    summary = RunSummary(status="x", step=1, total_steps=1, log_dir=".", extra={"step": 2})
+    with pytest.raises(AssertionError, match="step"):
+        summary.to_dict()

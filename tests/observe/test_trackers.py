@@ -1,0 +1,143 @@
+"""Trackers: what arrives, what a failure costs (nothing), what a missing package says."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megafp8.errors import ConfigError
+from megafp8.observe import (
+    CompositeTracker,
+    TensorBoardTracker,
+    Tracker,
+    open_trackers,
+)
+from megafp8.specs import ObserveSpec
+
+
+def observe_spec(tensorboard: bool = False, wandb: bool = False) -> ObserveSpec:
+    return ObserveSpec(
+        exp_dir=".",
+        name=None,
+        explicit_log_dir=None,
+        resume_if_exists=False,
+        create_tensorboard_logger=tensorboard,
+        create_wandb_logger=wandb,
+        wandb_project="project",
+        wandb_name=None,
+    )
+
+
+class Recorder:
+    def __init__(self, fail_at: int = -1, fail_close: bool = False) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.fail_at, self.fail_close, self.closed = fail_at, fail_close, 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.fail_at:
+            raise OSError(28, "No space left on device")
+        self.seen.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.fail_close:
+            raise RuntimeError("first line\nsecond line")
+
+
+def test_a_failing_tracker_is_told_once_and_left_alone() -> None:
+    warnings: list[str] = []
+    good, bad = Recorder(), Recorder(fail_at=2)
+    assert isinstance(good, Tracker)
+    tracker = CompositeTracker([bad, good], warn=warnings.append)
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close()
+    tracker.close()
+    assert [step for step, _ in good.seen] == [1, 2, 3]
+    assert [step for step, _ in bad.seen] == [1]
+    assert len(warnings) == 1
+    assert "Recorder" in warnings[0] and "No space left" in warnings[0]
+    assert good.closed == 1
+
+
+def test_a_failing_close_is_told_and_others_still_close() -> None:
+    warnings: list[str] = []
+    first, last = Recorder(), Recorder(fail_close=True)
+    CompositeTracker([first, last], warn=warnings.append).close()
+    assert first.closed == last.closed == 1
+    assert warnings == [
+        "Recorder failed (RuntimeError: first line); its last values may be missing"
+    ]
+
+
+def test_nothing_asked_for_nothing_imported(tmp_path: Path) -> None:
+    program = (
+        "import sys, megafp8.observe\n"
+        "assert not {'rich', 'tensorboard', 'wandb', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    tracker = open_trackers(observe_spec(), tmp_path)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_curves_continue_without_overlap(tmp_path: Path) -> None:
+    tracker = open_trackers(observe_spec(tensorboard=True), tmp_path)
+    for step in (10, 20, 30):
+        tracker.log(step, {"loss": float(step), "lr": 0.5})
+    tracker.close()
+    again = TensorBoardTracker(tmp_path, resume_step=20)
+    again.log(30, {"loss": 31.0})
+    again.close()
+    assert scalars(tmp_path, "loss") == [(10, 10.0), (20, 20.0), (30, 31.0)]
+    assert scalars(tmp_path, "lr") == [(10, 0.5), (20, 0.5)]
+
+
+def test_tensorboard_that_cannot_write_costs_a_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    (tmp_path / "file").write_text("in the way")
+    tracker = open_trackers(
+        observe_spec(tensorboard=True), tmp_path / "file" / "run", warn=warnings.append
+    )
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert len(warnings) == 1
+
+
+def test_wandb_missing_names_the_key_and_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        open_trackers(observe_spec(tensorboard=True, wandb=True), tmp_path)
+    assert "exp_manager.create_wandb_logger=True" in str(caught.value)
+    assert "pip install" in str(caught.value)
+    assert list(tmp_path.iterdir()) == [], "refused before anything is written"
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for resume_step in (None, 2):
+        tracker = open_trackers(observe_spec(wandb=True), tmp_path, resume_step=resume_step)
+        tracker.log(3, {"loss": 1.0, "val_loss": float("nan")})
+        tracker.close()
+        ids.append((tmp_path / "wandb_run_id.txt").read_text())
+    assert ids[0] == ids[1] != ""
+    assert list((tmp_path / "wandb").glob("offline-run-*"))

@@ -1,0 +1,196 @@
+"""The floors of the house: a module imports strictly lower floors or its own package.
+
+Imports are read from the source, so that one inside a function, under TYPE_CHECKING or given to
+`importlib.import_module` as a literal counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS = {
+    "specs": 0,
+    "errors": 0,
+    "config": 1,
+    "plan": 1,
+    "data": 1,
+    "observe": 1,
+    "models": 1,
+    "precision": 1,
+    "parallel": 2,
+    "checkpoint": 3,
+    "optim": 3,
+    "train": 4,
+    "cli": 5,
+}
+TOP_FLOOR = 6  # pretrain_gpt.py, examples/, benchmarks/: may import anything below
+WITHOUT_TORCH = ("specs", "errors", "config", "plan")
+OWN_FILE_ONLY = {
+    "transformer_engine": "megafp8/precision/backends/te*.py",
+    "transformer_engine_torch": "megafp8/precision/backends/te*.py",
+    "torchao": "megafp8/precision/backends/torchao*.py",
+}
+
+
+def imported_names(source: str, module: tuple[str, ...], is_package: bool) -> Iterator[str]:
+    """Every dotted name that `source` imports, relative ones made absolute.
+
+    `from a import b` gives `a.b`: b may be a module. `module` is the file's own dotted name.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=target, names=names, level=level):
+                base = list(module if is_package else module[:-1])
+                prefix = base[: len(base) - level + 1] if level else []
+                stem = [*prefix, *(target.split(".") if target else [])]
+                yield from (".".join([*stem, alias.name]) for alias in names)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                called = function.attr if isinstance(function, ast.Attribute) else ""
+                called = function.id if isinstance(function, ast.Name) else called
+                if called in ("import_module", "__import__", "importorskip"):
+                    yield name
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What the file at `path` (relative to the repository) imports and must not."""
+    parts = Path(path).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = parts[:-1] if is_package else parts
+    room = module[1] if module[0] == "megafp8" and len(module) > 1 else None
+    found = []
+    for name in imported_names(source, module, is_package):
+        package, _, rest = name.partition(".")
+        if package in OWN_FILE_ONLY and not fnmatch(path, OWN_FILE_ONLY[package]):
+            found.append(f"{path}: only {OWN_FILE_ONLY[package]} may import {package}")
+        if package == "torch" and room in WITHOUT_TORCH:
+            found.append(f"{path}: '{room}' must not import torch")
+        if module[0] != "megafp8":
+            continue  # the top floor
+        if package != "megafp8":
+            above = Path(name.split(".")[0] + ".py")
+            if (ROOT / above).exists() or package in ("examples", "benchmarks", "tests"):
+                found.append(f"{path}: must not import '{package}' from above the package")
+            continue
+        target = rest.split(".")[0]
+        if target not in FLOORS:
+            if target.startswith("__") or not target:
+                continue  # megafp8 itself: its version
+            found.append(f"{path}: '{target}' has no floor; give it one in tests/test_layers.py")
+        elif room is None:
+            found.append(f"{path}: the package itself must import no room, but imports '{target}'")
+        elif target != room and FLOORS[target] >= FLOORS.get(room, -1):
+            found.append(
+                f"{path}: '{room}' (floor {FLOORS.get(room)}) must not import "
+                f"'{target}' (floor {FLOORS[target]})"
+            )
+    return found
+
+
+def source_files() -> list[Path]:
+    folders = ("megafp8", "examples", "benchmarks")
+    files = [
+        *ROOT.glob("*.py"),
+        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
+    ]
+    return sorted(files)
+
+
+def test_every_file_keeps_to_its_floor() -> None:
+    files = source_files()
+    assert any(file.name == "console.py" for file in files), "no source files found"
+    found = [
+        line
+        for file in files
+        for line in violations(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {
+        path.stem
+        for path in (ROOT / "megafp8").iterdir()
+        if (path.suffix == ".py" and path.stem != "__init__") or any(path.glob("**/*.py"))
+    }
+    assert rooms <= set(FLOORS), f"rooms without a floor: {sorted(rooms - set(FLOORS))}"
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("megafp8/models/gpt.py", "import megafp8.parallel"),
+        ("megafp8/models/gpt.py", "from megafp8.precision import linear"),
+        ("megafp8/models/gpt.py", "from megafp8 import train"),
+        ("megafp8/models/gpt.py", "from ..optim.adamw import AdamW"),
+        ("megafp8/models/__init__.py", "from .. import parallel"),
+        ("megafp8/models/deep/gpt.py", "from ...parallel import mesh"),
+        ("megafp8/models/gpt.py", "def late():\n    from megafp8.train.loop import run"),
+        ("megafp8/models/gpt.py", "if TYPE_CHECKING:\n    from megafp8.train import loop"),
+        ("megafp8/models/gpt.py", "importlib.import_module('megafp8.cli.plan')"),
+        ("megafp8/optim/adamw.py", "import megafp8.checkpoint.store"),
+        ("megafp8/specs/model.py", "import megafp8.config"),
+        ("megafp8/models/gpt.py", "import megafp8.attic"),
+        ("megafp8/__init__.py", "from megafp8.train import loop"),
+        ("megafp8/train/loop.py", "import pytest, tests.helpers"),
+        ("megafp8/config/schema.py", "import torch"),
+        ("megafp8/plan/memory.py", "def late():\n    from torch import nn"),
+        ("megafp8/specs/model.py", "import torch.nn.functional as F"),
+        ("megafp8/precision/linear.py", "import transformer_engine.pytorch as te"),
+        ("megafp8/precision/backends/native.py", "from torchao import float8"),
+        ("megafp8/precision/backends/te.py", "import torchao"),
+        ("megafp8/cli/doctor.py", "import_module('transformer_engine')"),
+        ("pretrain_gpt.py", "import torchao"),
+    ],
+)
+def test_a_planted_violation_is_found(path: str, source: str) -> None:
+    assert len(violations(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("megafp8/models/gpt.py", "from megafp8.specs import GPTSpec\nimport torch, json"),
+        ("megafp8/models/gpt.py", "from megafp8.models import parts\nfrom . import block"),
+        ("megafp8/models/gpt.py", "from ..errors import ConfigError"),
+        ("megafp8/parallel/tensor.py", "from megafp8.precision.linear import Fp8Linear"),
+        ("megafp8/train/build.py", "from megafp8 import __version__, optim, checkpoint"),
+        ("megafp8/precision/backends/te.py", "import transformer_engine.pytorch as te"),
+        ("megafp8/precision/backends/torchao_float8.py", "import torchao"),
+        ("pretrain_gpt.py", "from megafp8.train import loop\nimport megafp8.cli"),
+    ],
+)
+def test_what_is_allowed_is_allowed(path: str, source: str) -> None:
+    assert violations(path, source) == []
+
+
+def test_planning_and_configuration_load_no_torch() -> None:
+    """Not even through another package: a wrong key must be told within milliseconds."""
+    program = f"""
+import importlib, pkgutil, sys
+import megafp8
+for room in {WITHOUT_TORCH}:
+    try:
+        package = importlib.import_module("megafp8." + room)
+    except ModuleNotFoundError:
+        continue
+    for found in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+        assert "torch" not in sys.modules, found.name + " loads torch"
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
