@@ -1,0 +1,35 @@
+"""What the tests of the configuration share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megafp8.config.load import load
+from megafp8.config.problems import CombinedConfigError, SettingError
+from megafp8.config.resolve import resolve
+from megafp8.specs import RunSpec
+
+
+def run_spec(*overrides: str, gpu: bool = False, **where: Any) -> RunSpec:
+    return resolve(load(overrides, **where), lambda: gpu)
+
+
+def problems(call: Callable[[], object]) -> list[SettingError]:
+    """All problems that a call is refused with; the test fails if it is not refused."""
+    with pytest.raises((SettingError, CombinedConfigError)) as caught:
+        call()
+    error = caught.value
+    return list(error.problems) if isinstance(error, CombinedConfigError) else [error]
+
+
+def load_problems(*overrides: str, **where: Any) -> list[SettingError]:
+    return problems(lambda: load(overrides, **where))
+
+
+def the_problem(*overrides: str, **where: Any) -> SettingError:
+    found = load_problems(*overrides, **where)
+    assert len(found) == 1, [str(problem) for problem in found]
+    return found[0]

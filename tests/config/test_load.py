@@ -1,0 +1,190 @@
+"""What Hydra, the schema and the overrides make together, and how each mistake is reported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from megafp8.config.document import default_job, differing_keys, markdown_page
+from megafp8.config.load import load
+from megafp8.config.schema import all_keys
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_config_imports_no_torch() -> None:
+    modules = ["app", "document", "identity", "load", "resolve", "sweep", "validate"]
+    imports = "; ".join(f"import megafp8.config.{name}" for name in modules)
+    code = f"import sys; {imports}; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_default_job_is_complete_and_agrees_with_the_schema() -> None:
+    job = default_job()  # raises KeyError for a key that the YAML leaves out
+    yaml = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "pretrain_gpt.yaml"))
+    assert list(OmegaConf.to_container(load())) == list(yaml)
+    for path, key in all_keys().items():
+        if not key.required:
+            assert job[path] == key.default, path
+
+
+def test_configuration_page_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == markdown_page(), (
+        "run `python -m megafp8.config.document > docs/configuration.md`"
+    )
+    for key in differing_keys():
+        assert f"| `{key.path}` |" in page
+
+
+def test_every_key_is_explained() -> None:
+    assert all(key.help.endswith((".", "`.")) for key in all_keys().values())
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_unknown_key_is_refused_behind_any_prefix(prefix: str) -> None:
+    problem = the_problem(f"{prefix}model.fp9=True")
+    assert problem.key == "model.fp9"
+    assert "Did you mean model.fp8?" in str(problem)
+
+
+@pytest.mark.parametrize("prefix", ["+", "++"])
+def test_prefixes_of_known_keys_do_nothing(prefix: str) -> None:
+    assert load([f"{prefix}model.num_layers=7"]).model.num_layers == 7
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("model.lr=1", "model.optim.lr"),
+        ("fp8=True", "model.fp8"),
+        ("model.hiden_size=64", "model.hidden_size"),
+        ("trainer.precison=32", "trainer.precision"),
+        ("model.optim.sched.warmup=3", "model.optim.sched.warmup_steps"),
+    ],
+)
+def test_did_you_mean(wrong: str, meant: str) -> None:
+    assert meant in the_problem(wrong).way_out
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("model.fp8=maybe", "model.fp8", "'maybe' is not True or False"),
+        ("model.num_layers=1.5", "model.num_layers", "1.5 is not a whole number"),
+        ("model.num_layers=true", "model.num_layers", "True is not a whole number"),
+        ("model.num_layers=null", "model.num_layers", "null is not a whole number"),
+        ("model.optim.lr=fast", "model.optim.lr", "'fast' is not a number"),
+        ("model.optim.betas=0.9", "model.optim.betas", "0.9 is not a list of numbers"),
+        ("model.optim.betas=[0.9,x]", "model.optim.betas", "is not a list of numbers"),
+        ("trainer.devices=auto", "trainer.devices", "'auto' is not a whole number"),
+        ("trainer.precision=true", "trainer.precision", "True is not"),
+        ("model.optim=5", "model.optim", "is a section"),
+        ("model=null", "model", "is a section"),
+        ("model.optim.lr.x=1", "model.optim.lr.x", "no such key"),
+        ("model.fp8", "model.fp8", "Write model.fp8=VALUE"),
+        ("nonsense", "nonsense", "not of the form KEY=VALUE"),
+        ("~model.fp8", "~model.fp8", "cannot be deleted"),
+        ("~model.fp8=False", "~model.fp8=False", "cannot be deleted"),
+        ("exp_manager.name=]", "exp_manager.name", "cannot read it"),
+        ("model.fp8=True,False", "model.fp8", "Add -m"),
+        ("model.optim.betas=0.9,0.95", "model.optim.betas", "'model.optim.betas=[0.9,0.95]'"),
+        (
+            "model.data.splits_string=900,50,50",
+            "model.data.splits_string",
+            "'model.data.splits_string=\"900,50,50\"'",
+        ),
+        ("model.seed=range(3)", "model.seed", "Add -m"),
+        ("model.num_layers=${nope}", "model.num_layers", "nope"),
+        ("model.num_layers=${model.tokenizer.library}", "model.num_layers", "builtin"),
+        ("model.optim.betas=${model.fp8}", "model.optim.betas", "False is not a list"),
+        ("trainer.precision=${model.fp8}", "trainer.precision", "False is not"),
+        ("model.num_layers=???", "model.num_layers", "must be given"),
+        ("hydra.searchpath=[x]", "hydra.searchpath=[x]", "--config-dir"),
+        ("model@foo=1", "model", "no such key"),
+    ],
+)
+def test_each_mistake_names_its_key(override: str, key: str, words: str) -> None:
+    problem = the_problem(override)
+    assert problem.key == key
+    assert words in str(problem)
+    assert problem.origin in ("command line", "default") and problem.origin in str(problem)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    found = load_problems(
+        "+model.fp9=1", "model.fp8=maybe", "nonsense", "model.optim.lr=-1",
+        "model.num_attention_heads=7", "model.seed=1,2",
+    )  # fmt: skip
+    keys = {problem.key for problem in found}
+    assert keys == {
+        "model.fp9", "model.fp8", "nonsense", "model.optim.lr", "model.hidden_size", "model.seed"
+    }  # fmt: skip
+
+
+def test_a_bad_key_is_not_reported_again_by_rules_that_read_it() -> None:
+    assert the_problem("model.hidden_size=wide", "model.num_attention_heads=7").value == "wide"
+    assert the_problem("model.micro_batch_size=0").reason == "must be at least 1"
+
+
+def test_dict_values_set_the_keys_inside() -> None:
+    assert load(["model.optim={lr:0.5,sched:{min_lr:0.25}}"]).model.optim.sched.min_lr == 0.25
+    assert the_problem("model.optim={lrr:0.5}").key == "model.optim.lrr"
+    assert the_problem("model={optim.lr:0.5}").reason == "there is no such key"
+    assert the_problem("model={1:0.5}").key == "model.1"
+
+
+def test_own_yaml_builds_on_the_default_job(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [pretrain_gpt, _self_]\nmodel:\n  num_layers: 2\n  layernorm_epsilon: 1e-6\n"
+    )
+    spec = run_spec("model.seed=3", config_dir=tmp_path, config_name="mine")
+    assert (spec.model.num_layers, spec.model.hidden_size, spec.train.seed) == (2, 256, 3)
+    assert spec.model.layernorm_epsilon == 1e-6
+
+
+def test_own_yaml_without_defaults_must_give_what_is_required(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  num_layers: 2\n")
+    found = load_problems(config_dir=tmp_path, config_name="mine.yaml")
+    required = {path for path, key in all_keys().items() if key.required}
+    through = {"model.max_position_embeddings", "model.data.seq_length"}
+    missing = {problem.key for problem in found}
+    assert required - {"model.num_layers"} <= missing <= required | through
+    assert "defaults: [pretrain_gpt, _self_]" in str(found[0])
+
+
+def test_own_yaml_in_a_group_directory(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "tiny.yaml").write_text("# @package _global_\nmodel: {num_layers: 1}\n")
+    assert load(["+size=tiny"], tmp_path).model.num_layers == 1
+    assert "size/huge" in str(the_problem("+size=huge", config_dir=tmp_path))
+
+
+def test_mistakes_in_own_yaml_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [pretrain_gpt, _self_]\nname: x\nmodel: {fp9: true, num_layers: two}\n"
+    )
+    found = load_problems("model.seed=x", config_dir=tmp_path, config_name="mine")
+    assert {problem.key for problem in found} >= {"model.fp9", "model.num_layers", "model.seed"}
+    assert "(mine.yaml)" in str([p for p in found if p.key == "model.fp9"][0])
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "defaults: [nope]\n", "\t", "a: \0"])
+def test_broken_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    assert load_problems(config_dir=tmp_path, config_name="mine")
+
+
+def test_missing_files_are_named_with_those_there_are(tmp_path: Path) -> None:
+    assert "pretrain_gpt" in the_problem(config_name="nope").way_out
+    assert the_problem(config_dir=tmp_path / "nope").key == "--config-dir"
+
+
+def test_unknown_root_key_of_own_yaml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [pretrain_gpt, _self_]\ntrainr: {devices: 2}\n")
+    assert the_problem(config_dir=tmp_path, config_name="mine").key.startswith("trainr")

@@ -1,0 +1,256 @@
+"""The specs that come out, their canonical tree, and which runs continue each other."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.config.identity import check_continues, differences, flat, full_identity, identity
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.config.schema import all_keys
+from megafp8.config.values import parse_interval_seconds, parse_splits
+from megafp8.errors import UserError
+from megafp8.specs import Fp8Recipe, RunSpec
+from tests.config.helpers import problems, run_spec
+
+
+def test_default_job() -> None:
+    spec = run_spec()
+    assert spec.precision.compute == "bf16" and spec.precision.fp8 is None
+    assert spec.parallel.accelerator == "cpu" and spec.parallel.dp == 1
+    assert spec.model.vocab_size == 0 and spec.vocab_divisible_by == 128
+    assert spec.model.head_size == 64
+    assert spec.train.num_microbatches(spec.parallel.dp) == 4
+    assert spec.data.splits == (900.0, 50.0, 50.0)
+    assert spec.optim.betas == (0.9, 0.98)
+    assert spec.optim.schedule.max_steps == spec.train.max_steps == 600
+
+
+def test_resolved_is_plain_and_complete() -> None:
+    spec = run_spec("model.fp8=True")
+    assert json.loads(json.dumps(spec.resolved)) == spec.resolved
+    assert flat(spec.resolved).keys() == all_keys().keys()
+
+
+def test_fp8_formats() -> None:
+    assert run_spec("model.fp8=True").precision.fp8 == Fp8Recipe()
+    recipe = run_spec("model.fp8=True", "model.fp8_e4m3=True", "model.fp8_margin=2").precision.fp8
+    assert recipe == Fp8Recipe(forward_format="e4m3", backward_format="e4m3", margin=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "got"),
+    [("auto", True, "gpu"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("gpu", True, "gpu")],
+)
+def test_accelerator(asked: str, gpu: bool, got: str) -> None:
+    spec = run_spec(f"trainer.accelerator={asked}", gpu=gpu)
+    assert spec.parallel.accelerator == got
+    assert flat(spec.resolved)["trainer.accelerator"] == got
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    (problem,) = problems(lambda: run_spec("trainer.accelerator=gpu"))
+    assert problem.key == "trainer.accelerator" and "cpu or auto" in problem.way_out
+
+
+@pytest.mark.parametrize("text", ["32", "'32'", "32-true"])
+def test_precision_fp32(text: str) -> None:
+    assert run_spec(f"trainer.precision={text}").precision.compute == "fp32"
+
+
+@pytest.mark.parametrize("text", ["bf16", "bf16-mixed"])
+def test_precision_bf16(text: str) -> None:
+    assert run_spec(f"trainer.precision={text}").precision.compute == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("1.5", 1.5), ("00:01:30", 90.0), ("01:00:00:01", 86401.0), ("'90'", 90.0)],
+)
+def test_time_interval(text: str, seconds: float) -> None:
+    key = "exp_manager.checkpoint_callback_params.train_time_interval"
+    assert run_spec(f"{key}={text}").checkpoint.train_time_interval_seconds == seconds
+
+
+def test_values_that_are_not_numbers() -> None:
+    assert parse_interval_seconds(True) is None and parse_interval_seconds("1:2") is None
+    assert parse_splits("900,,50") is None and parse_splits(None) is None
+
+
+def test_same_meaning_same_identity() -> None:
+    same = [
+        run_spec("trainer.precision=bf16-mixed"),
+        run_spec("model.data.splits_string=[900.0,50,50]"),
+        run_spec("trainer.accelerator=cpu"),
+        run_spec("++model.seed=1234"),
+    ]
+    assert {full_identity(spec.resolved) for spec in same} == {full_identity(run_spec().resolved)}
+    both = run_spec("model.fp8=True", "model.fp8_e4m3=True", "model.fp8_hybrid=False")
+    assert both.resolved == run_spec("model.fp8=True", "model.fp8_e4m3=True").resolved
+
+
+FREE = [
+    "trainer.max_steps=700",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=7",
+    "trainer.limit_val_batches=2",
+    "trainer.devices=2",
+    "trainer.nonfinite_policy=rollback",
+    "model.micro_batch_size=4",
+    "exp_manager.name=other",
+    "exp_manager.create_wandb_logger=True",
+    "exp_manager.checkpoint_callback_params.keep=1",
+    "model.data.index_mapping_dir=/cache",
+]
+FIXED = [
+    "model.num_layers=2",
+    "model.global_batch_size=64",
+    "model.seed=1",
+    "model.fp8=True",
+    "trainer.precision=32",
+    "trainer.gradient_clip_val=0.5",
+    "model.optim.lr=2e-3",
+    "model.optim.sched.warmup_steps=10",
+    "model.data.data_prefix=/my/data",
+    "model.data.splits_string=[90,10,0]",
+    "model.tokenizer.vocab_size=1024",
+    "model.hidden_dropout=0.1",
+    "model.make_vocab_size_divisible_by=64",
+]
+
+
+@pytest.mark.parametrize("override", FREE)
+def test_length_logging_layout_and_policy_continue(override: str) -> None:
+    old, new = run_spec().resolved, run_spec(override).resolved
+    assert identity(old) == identity(new)
+    assert full_identity(old) != full_identity(new)
+    assert differences(old, new) == []
+    check_continues(old, new, run="runs/x")
+
+
+@pytest.mark.parametrize("override", FIXED)
+def test_model_data_and_optimizer_do_not(override: str) -> None:
+    key = override.partition("=")[0]
+    old, new = run_spec().resolved, run_spec(override).resolved
+    assert identity(old) != identity(new)
+    assert [difference.key for difference in differences(old, new)] == [key]
+    (problem,) = problems(lambda: check_continues(old, new, run="runs/x"))
+    assert problem.key == key and f"{key}={flat(old)[key]}" in problem.way_out
+    assert "exp_manager.name" in problem.way_out
+
+
+def test_tensor_parallel_size_may_change() -> None:
+    two = run_spec("trainer.devices=2", "model.tensor_model_parallel_size=2")
+    assert differences(run_spec().resolved, two.resolved) == []
+
+
+def test_a_key_that_an_older_run_lacks_counts_with_its_default() -> None:
+    old = run_spec().resolved
+    model = {name: value for name, value in old["model"].items() if name != "fp8_margin"}
+    assert differences({**old, "model": model}, old) == []
+    stranger = {**old, "model": {**old["model"], "gone": 1}}
+    assert [d.key for d in differences(stranger, old)] == ["model.gone"]
+
+
+# --- any list of overrides ends in a spec or in an error that a user can mend --------------------
+
+KEYS = [*all_keys(), "model", "model.optim", "model.fp9", "foo", "hydra.job.name", "", ".", "a@b"]
+VALUES = st.one_of(
+    st.integers(-5, 5000).map(str),
+    st.sampled_from([str(2**k) for k in range(12)]),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.booleans().map(str),
+    st.sampled_from(
+        ["", "null", "???", "bf16", "auto", "gpu", "max", "[0.9,0.95]", "[1]", "[]", "{}", "{a:1}",
+         "{lr:1}", "1,2", "range(3)", "${model.seed}", "${nope}", "${model", "${oc.env:NOPE}",
+         "'900,50,50'", "[8,1,1]", "00:10:00", "${.}", "${model}", "1e400", "'", '"', "\\",
+         "10" * 300, "choice(1,2)", "interval(0,1)", "glob(*)", "sort(1,2)", "${model.fp8}",
+         "${trainer.precision}", "${model.micro_batch_size}"]
+    ),
+    st.text(max_size=8),
+)  # fmt: skip
+OVERRIDES = st.one_of(
+    st.builds(
+        lambda prefix, key, value: f"{prefix}{key}={value}",
+        st.sampled_from(["", "", "", "", "+", "++", "~"]),
+        st.one_of(st.sampled_from(list(all_keys())), st.sampled_from(KEYS)),
+        VALUES,
+    ),
+    st.text(max_size=12),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(OVERRIDES, max_size=4))
+def test_any_overrides_end_in_a_spec_or_a_user_error(overrides: list[str]) -> None:
+    try:
+        spec = resolve(load(overrides), lambda: False)
+    except UserError as error:
+        assert str(error)
+        return
+    assert isinstance(spec, RunSpec)
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "trainer.devices": st.sampled_from([1, 2, 3, 4, 8]),
+        "model.tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4]),
+        "model.micro_batch_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "model.global_batch_size": st.sampled_from([24, 48, 96]),
+        "model.hidden_size": st.sampled_from([96, 120, 128, 192, 384]),
+        "model.ffn_hidden_size": st.sampled_from([384, 500, 512, 768]),
+        "model.num_attention_heads": st.sampled_from([4, 6, 8, 12]),
+        "model.encoder_seq_length": st.sampled_from([8, 12, 16, 64]),
+        "model.fp8": st.booleans(),
+        "model.make_vocab_size_divisible_by": st.sampled_from([48, 128]),
+    }
+)
+
+
+@cache
+def base() -> DictConfig:
+    return load()
+
+
+def with_sizes(sizes: dict[str, object]) -> RunSpec:
+    """As overrides would, without Hydra, which takes most of the time."""
+    cfg = copy.deepcopy(base())
+    for key, value in sizes.items():
+        OmegaConf.update(cfg, key, value)
+    try:
+        return resolve(cfg, lambda: False)
+    except UserError as error:
+        assert str(error)
+        reject()
+
+
+@settings(max_examples=100)
+@given(SIZES)
+def test_sizes_that_pass_fit_on_the_ranks(sizes: dict[str, object]) -> None:
+    spec = with_sizes(sizes)
+    model, tp, dp = spec.model, spec.parallel.tp, spec.parallel.dp
+    train = spec.train
+    assert tp * dp == spec.parallel.world_size
+    assert train.num_microbatches(dp) * train.micro_batch_size * dp == train.global_batch_size
+    assert model.num_attention_heads % tp == 0 and model.ffn_hidden_size % tp == 0
+    assert model.hidden_size % model.num_attention_heads == 0
+    if spec.precision.fp8:
+        widths = [model.hidden_size, model.ffn_hidden_size, 3 * model.hidden_size]
+        assert all(width % (16 * tp) == 0 for width in widths)
+        assert train.micro_batch_size * spec.data.seq_length % 16 == 0
+
+
+@settings(max_examples=30)
+@given(SIZES)
+def test_resolved_loads_again_as_the_same_run(sizes: dict[str, object]) -> None:
+    spec = with_sizes(sizes)
+    again = resolve(OmegaConf.create(json.loads(json.dumps(spec.resolved))), lambda: False)
+    assert again == spec and identity(again.resolved) == identity(spec.resolved)

@@ -1,0 +1,245 @@
+"""Each rule: what it refuses, by which key, and which values it offers instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megafp8.config.load import load
+from megafp8.config.validate import nearest_divisors, nearest_multiples, validate
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+FP8 = "model.fp8=True"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.devices=0",
+        "trainer.num_nodes=2",
+        "trainer.accelerator=tpu",
+        "trainer.precision=16",
+        "trainer.precision=16-mixed",
+        "trainer.precision=fp8",
+        "trainer.max_steps=-1",
+        "trainer.log_every_n_steps=0",
+        "trainer.val_check_interval=0",
+        "trainer.limit_val_batches=0",
+        "trainer.gradient_clip_val=-1",
+        "trainer.gradient_clip_val=nan",
+        "trainer.nonfinite_policy=ignore",
+        "exp_manager.name=a/b",
+        "exp_manager.name=..",
+        "exp_manager.exp_dir=''",
+        "exp_manager.checkpoint_callback_params.every_n_train_steps=0",
+        "exp_manager.checkpoint_callback_params.train_time_interval=soon",
+        "exp_manager.checkpoint_callback_params.train_time_interval=0",
+        "exp_manager.checkpoint_callback_params.train_time_interval=00:61:00",
+        "exp_manager.checkpoint_callback_params.keep=0",
+        "model.num_layers=0",
+        "model.init_method_std=0",
+        "model.init_method_std=inf",
+        "model.hidden_dropout=1.0",
+        "model.attention_dropout=-0.1",
+        "model.ffn_dropout=nan",
+        "model.layernorm_epsilon=0",
+        "model.make_vocab_size_divisible_by=0",
+        "model.tokenizer.library=sentencepiece",
+        "model.tokenizer.vocab_size=256",
+        "model.seed=-1",
+        "model.data.data_prefix=''",
+        "model.data.splits_string='900,50'",
+        "model.data.splits_string='900,0,50'",
+        "model.data.splits_string='0,50,50'",
+        "model.data.splits_string='900,50,-1'",
+        "model.data.splits_string='a,b,c'",
+        "model.data.splits_string='900,nan,50'",
+        "model.data.splits_string=5",
+        "model.optim.name=fused_adam",
+        "model.optim.lr=0",
+        "model.optim.lr=nan",
+        "model.optim.weight_decay=-1",
+        "model.optim.betas=[0.9]",
+        "model.optim.betas=[0.9,1.0]",
+        "model.optim.eps=0",
+        "model.optim.sched.name=Linear",
+        "model.optim.sched.warmup_steps=-1",
+        "model.optim.sched.min_lr=-1",
+    ],
+)
+def test_value_out_of_range(override: str) -> None:
+    assert the_problem(override).key == override.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.fp8_margin=-17",
+        "model.fp8_margin=33",
+        "model.fp8_amax_history_len=0",
+        "model.fp8_amax_history_len=65537",
+        "model.fp8_amax_compute_algo=min",
+        "model.fp8_backend=te",
+        "model.fp8_backend=torchao",
+    ],
+)
+def test_fp8_value_out_of_range(override: str) -> None:
+    assert the_problem(FP8, override).key == override.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "offered"),
+    [
+        (["model.hidden_size=250"], "model.hidden_size", ["248", "252"]),
+        (
+            ["model.tensor_model_parallel_size=2", "trainer.devices=3"],
+            "model.tensor_model_parallel_size",
+            ["1 or 3", "2 or 4"],
+        ),
+        (
+            ["trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.num_attention_heads=1"],
+            "model.num_attention_heads",
+            ["2", "1"],
+        ),
+        (
+            ["trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.ffn_hidden_size=1023"],
+            "model.ffn_hidden_size",
+            ["1022 or 1024"],
+        ),
+        (
+            ["trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.make_vocab_size_divisible_by=127"],
+            "model.make_vocab_size_divisible_by",
+            ["126 or 128"],
+        ),
+        (["model.global_batch_size=30"], "model.global_batch_size", ["24 or 32", "6 or 10"]),
+        (["trainer.devices=3"], "model.global_batch_size", ["24 or 48"]),
+        (["model.data.seq_length=128"], "model.data.seq_length", ["256"]),
+        (["model.max_position_embeddings=128"], "model.max_position_embeddings", ["256"]),
+        (["model.optim.sched.min_lr=1"], "model.optim.sched.min_lr", ["at most 0.001"]),
+        (
+            ["trainer.max_steps=100", "model.optim.sched.warmup_steps=70",
+             "model.optim.sched.constant_steps=40"],
+            "model.optim.sched.warmup_steps",
+            ["at most 60"],
+        ),
+        ([FP8, "model.transformer_engine=False"], "model.fp8", ["transformer_engine=True"]),
+        ([FP8, "model.fp8_hybrid=False"], "model.fp8_hybrid", ["model.fp8_e4m3=True"]),
+        ([FP8, "model.hidden_size=264"], "model.hidden_size", ["256 or 272"]),
+        (
+            [FP8, "trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.hidden_size=272"],
+            "model.hidden_size",
+            ["256 or 288"],
+        ),
+        (
+            [FP8, "trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.ffn_hidden_size=1040"],
+            "model.ffn_hidden_size",
+            ["1024 or 1056"],
+        ),
+        (
+            [FP8, "model.micro_batch_size=2", "model.encoder_seq_length=20"],
+            "model.micro_batch_size",
+            ["4", "16 or 24"],
+        ),
+        (
+            [FP8, "model.fp8_hybrid=True", "model.fp8_e4m3=True"],
+            "model.fp8_hybrid",
+            ["False"],
+        ),
+        (
+            ["exp_manager.explicit_log_dir=x", "exp_manager.exp_dir=y"],
+            "exp_manager.exp_dir",
+            ["Leave one"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together(overrides: list[str], key: str, offered: list[str]) -> None:
+    problem = the_problem(*overrides)
+    assert problem.key == key
+    for text in offered:
+        assert text in problem.way_out
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [FP8, "model.fp8_e4m3=True"],
+        [FP8, "model.fp8_e4m3=True", "model.fp8_hybrid=False"],
+        [FP8, "model.fp8_margin=-16", "model.fp8_amax_history_len=1"],
+        [FP8, "model.micro_batch_size=4", "model.encoder_seq_length=20"],
+        ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.reduce_amax=True"],
+        [FP8, "trainer.devices=2", "model.tensor_model_parallel_size=2", "model.reduce_amax=False"],
+        ["model.transformer_engine=False"],
+        ["trainer.gradient_clip_val=null"],
+        ["trainer.gradient_clip_val=0"],
+        ["model.data.splits_string=[98,2,0]"],
+        ["model.data.splits_string='98,2,0'"],
+        ["exp_manager.checkpoint_callback_params.every_n_train_steps=null"],
+        ["exp_manager.explicit_log_dir=x"],
+        ["model.max_position_embeddings=512"],
+        ["model.hidden_size=252", "model.num_attention_heads=3"],
+    ],
+)
+def test_what_fits_together(overrides: list[str]) -> None:
+    run_spec(*overrides)
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [
+        "model.fp8_e4m3=True",
+        "model.fp8_hybrid=False",
+        "model.fp8_margin=1",
+        "model.fp8_amax_history_len=16",
+        "model.fp8_amax_compute_algo=most_recent",
+        "model.reduce_amax=False",
+        "model.fp8_backend=native",
+    ],
+)
+def test_fp8_detail_without_fp8(detail: str) -> None:
+    problem = the_problem(detail)
+    assert problem.key == detail.partition("=")[0]
+    assert "model.fp8=True" in problem.way_out
+    if detail != "model.fp8_hybrid=False":  # which leaves FP8 without a format
+        load([detail, FP8])
+
+
+def test_fp8_recipe_of_a_yaml_may_be_switched_off(tmp_path: Path) -> None:
+    recipe = "  fp8_margin: 1\n  fp8_e4m3: true\n  fp8_hybrid: true\n"
+    start = "defaults: [pretrain_gpt, _self_]\nmodel:\n"
+    (tmp_path / "on.yaml").write_text(start + recipe + "  fp8: true\n")
+    (tmp_path / "off.yaml").write_text(start + recipe + "  fp8: false\n")
+    on = run_spec(config_dir=tmp_path, config_name="on")
+    assert on.precision.fp8 is not None and on.precision.fp8.backward_format == "e4m3"
+    off = run_spec("model.fp8=False", config_dir=tmp_path, config_name="on")
+    assert off.resolved == run_spec().resolved
+    found = load_problems(config_dir=tmp_path, config_name="off")
+    assert {problem.key for problem in found} == {"model.fp8_margin", "model.fp8_e4m3"}
+
+
+def test_log_dir_of_the_command_line_wins_over_exp_dir_of_a_yaml(tmp_path: Path) -> None:
+    start = "defaults: [pretrain_gpt, _self_]\nexp_manager:\n  exp_dir: y\n"
+    (tmp_path / "mine.yaml").write_text(start)
+    spec = run_spec("exp_manager.explicit_log_dir=x", config_dir=tmp_path, config_name="mine")
+    assert spec.observe.explicit_log_dir == "x"
+
+
+def test_validate_takes_a_tree_as_it_is() -> None:
+    cfg = load([])
+    validate(cfg)
+    cfg.model.hidden_size = 250
+    with pytest.raises(Exception, match="248 or 252"):
+        validate(cfg)
+
+
+def test_nearest_values() -> None:
+    assert nearest_multiples(250, 16) == "240 or 256"
+    assert nearest_multiples(3, 16) == "16"
+    assert nearest_divisors(12, 5) == "4 or 6"
+    assert nearest_divisors(12, 20) == "12"
+    assert nearest_divisors(7, 2) == "1 or 7"
