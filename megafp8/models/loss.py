@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 IGNORE = -100  # targets that are not counted
-CHUNK_BYTES = 32 << 20  # of FP32 logits
+CHUNK_TOKENS = 1024  # fewer make small GEMMs and add the weight's gradient up more often
+CHUNK_BYTES = (
+    256 << 20
+)  # of FP32 logits; lowers the tokens of a chunk where the vocabulary is large
 
 
 class Matmul(Protocol):
@@ -85,27 +88,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         with_grads = any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
-        chunk = max(1, CHUNK_BYTES // (4 * vocab))
+        chunk = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab)))
         loss = torch.zeros((), device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None
         grad_weight_VD: torch.Tensor | None = None
         for begin in range(0, num_tokens, chunk):
             rows = slice(begin, begin + chunk)
             hidden_CD, targets_C = hidden_TD[rows], targets_T[rows]
-            logits_CV = head.matmul(hidden_CD, weight_VD, place="head", transpose_b=True).float()
-            log_probs_CV = F.log_softmax(logits_CV, dim=-1)
+            logits_CV = head.matmul(hidden_CD, weight_VD, place="head", transpose_b=True)
+            log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
             loss += F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
             if grad_hidden_TD is None:
                 continue
-            counted_C = targets_C != IGNORE
-            grad_logits_CV = log_probs_CV.exp_()
-            index_C1 = targets_C.clamp(min=0)[:, None]
-            grad_logits_CV.scatter_add_(1, index_C1, grad_logits_CV.new_full(index_C1.shape, -1.0))
-            grad_logits_CV *= counted_C[:, None]
-            grad_CV = grad_logits_CV.to(hidden_TD.dtype)
+            grad_CV = _grad_logits(log_probs_CV, targets_C).to(hidden_TD.dtype)
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
             part_VD = head.matmul(grad_CV, hidden_CD, place="head grad_weight", transpose_a=True)
-            grad_weight_VD = part_VD.float() if grad_weight_VD is None else grad_weight_VD + part_VD
+            if grad_weight_VD is None:
+                grad_weight_VD = part_VD if num_tokens <= chunk else part_VD.float()
+            else:
+                grad_weight_VD += part_VD
         if grad_hidden_TD is not None:
             ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
             ctx.weight, ctx.head = weight_VD, head
@@ -115,5 +116,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_loss,) = grads
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD * grad_loss)
-        return grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype), grad_weight, None, None
+        if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:  # no wait for a GPU
+            grad_hidden_TD = grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype)
+            grad_weight_VD = grad_weight_VD * grad_loss
+        grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD)
+        return grad_hidden_TD, grad_weight, None, None
+
+
+def _grad_logits(log_probs_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
+    """softmax - one_hot(target), 0 for targets that are not counted; overwrites its argument."""
+    grad_CV = log_probs_CV.exp_()
+    index_C1 = targets_C.clamp(min=0)[:, None]
+    grad_CV.scatter_add_(1, index_C1, grad_CV.new_full(index_C1.shape, -1.0))
+    ignored_C = targets_C == IGNORE
+    if grad_CV.device.type != "cpu" or ignored_C.any():
+        grad_CV.masked_fill_(ignored_C[:, None], 0.0)
+    return grad_CV

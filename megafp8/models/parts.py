@@ -42,6 +42,10 @@ class Parts:
     def embedding(self) -> Embedding:
         return Embedding(self)
 
+    def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        """Rows of `weight_VD`: [B, S] -> [B, S, D]."""
+        return F.embedding(tokens_BS, weight_VD)
+
     def norm(self, name: str) -> Norm:
         return Norm(self, name)
 
@@ -103,11 +107,12 @@ class Embedding(nn.Module):
         self.position = parts.whole_parameter(
             "embedding.position.weight", (spec.max_position_embeddings, spec.hidden_size), draw
         )
+        self.look_up = parts.look_up
         self.dropout = parts.dropout(spec.hidden_dropout, "embedding.dropout")
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """[B, S] int64 -> [B, S, D]."""
-        words_BSD = F.embedding(tokens_BS, self.word)
+        words_BSD = self.look_up(tokens_BS, self.word)
         out: torch.Tensor = self.dropout(words_BSD + self.position[: tokens_BS.shape[1]])
         return out
 

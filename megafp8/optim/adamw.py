@@ -42,7 +42,8 @@ class AdamW:
         """Apply the gradients in `masters` as optimizer step `step` (from 1), then round back."""
         for group in self._torch.param_groups:
             group["lr"] = learning_rate(self.spec, step)
-        self._torch.step()
+        with self.masters.lend_grads():
+            self._torch.step()
         self.masters.write_back()
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,11 +27,19 @@ class Masters:
         views = self.flat_grad.split(sizes)
         self.grads = [view.view_as(param) for view, param in zip(views, self.params, strict=True)]
         self.num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
-        for master, grad in zip(self.masters, self.grads, strict=True):
-            master.grad = grad
 
     def zero_grad(self) -> None:
         self.flat_grad.zero_()
+
+    @contextmanager
+    def lend_grads(self) -> Iterator[None]:
+        """Inside, `.grad` of each master is its gradient. Outside it is None: an FP32 master is a
+        parameter too, and autograd would add to it."""
+        for master, grad in zip(self.masters, self.grads, strict=True):
+            master.grad = grad
+        yield
+        for master in self.masters:
+            master.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -13,6 +13,7 @@ from megafp8.models.parts import Parts, Rows
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
+from megafp8.precision.embedding import look_up
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.linear import Linear, LinearComm, LinearScaling, NoComm
@@ -38,6 +39,9 @@ class NativeParts(Parts):
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
+
+    def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        return look_up(tokens_BS, weight_VD, self.sink)
 
     def norm_linear(self, norm: str, rows: Sequence[Rows], std: float) -> nn.Module:
         in_features = self.spec.hidden_size

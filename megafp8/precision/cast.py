@@ -39,8 +39,23 @@ def quantize(
     `amax`, a 0-d FP32 tensor, is raised in place to max(amax, max|x|); None records nothing.
     """
     if x.device.type == "cpu" and (lib := library().lib) is not None:
-        return _quantize_c(lib, x.contiguous(), quant_scale, fmt, amax, with_grid)
+        return _quantize_c(lib, x.contiguous(), quant_scale, fmt, amax, with_grid, sums=False)[0]
     return quantize_torch(x, quant_scale, fmt, amax=amax, with_grid=with_grid)
+
+
+def quantize_and_sum(
+    x_MN: torch.Tensor,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    *,
+    amax: torch.Tensor | None,
+    with_grid: bool,
+) -> tuple[Quantized, torch.Tensor]:
+    """`quantize` a matrix and add up its columns in the same pass: a bias gradient, FP32 [N]."""
+    if x_MN.device.type == "cpu" and (lib := library().lib) is not None:
+        return _quantize_c(lib, x_MN.contiguous(), quant_scale, fmt, amax, with_grid, sums=True)
+    quantized = quantize_torch(x_MN, quant_scale, fmt, amax=amax, with_grid=with_grid)
+    return quantized, x_MN.float().sum(0)
 
 
 def decode(payload: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
@@ -90,18 +105,23 @@ def _quantize_c(
     fmt: Fp8Format,
     amax: torch.Tensor | None,
     with_grid: bool,
-) -> Quantized:
+    *,
+    sums: bool,
+) -> tuple[Quantized, torch.Tensor]:
     payload = torch.empty(x.shape, dtype=fmt.dtype)
     grid = torch.empty(x.shape, dtype=torch.bfloat16) if with_grid else None
-    lib.megafp8_quantize(
+    column_sum = torch.empty(x.shape[-1:] if sums else (0,))
+    sizes = [ctypes.c_size_t(size) for size in (x.shape if sums else (x.numel(),))]
+    (lib.megafp8_quantize_and_sum if sums else lib.megafp8_quantize)(
         ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_size_t(x.numel()),
+        *sizes,
         _KINDS[x.dtype],
         0 if fmt is E4M3 else 1,
         ctypes.c_void_p(quant_scale.data_ptr()),
         ctypes.c_void_p(payload.data_ptr()),
         ctypes.c_void_p(None if grid is None else grid.data_ptr()),
         ctypes.c_void_p(None if amax is None else amax.data_ptr()),
+        *([ctypes.c_void_p(column_sum.data_ptr())] if sums else []),
         torch.get_num_threads(),
     )
-    return Quantized(payload, grid)
+    return Quantized(payload, grid), column_sum

@@ -1,4 +1,4 @@
-"""Where a weight gradient goes."""
+"""Where a gradient goes."""
 
 from __future__ import annotations
 
@@ -8,52 +8,88 @@ from typing import Protocol
 import torch
 from torch import nn
 
-# grad_weight in the weight's compute dtype; called by the sink, so that a later sink may have the
+from megafp8.precision.accumulate import accumulate
+
+# Makes a microbatch's gradient of a weight; called by the sink, so that a later sink may have the
 # GEMM accumulate in place.
-ComputeGradWeight = Callable[[], torch.Tensor]
+ComputeGrad = Callable[[], torch.Tensor]
 
 
 class GradSink(Protocol):
-    """Takes a weight's gradient of one microbatch."""
+    """Takes the gradients of one microbatch; returns what autograd shall add to `.grad`, if any."""
 
-    def add(self, weight: nn.Parameter, compute: ComputeGradWeight) -> torch.Tensor | None:
-        """Returns what autograd shall add to `.grad`, or None if the sink keeps it."""
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None: ...
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The gradient of a look-up: `grad_TD[t]` belongs to row `rows_T[t]`."""
         ...
 
 
 class AutogradSink:
     """Autograd accumulates in `.grad`, in the weight's own dtype."""
 
-    def add(self, weight: nn.Parameter, compute: ComputeGradWeight) -> torch.Tensor | None:
-        return compute()
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        return compute().to(weight.dtype)
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
 
 
 class MainGradSink:
     """Gradients accumulate over microbatches in FP32, whatever the weights' dtype.
 
-    `main_grads` holds one FP32 tensor per parameter; what autograd still delivers through `.grad`
-    (norms, biases, embeddings) is added there and freed as soon as it arrives.
+    `main_grads` holds one FP32 tensor per parameter. What autograd still delivers through `.grad`
+    (norms) is added there and freed as soon as it arrives. Between `begin_step` and `end_step` the
+    first gradient of a parameter overwrites: nothing has to be zeroed before.
     """
 
     def __init__(self) -> None:
         self.main_grads: dict[nn.Parameter, torch.Tensor] = {}
-        self._hooks: list[object] = []
+        self._untouched: set[nn.Parameter] = set()
 
     def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Start collecting for these parameters; each FP32 tensor has its parameter's shape."""
         for param, main_grad in main_grads:
             self.main_grads[param] = main_grad
-            if param.grad is not main_grad:  # else autograd adds to it by itself
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._collect))
+            param.register_post_accumulate_grad_hook(self._collect)
 
-    def add(self, weight: nn.Parameter, compute: ComputeGradWeight) -> torch.Tensor | None:
+    def begin_step(self) -> None:
+        self._untouched = set(self.main_grads)
+
+    def end_step(self) -> None:
+        """Zero what this step had no gradient for."""
+        for param in self._untouched:
+            self.main_grads[param].zero_()
+        self._untouched.clear()
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         if weight not in self.main_grads:
-            return compute()
-        self.main_grads[weight].add_(compute())
+            return compute().to(weight.dtype)
+        self._accumulate(weight, compute())
+        return None
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        if weight_VD not in self.main_grads:
+            return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
+        main_grad = self.main_grads[weight_VD]
+        if weight_VD in self._untouched:
+            main_grad.zero_()
+            self._untouched.discard(weight_VD)
+        main_grad.index_add_(0, rows_T, grad_TD.float())
         return None
 
     def _collect(self, param: torch.Tensor) -> None:
         if param.grad is not None:  # None where everything went through `add`
             assert isinstance(param, nn.Parameter)
-            self.main_grads[param].add_(param.grad)
+            self._accumulate(param, param.grad)
             param.grad = None
+
+    def _accumulate(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        accumulate(self.main_grads[param], grad, is_first=param in self._untouched)
+        self._untouched.discard(param)

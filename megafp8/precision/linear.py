@@ -74,6 +74,10 @@ class LinearScaling:
         amax = slot.amax if self.state.recording else None
         return Fp8Tensor.quantize(x, slot.quant_scale, slot.fmt, amax=amax)
 
+    def quantize_and_sum(self, x_MN: torch.Tensor, slot: Slot) -> tuple[Fp8Tensor, torch.Tensor]:
+        amax = slot.amax if self.state.recording else None
+        return Fp8Tensor.quantize_and_sum(x_MN, slot.quant_scale, slot.fmt, amax=amax)
+
 
 class Linear(nn.Module):
     """`scaling` None computes in the weight's own dtype."""
@@ -109,10 +113,11 @@ class Linear(nn.Module):
             return input_TI
         return self.scaling.quantize(input_TI, self.scaling.input)
 
-    def grad_output_operand(self, grad_output_TO: torch.Tensor) -> Operand:
+    def grad_output_operand(self, grad_output_TO: torch.Tensor) -> tuple[Operand, torch.Tensor]:
+        """The output gradient as the GEMMs read it, and its sum over tokens (the bias's), FP32."""
         if self.scaling is None:
-            return grad_output_TO
-        return self.scaling.quantize(grad_output_TO, self.scaling.grad_output)
+            return grad_output_TO, grad_output_TO.sum(0, dtype=torch.float32)
+        return self.scaling.quantize_and_sum(grad_output_TO, self.scaling.grad_output)
 
     def weight_operand(self) -> Operand:
         """The weight as the GEMMs read it; in FP8 it is quantized once a step and kept."""
@@ -152,7 +157,7 @@ class _LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(input.payload, input.dequant_scale)
         else:
             ctx.save_for_backward(input)
-        ctx.layer, ctx.weight, ctx.has_bias = layer, weight, bias_O is not None
+        ctx.layer, ctx.weight = layer, weight
         return output_TO
 
     @staticmethod
@@ -162,7 +167,7 @@ class _LinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         input: Operand = Fp8Tensor(saved[0], saved[1], ctx.fmt) if len(saved) == 2 else saved[0]
         work = grad_output_TO.dtype
-        grad_output = layer.grad_output_operand(grad_output_TO)
+        grad_output, grad_bias_O = layer.grad_output_operand(grad_output_TO)
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input_TI = gemm(
@@ -181,5 +186,6 @@ class _LinearFunction(torch.autograd.Function):
             )
 
         grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
-        grad_bias_O = grad_output_TO.sum(0) if ctx.has_bias else None
-        return None if pending is None else pending.wait(), grad_weight_OI, grad_bias_O, None
+        bias = layer.bias
+        grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
+        return None if pending is None else pending.wait(), grad_weight_OI, grad_bias, None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.cast import decode, quantize
+from megafp8.precision.cast import decode, quantize, quantize_and_sum
 from megafp8.precision.formats import Fp8Format
 
 
@@ -37,6 +37,21 @@ class Fp8Tensor:
         """Quantize `x`; `amax` as in `cast.quantize`."""
         payload, grid = quantize(x, quant_scale, fmt, amax=amax, with_grid=with_grid)
         return cls(payload, quant_scale.reciprocal(), fmt, grid)
+
+    @classmethod
+    def quantize_and_sum(
+        cls,
+        x_MN: torch.Tensor,
+        quant_scale: torch.Tensor,
+        fmt: Fp8Format,
+        *,
+        amax: torch.Tensor | None = None,
+    ) -> tuple[Fp8Tensor, torch.Tensor]:
+        """A matrix quantized, and the FP32 sum of each of its columns, [N]."""
+        (payload, grid), column_sum = quantize_and_sum(
+            x_MN, quant_scale, fmt, amax=amax, with_grid=True
+        )
+        return cls(payload, quant_scale.reciprocal(), fmt, grid), column_sum
 
     def without_grid(self) -> Fp8Tensor:
         return Fp8Tensor(self.payload, self.dequant_scale, self.fmt)

@@ -42,7 +42,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     masters = Masters(model.parameters())
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
-    return TrainState(model, masters, optimizer, scaling or NoScaling(), streams, counter, mesh)
+    return TrainState(
+        model, masters, optimizer, scaling or NoScaling(), streams, sink, counter, mesh
+    )
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:

@@ -10,6 +10,7 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
 from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 
 
@@ -22,6 +23,7 @@ class TrainState:
     optimizer: AdamW
     scaling: ScalingState | NoScaling
     streams: RandomStreams
+    sink: MainGradSink
     counter: GemmCounter
     mesh: Mesh
     step: int = 0  # the last finished step

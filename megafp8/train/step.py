@@ -34,7 +34,6 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
     The loss is summed, not averaged, until all ranks' microbatches are in: one division by the
     number of counted tokens makes it a mean over the global batch's real tokens.
     """
-    state.masters.zero_grad()
     loss_sum, num_tokens = forward_backward(state, microbatches)
     totals = state.mesh.dp.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     state.mesh.dp.all_reduce_sum(state.masters.flat_grad)
@@ -53,10 +52,11 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
 def forward_backward(
     state: TrainState, microbatches: Sequence[Microbatch]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accumulate gradients of the summed loss; returns (loss sum, counted tokens), FP64 scalars."""
+    """Accumulate the gradients of the summed loss; returns (loss sum, counted tokens), in FP64."""
     device, dp = state.mesh.device, state.mesh.dp
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    state.sink.begin_step()
     for index, microbatch in enumerate(microbatches):
         tokens_BS, targets_BS = to_device(microbatch, device)
         state.streams.begin_microbatch(state.step + 1, index * dp.size + dp.rank)
@@ -67,6 +67,7 @@ def forward_backward(
         state.scaling.end_backward()
         loss_sum += loss.detach()
         num_tokens += (targets_BS >= 0).sum()
+    state.sink.end_step()
     return loss_sum, num_tokens
 
 

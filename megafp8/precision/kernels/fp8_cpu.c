@@ -3,6 +3,7 @@
  * quantize: payload = round_to_fp8(clamp(x * scale)), the same values in BF16 (the "grid", for a
  * BF16 GEMM), and amax = max(amax, max|x|); optionally column sums of x (a bias gradient).
  * decode: FP8 bytes back to the BF16 grid.
+ * accumulate: a BF16 gradient into its FP32 sum.
  *
  * Rounding without a cast instruction: for |y| <= MAX let e = max(exponent(y), EMIN). Adding
  * M = 1.5 * 2^(e + 23 - MB) puts the last FP8 mantissa bit at the last FP32 mantissa bit, so the
@@ -77,8 +78,9 @@ INLINE uint16_t decode_one(uint8_t code, int format) {
 }
 
 /* max|x| as FP32 bits: magnitudes of floats order like integers, and NaN above infinity. */
-INLINE uint32_t quantize_span(const void *x, size_t begin, size_t end, float scale, uint8_t *payload,
-                              uint16_t *grid, int kind, int format, int with_grid) {
+INLINE uint32_t quantize_span(const void *restrict x, size_t begin, size_t end, float scale,
+                              uint8_t *restrict payload, uint16_t *restrict grid,
+                              float *restrict column_sum, int kind, int format) {
     uint32_t amax = 0;
     for (size_t i = begin; i < end; i++) {
         float v = load(x, i, kind);
@@ -86,9 +88,25 @@ INLINE uint32_t quantize_span(const void *x, size_t begin, size_t end, float sca
         uint16_t g;
         amax = magnitude > amax ? magnitude : amax;
         payload[i] = encode(v, scale, format, &g);
-        if (with_grid) grid[i] = g;
+        if (grid) grid[i] = g;
+        if (column_sum) column_sum[i - begin] += v;
     }
     return amax;
+}
+
+/* Constant kind and format, and known NULLs, make each call its own vectorized loop. */
+INLINE uint32_t quantize_any(const void *x, size_t begin, size_t end, float scale,
+                             uint8_t *payload, uint16_t *grid, float *column_sum, int kind,
+                             int format) {
+#define SPAN(K, F)                                                                          \
+    (column_sum ? (grid ? quantize_span(x, begin, end, scale, payload, grid, column_sum, K, F)    \
+                        : quantize_span(x, begin, end, scale, payload, NULL, column_sum, K, F))   \
+                : (grid ? quantize_span(x, begin, end, scale, payload, grid, NULL, K, F)          \
+                        : quantize_span(x, begin, end, scale, payload, NULL, NULL, K, F)))
+    if (format == E4M3)
+        return kind == F32 ? SPAN(F32, E4M3) : kind == BF16 ? SPAN(BF16, E4M3) : SPAN(F16, E4M3);
+    return kind == F32 ? SPAN(F32, E5M2) : kind == BF16 ? SPAN(BF16, E5M2) : SPAN(F16, E5M2);
+#undef SPAN
 }
 
 INLINE void store_amax(float *amax, uint32_t bits) {
@@ -96,9 +114,12 @@ INLINE void store_amax(float *amax, uint32_t bits) {
     if (seen > *amax) *amax = seen;
 }
 
-#define SPAN(K, F) \
-    amax_bits = grid ? quantize_span(x, begin, end, scale, payload, grid, K, F, 1) \
-                     : quantize_span(x, begin, end, scale, payload, grid, K, F, 0)
+/* Work for one of `threads` parts of n, in whole cache lines of bytes. */
+INLINE void share(size_t n, int threads, int t, size_t *begin, size_t *end) {
+    size_t step = ((n / threads + 64) / 64) * 64;
+    *begin = (size_t)t * step < n ? (size_t)t * step : n;
+    *end = *begin + step < n ? *begin + step : n;
+}
 
 /* amax may be NULL: then nothing is recorded (evaluation, recomputation). */
 void megafp8_quantize(const void *x, size_t n, int kind, int format, const float *quant_scale,
@@ -106,23 +127,35 @@ void megafp8_quantize(const void *x, size_t n, int kind, int format, const float
     const float scale = *quant_scale;
     uint32_t all = 0;
     if (n < SERIAL_BELOW) threads = 1;
-    const size_t step = ((n / threads + 64) / 64) * 64;
 #pragma omp parallel for num_threads(threads) reduction(max : all) schedule(static, 1)
     for (int t = 0; t < threads; t++) {
-        size_t begin = (size_t)t * step, end = begin + step;
-        begin = begin < n ? begin : n;
-        end = end < n ? end : n;
-        uint32_t amax_bits;
-        if (format == E4M3) {
-            if (kind == F32) SPAN(F32, E4M3);
-            else if (kind == BF16) SPAN(BF16, E4M3);
-            else SPAN(F16, E4M3);
-        } else {
-            if (kind == F32) SPAN(F32, E5M2);
-            else if (kind == BF16) SPAN(BF16, E5M2);
-            else SPAN(F16, E5M2);
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
+        uint32_t bits = quantize_any(x, begin, end, scale, payload, grid, NULL, kind, format);
+        all = bits > all ? bits : all;
+    }
+    if (amax) store_amax(amax, all);
+}
+
+/* The same for a matrix, which also adds each column up, in FP32 and in the order of the rows
+ * whatever the number of threads: they share the columns. column_sum is written, [cols]. */
+void megafp8_quantize_and_sum(const void *x, size_t rows, size_t cols, int kind, int format,
+                              const float *quant_scale, uint8_t *payload, uint16_t *grid,
+                              float *amax, float *column_sum, int threads) {
+    const float scale = *quant_scale;
+    uint32_t all = 0;
+    if (rows * cols < SERIAL_BELOW) threads = 1;
+    memset(column_sum, 0, cols * sizeof(float));
+#pragma omp parallel for num_threads(threads) reduction(max : all) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        size_t begin, end;
+        share(cols, threads, t, &begin, &end);
+        for (size_t row = 0; row < rows && begin < end; row++) {
+            size_t at = row * cols;
+            uint32_t bits = quantize_any(x, at + begin, at + end, scale, payload, grid,
+                                         column_sum + begin, kind, format);
+            all = bits > all ? bits : all;
         }
-        all = amax_bits > all ? amax_bits : all;
     }
     if (amax) store_amax(amax, all);
 }
@@ -133,13 +166,22 @@ INLINE void decode_span(const uint8_t *payload, size_t begin, size_t end, uint16
 
 void megafp8_decode(const uint8_t *payload, size_t n, int format, uint16_t *grid, int threads) {
     if (n < SERIAL_BELOW) threads = 1;
-    const size_t step = ((n / threads + 64) / 64) * 64;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int t = 0; t < threads; t++) {
-        size_t begin = (size_t)t * step, end = begin + step;
-        begin = begin < n ? begin : n;
-        end = end < n ? end : n;
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
         if (format == E4M3) decode_span(payload, begin, end, grid, E4M3);
         else decode_span(payload, begin, end, grid, E5M2);
+    }
+}
+
+/* sum += x for a gradient in BF16 and its FP32 sum: one pass, where torch makes two. */
+void megafp8_accumulate(float *restrict sum, const uint16_t *restrict x, size_t n, int threads) {
+    if (n < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
+        for (size_t i = begin; i < end; i++) sum[i] += as_float((uint32_t)x[i] << 16);
     }
 }

@@ -1,0 +1,235 @@
+"""One forward and backward of a GPT on a CPU: our FP32, BF16 and FP8, and plain PyTorch in BF16.
+
+Our three precisions are interleaved in this process; plain PyTorch (weights in BF16, no setting of
+ours) runs in a process of its own that does one step whenever it is asked, alternated with ours.
+Medians over the rounds, and ratios of medians. Writes a result file with versions and command.
+
+    python benchmarks/cpu_step.py --layers 12 --width 768 --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megafp8.data.loader import Microbatch
+from megafp8.parallel.mesh import single_rank
+from megafp8.precision.kernels.compile import library
+from megafp8.specs import (
+    CheckpointSpec,
+    DataSpec,
+    Fp8Recipe,
+    GPTSpec,
+    ObserveSpec,
+    OptimSpec,
+    ParallelSpec,
+    PrecisionSpec,
+    RunSpec,
+    ScheduleSpec,
+    TokenizerSpec,
+    TrainSpec,
+)
+from megafp8.train.build import build
+from megafp8.train.runtime import prepare_process
+from megafp8.train.state import TrainState
+from megafp8.train.step import forward_backward
+
+PLAIN = Path(__file__).with_name("plain_gpt.py")
+VARIANTS = {
+    "fp32": PrecisionSpec(compute="fp32", fp8=None),
+    "bf16": PrecisionSpec(compute="bf16", fp8=None),
+    "fp8": PrecisionSpec(compute="bf16", fp8=Fp8Recipe()),
+}
+
+
+def spec_of(args: argparse.Namespace, precision: PrecisionSpec) -> RunSpec:
+    schedule = ScheduleSpec(
+        name="CosineAnnealing", warmup_steps=0, constant_steps=0, min_lr=0.0, max_steps=1
+    )
+    return RunSpec(
+        model=GPTSpec(
+            num_layers=args.layers,
+            hidden_size=args.width,
+            ffn_hidden_size=4 * args.width,
+            num_attention_heads=args.width // 64,
+            max_position_embeddings=args.seq,
+            vocab_size=args.vocab,
+            init_method_std=0.02,
+            use_scaled_init_method=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            ffn_dropout=0.0,
+            layernorm_epsilon=1e-5,
+        ),
+        precision=precision,
+        parallel=ParallelSpec(),
+        optim=OptimSpec(
+            name="adamw",
+            lr=1e-4,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            clip_grad_norm=None,
+            schedule=schedule,
+        ),
+        data=DataSpec(
+            prefix="builtin",
+            cache_dir=None,
+            splits=(1.0, 0.0, 0.0),
+            seq_length=args.seq,
+            tokenizer=TokenizerSpec(library="builtin", vocab_size=args.vocab),
+            seed=0,
+        ),
+        train=TrainSpec(
+            max_steps=1,
+            micro_batch_size=args.batch,
+            global_batch_size=args.batch,
+            log_every_n_steps=1,
+            val_check_interval=1,
+            limit_val_batches=1,
+            seed=0,
+            nonfinite_policy="stop",
+        ),
+        checkpoint=CheckpointSpec(
+            every_n_train_steps=None, train_time_interval_seconds=None, save_last=False, keep=1
+        ),
+        observe=ObserveSpec(
+            exp_dir="runs",
+            name=None,
+            explicit_log_dir=None,
+            resume_if_exists=False,
+            create_tensorboard_logger=False,
+            create_wandb_logger=False,
+            wandb_project=None,
+            wandb_name=None,
+        ),
+        vocab_divisible_by=128,
+        resolved={},
+    )
+
+
+def timed_step(state: TrainState, microbatch: Microbatch) -> float:
+    began = time.perf_counter()
+    forward_backward(state, [microbatch])
+    return time.perf_counter() - began
+
+
+class PlainProcess:
+    """Plain PyTorch, asked for one step at a time."""
+
+    def __init__(self, args: argparse.Namespace, dtype: str) -> None:
+        shape = (args.layers, args.width, args.width // 64, args.vocab, args.batch, args.seq)
+        command = [sys.executable, str(PLAIN), *map(str, shape), dtype, str(args.threads)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def timed_step(self) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        return float(json.loads(self.process.stdout.readline())["seconds"])
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def cpu_name() -> str:
+    words = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next(line.split(":")[1].strip() for line in words if line.startswith("model name"))
+    flags = next(line for line in words if line.startswith("flags")).split()
+    found = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{name} ({', '.join(found) or 'no AVX-512'})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="alternations with plain PyTorch")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant a round")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    plain = PlainProcess(args, "bfloat16")  # before our settings: it inherits nothing of them
+    prepare_process(torch.device("cpu"), fp32=True)
+    rng = np.random.default_rng(0)
+    tokens, targets = (rng.integers(0, args.vocab, (args.batch, args.seq)) for _ in range(2))
+    microbatch = Microbatch(tokens, targets)
+    states = {
+        name: build(spec_of(args, precision), single_rank()) for name, precision in VARIANTS.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*states, "plain bf16")}
+    for _ in range(2):  # warm-up: allocator, scales, oneDNN's kernels
+        plain.timed_step()
+        for state in states.values():
+            timed_step(state, microbatch)
+    for _ in range(args.rounds):
+        plain.timed_step()  # its first step after a pause is not counted, nor is ours
+        seconds["plain bf16"] += [plain.timed_step() for _ in range(args.steps)]
+        timed_step(states["bf16"], microbatch)
+        for _ in range(args.steps):
+            for name, state in states.items():
+                seconds[name].append(timed_step(state, microbatch))
+    plain.close()
+    report(args, {name: statistics.median(values) for name, values in seconds.items()}, seconds)
+
+
+def report(
+    args: argparse.Namespace, medians: dict[str, float], seconds: dict[str, list[float]]
+) -> None:
+    tokens = args.batch * args.seq
+    ratios = {
+        "our bf16 over plain bf16": medians["plain bf16"] / medians["bf16"],
+        "our fp8 over our bf16": medians["bf16"] / medians["fp8"],
+        "our fp8 over our fp32": medians["fp32"] / medians["fp8"],
+    }
+    for name, median in medians.items():
+        low, high = min(seconds[name]), max(seconds[name])
+        print(
+            f"{name:>10}  {1e3 * median:8.1f} ms  (min {1e3 * low:.1f}, max {1e3 * high:.1f})  "
+            f"{tokens / median:7.0f} tokens/s"
+        )
+    for what, ratio in ratios.items():
+        print(f"{what:>26}: {ratio:.2f} times the speed")
+    today = datetime.date.today().isoformat()
+    shape = f"{args.layers}x{args.width}"
+    result = {
+        "what": "one forward and backward, medians; ratios are of speeds",
+        "date": today,
+        "cpu": cpu_name(),
+        "threads": args.threads,
+        "shape": {k: getattr(args, k) for k in ("layers", "width", "batch", "seq", "vocab")},
+        "rounds": args.rounds,
+        "steps_per_round": args.steps,
+        "command": " ".join(["python", "benchmarks/cpu_step.py", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "casts": library().note.split(" (")[0],
+        "median_seconds": medians,
+        "ratios": ratios,
+    }
+    args.results.mkdir(parents=True, exist_ok=True)
+    path = args.results / f"{today}_cpu-step_{shape}_{args.threads}-threads.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

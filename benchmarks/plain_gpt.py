@@ -1,0 +1,77 @@
+"""A GPT in plain PyTorch, as anybody would write it: the reference of `cpu_step.py`.
+
+It imports nothing of megafp8 and makes no process-wide setting. Run as a program it times one
+forward and backward, again and again on request, and speaks JSON lines (see `cpu_step.py`).
+"""
+
+# B batch  S sequence  D model width  H heads
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        batch, seq, width = x_BSD.shape
+        q, k, v = (
+            part.view(batch, seq, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x_BSD)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BSD = x_BSD + self.proj(attended.transpose(1, 2).reshape(batch, seq, width))
+        return x_BSD + self.fc2(F.gelu(self.fc1(self.norm2(x_BSD))))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, vocab: int, seq: int) -> None:
+        super().__init__()
+        self.word, self.position = nn.Embedding(vocab, width), nn.Embedding(seq, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.word(tokens_BS) + self.position.weight
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        logits = F.linear(self.norm(x_BSD), self.word.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets_BS.flatten())
+
+
+def main() -> None:
+    """argv: layers width heads vocab batch seq dtype threads. One timed step per input line."""
+    layers, width, heads, vocab, batch, seq = map(int, sys.argv[1:7])
+    torch.set_num_threads(int(sys.argv[8]))
+    torch.manual_seed(0)
+    model = PlainGPT(layers, width, heads, vocab, seq).to(getattr(torch, sys.argv[7]))
+    tokens = torch.randint(vocab, (batch, seq))
+    targets = torch.randint(vocab, (batch, seq))
+    for _ in sys.stdin:
+        model.zero_grad(set_to_none=True)
+        began = time.perf_counter()
+        loss = model(tokens, targets)
+        loss.backward()
+        seconds = time.perf_counter() - began
+        assert math.isfinite(loss.item())
+        print(json.dumps({"seconds": seconds, "loss": loss.item()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
