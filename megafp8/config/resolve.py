@@ -140,6 +140,11 @@ def _fp8(model: Model) -> Fp8Recipe | None:
     )
 
 
+def warmup_steps(given: int | None, max_steps: int) -> int:
+    """`model.optim.sched.warmup_steps`, or a tenth of the run where it is null."""
+    return max_steps // 10 if given is None else given
+
+
 def _optim(optim: Optim, clip: float | None, max_steps: int) -> OptimSpec:
     return OptimSpec(
         name=optim.name,
@@ -150,7 +155,7 @@ def _optim(optim: Optim, clip: float | None, max_steps: int) -> OptimSpec:
         clip_grad_norm=clip or None,
         schedule=ScheduleSpec(
             name=optim.sched.name,
-            warmup_steps=optim.sched.warmup_steps,
+            warmup_steps=warmup_steps(optim.sched.warmup_steps, max_steps),
             constant_steps=optim.sched.constant_steps,
             min_lr=optim.sched.min_lr,
             max_steps=max_steps,

@@ -264,8 +264,12 @@ class Sched:
             suggestion="Use CosineAnnealing",
         ),
     )
-    warmup_steps: int = key(
-        MISSING, "Steps of linear warm-up.", nemo=500, kind="optim", valid=at_least(0)
+    warmup_steps: int | None = key(
+        None,
+        "Steps of linear warm-up; null for a tenth of `trainer.max_steps`.",
+        nemo=500,
+        kind="optim",
+        valid=or_null(at_least(0)),
     )
     constant_steps: int = key(
         0, "Last steps, all at `min_lr`.", nemo=0, kind="optim", valid=at_least(0)

@@ -221,7 +221,7 @@ def _lr_falls(v: Values) -> Iterator[Finding]:
 def _schedule_fits(v: Values) -> Iterator[Finding]:
     steps = v["trainer.max_steps"]
     constant = v["model.optim.sched.constant_steps"]
-    if v["model.optim.sched.warmup_steps"] + constant > steps:
+    if (v["model.optim.sched.warmup_steps"] or 0) + constant > steps:
         room = steps - constant
         way_out = (
             f"Give at most {room}" if room >= 0 else "Shorten model.optim.sched.constant_steps"
