@@ -15,6 +15,8 @@ from megafp8.config.app import AppInfo, run_app
 from megafp8.config.resolve import resolve
 from megafp8.parallel.launch import is_rank, launch
 
+DEFAULT_CONFIG = "pretrain_gpt"
+
 
 def gpu_available() -> bool:
     import torch
@@ -25,7 +27,9 @@ def gpu_available() -> bool:
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """One run: in this process, or as ranks that this process starts and watches."""
     spec = resolve(cfg, gpu_available)
-    argv = [f"--config-name={info.config_name}", *info.overrides]
+    argv = list(info.overrides)
+    if info.config_name != DEFAULT_CONFIG:
+        argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
     if spec.parallel.world_size > 1 and not is_rank():

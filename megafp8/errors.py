@@ -6,6 +6,7 @@ Everything else that is raised is a bug of ours and keeps its traceback.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -22,6 +23,17 @@ class UserError(Exception):
     """Base of every error that a user can cause and mend; printed without a traceback."""
 
     exit_code = ExitCode.USER_ERROR
+    is_shared = False  # every rank raises it: the main rank tells, for all
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks send errors to each other; `Exception`'s own way would call `__init__` again."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[UserError], args: tuple[Any, ...], state: dict[str, Any]) -> UserError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(UserError):

@@ -67,7 +67,11 @@ class HeadLoss(nn.Module):
     ) -> torch.Tensor:
         """FP32 scalar: the sum over targets that are not IGNORE, in nats."""
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self
+            hidden_BSD.flatten(0, 1),
+            weight_VD,
+            targets_BS.flatten(),
+            self,
+            torch.is_grad_enabled(),  # always False inside an autograd function
         )
         return loss
 
@@ -85,8 +89,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VD: nn.Parameter,
         targets_T: torch.Tensor,
         head: HeadLoss,
+        is_grad_enabled: bool,
     ) -> torch.Tensor:
-        with_grads = any(ctx.needs_input_grad)
+        with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
         chunk = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab)))
         loss = torch.zeros((), device=hidden_TD.device)
@@ -120,7 +125,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden_TD = grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype)
             grad_weight_VD = grad_weight_VD * grad_loss
         grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD)
-        return grad_hidden_TD, grad_weight, None, None
+        return grad_hidden_TD, grad_weight, None, None, None
 
 
 def _grad_logits(log_probs_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ def _cost(report: StepReport) -> list[str]:
         f"{format_count(report.tokens_per_second):>5} tok/s",
         f"{causal} TFLOP/s causal ({full} full)",
         f"mem {format_bytes(report.memory_bytes)}",
-        f"data wait {format_number(100 * report.data_wait_fraction, 1)} %",
+        f"data wait {100 * report.data_wait_fraction:.1f} %",
     ]
 
 

@@ -65,8 +65,11 @@ class MetricsFile:
         except OSError as error:
             self._lost(error)
 
-    def log(self, values: Mapping[str, object]) -> None:
-        """Append one line. `values` must hold `step`; `val_loss` marks a validation line."""
+    def log(self, values: Mapping[str, object], *, unless_last: bool = False) -> None:
+        """Append one line. `values` must hold `step`; `val_loss` marks a validation line.
+
+        With `unless_last`, not if the file ends with this very line already.
+        """
         assert "step" in values, f"a metrics line needs its step, got only {sorted(values)}"
         if self._descriptor is None:
             return
@@ -74,6 +77,8 @@ class MetricsFile:
         line = (to_json({key: values[key] for key in keys}) + "\n").encode()
         try:
             size = os.fstat(self._descriptor).st_size
+            if unless_last and self.path.read_bytes().splitlines(keepends=True)[-1:] == [line]:
+                return
             try:
                 written = os.write(self._descriptor, line)
                 if written != len(line):

@@ -1,17 +1,30 @@
-"""Start a job's ranks on this machine through torch's elastic launcher, or join a launcher's."""
+"""Start a job's ranks on this machine and watch them, or join those that torchrun has started.
+
+Torch's elastic launcher ends the other ranks as soon as one of them leaves, and so cuts short
+those that still save; it also tells no exit code after a signal and leaves orphans if it is
+killed. Ours lives as long as its ranks, and no rank outlives it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
-import uuid
+import time
 from collections.abc import Mapping, Sequence
+from types import FrameType
 
 from megafp8.errors import ExitCode
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_SECONDS = 0.05
 SHUTDOWN_SECONDS = 120.0  # for a rank to finish its step and save after a signal
+GRACE_SECONDS = 5.0  # for ranks that learn of another one's error to say theirs
+_LAUNCHER = "MEGAFP8_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def is_rank() -> bool:
@@ -19,56 +32,139 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def follow_launcher() -> None:
+    """A rank of ours dies with its launcher, however that dies (Linux); others are left alone."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or not is_rank() or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it died before we asked
+        os._exit(int(ExitCode.CRASHED))
+
+
 def launch(script: str, argv: Sequence[str], num_ranks: int) -> int:
     """Run `script argv…` as `num_ranks` ranks here; returns the job's exit code.
 
-    Signals that ask to save and leave are passed on to every rank.
+    A signal that asks to save and leave is passed on to every rank; a second one ends all at once.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
 
-    for name, value in _environment(num_ranks).items():
-        os.environ.setdefault(name, value)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    # The ranks meet here: a port that is taken already when they are told of it.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    signals: list[signal.Signals] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        signals.append(signal.Signals(number))
+
+    previous = {number: signal.signal(number, receive) for number in SIGNALS}
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        launch_agent(config, sys.executable, ["-u", script, *argv])
-    except ChildFailedError as error:
-        return _code_of(error)
-    except SignalException as error:
-        # The ranks have been given the signal, have saved and left.
-        print(f"megafp8: {signal.Signals(error.sigval).name}: all ranks have left", file=sys.stderr)
+        for rank in range(num_ranks):
+            environment = {**os.environ, **_environment(rank, num_ranks, store.port)}
+            command = [sys.executable, "-u", script, *argv]
+            # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _watch(ranks, signals)
+    finally:
+        _end(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine
+        # What a rank says of its lost connections would bury another one's message.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        # Torch's name for a store that the launcher, not rank 0, serves.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        _LAUNCHER: str(os.getpid()),
+    }
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Signals]) -> int:
+    """Wait for the ranks; returns the job's exit code."""
+    first_failed: int | None = None
+    passed_on = False
+    deadline = float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        if len(signals) > 1:
+            return 128 + signals[1]
+        if signals and not passed_on:
+            passed_on = True
+            deadline = time.monotonic() + SHUTDOWN_SECONDS
+            for rank in ranks:
+                rank.send_signal(signals[0])
+        if first_failed is None:
+            # One that was killed comes first: the others may have failed for want of it.
+            failed = [i for i, rank in enumerate(ranks) if _is_failure(rank.poll())]
+            first_failed = min(failed, key=lambda i: _code(ranks[i]), default=None)
+            if first_failed is not None:
+                was_killed = _code(ranks[first_failed]) < 0
+                deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
+    return _code_of_job(ranks, first_failed, signals[0] if signals else None)
+
+
+def _code_of_job(
+    ranks: Sequence[subprocess.Popen[bytes]], first_failed: int | None, asked: signal.Signals | None
+) -> int:
+    """Names the rank that failed first, unless it has spoken for itself."""
+    codes = [rank.poll() for rank in ranks]
+    if first_failed is None:
+        failed = [i for i, code in enumerate(codes) if _is_failure(code)]
+        first_failed = min(failed, key=lambda i: _code(ranks[i]), default=None)
+    if first_failed is not None:
+        code = _code(ranks[first_failed])
+        if asked is not None and code == -asked:
+            _tell(f"{asked.name}: left before training began")
+            return 128 + asked
+        if code in OUR_CODES:
+            return code
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        _tell(f"rank {first_failed} died ({how}); the other ranks were ended")
+        return int(ExitCode.CRASHED)
+    if None in codes:
+        rank = codes.index(None)
+        _tell(f"rank {rank} has not left {SHUTDOWN_SECONDS:.0f} s after the signal: killed")
+        return int(ExitCode.CRASHED)
+    if int(ExitCode.SAVED_ON_SIGNAL) in codes:
+        _tell(f"{asked.name if asked else 'a signal to a rank'}: all ranks have left")
         return int(ExitCode.SAVED_ON_SIGNAL)
     return int(ExitCode.FINISHED)
 
 
-def _environment(num_ranks: int) -> Mapping[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1",
-        # The launcher's own log would bury a rank's message under a page of text.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+def _is_failure(code: int | None) -> bool:
+    return code not in (None, int(ExitCode.FINISHED), int(ExitCode.SAVED_ON_SIGNAL))
 
 
-def _code_of(error: object) -> int:
-    """The exit code of the rank that failed first; names it unless it has spoken for itself."""
-    failures: dict[int, object] = error.failures  # type: ignore[attr-defined]
-    rank, first = min(failures.items(), key=lambda item: item[1].timestamp)  # type: ignore[attr-defined]
-    code = int(first.exitcode)  # type: ignore[attr-defined]
-    if code in OUR_CODES:
-        return code
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    print(f"megafp8: rank {rank} died ({how}); the other ranks were ended", file=sys.stderr)
-    return int(ExitCode.CRASHED)
+def _code(rank: subprocess.Popen[bytes]) -> int:
+    code = rank.poll()
+    assert code is not None, "it has ended"
+    return code
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Nothing that a rank has started outlives the job either."""
+    for rank in ranks:
+        try:
+            os.killpg(rank.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    for rank in ranks:
+        rank.wait()
+
+
+def _tell(text: str) -> None:
+    print(f"megafp8: {text}", file=sys.stderr, flush=True)

@@ -2,8 +2,9 @@
 
 FP8 operands are multiplied as their numbers, the scales are applied to the FP32 accumulator.
 Without FP8 tensor cores the product runs in a wider format that holds every FP8 number exactly:
-BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32 otherwise. One
-rounding to the output dtype, as on FP8 hardware; only the order of accumulation differs.
+BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32 otherwise. On a CPU
+there is one rounding to the output dtype, as on FP8 hardware; only the order of accumulation
+differs. A GPU without FP8 tensor cores rounds twice in BF16 work.
 """
 
 from __future__ import annotations

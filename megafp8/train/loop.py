@@ -43,7 +43,7 @@ class Run:
     last_loss: float | None = None
     last_save: float = field(default_factory=time.monotonic)
     nonfinite_in_a_row: int = 0
-    rolled_back_from: int | None = None  # the step that made us go back: skipped if it fails again
+    rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
 
 
 def train(run: Run) -> bool:
@@ -154,7 +154,8 @@ def validate(run: Run, *, whole: bool = False) -> float:
     bits = bits_per_byte(val_loss, run.bytes_per_token)
     values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
     if run.metrics is not None:
-        run.metrics.log({"step": run.state.step, **values})
+        # The whole validation ends a run, and is done again if the run is killed before it is over.
+        run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
     run.trackers.log(run.state.step, values)
     seconds = time.perf_counter() - began
     run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
@@ -185,21 +186,22 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
     what = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
     run.nonfinite_in_a_row += 1
     if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-        raise NonFiniteError(
-            f"{what}. Nothing of it was saved. Lower model.optim.lr, or set "
-            "trainer.nonfinite_policy=skip (leave such batches out) or rollback (go back to the "
-            f"last checkpoint); both end after {MAX_NONFINITE_IN_A_ROW} in a row"
+        saving.raise_on_all(
+            NonFiniteError(
+                f"{what}. Nothing of it was saved. Lower model.optim.lr, or set "
+                "trainer.nonfinite_policy=skip (leave such batches out) or rollback (go back to "
+                f"the last checkpoint); both end after {MAX_NONFINITE_IN_A_ROW} in a row"
+            )
         )
+    if policy == "rollback" and step not in run.rolled_back_from:
+        run.rolled_back_from.add(step)
+        newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
+        if newest is not None:
+            saving.load(newest, run.state, run.console.warn)
+            if run.metrics is not None:
+                run.metrics.rewind(run.state.step)
+            run.console.warn(f"{what}; going back to step {run.state.step}")
+            return True
     run.state.num_skipped += 1
-    newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
-    if policy == "rollback" and run.rolled_back_from != step and newest is not None:
-        run.rolled_back_from = step
-        num_skipped = run.state.num_skipped
-        saving.load(newest, run.state, run.console.warn)
-        run.state.num_skipped = num_skipped
-        if run.metrics is not None:
-            run.metrics.rewind(run.state.step)
-        run.console.warn(f"{what}; going back to step {run.state.step}")
-        return True
     run.console.warn(f"{what}; its batch is skipped")
     return False

@@ -10,6 +10,7 @@ from torch import nn
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.train.saving import first_known
 from megafp8.train.state import TrainState
 from megafp8.train.step import to_device
 
@@ -17,12 +18,14 @@ from megafp8.train.step import to_device
 def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> str:
     """In the order of computation: weights, then outputs of modules, then gradients.
 
-    The forward passes are run again for it, without dropout and leaving no trace.
+    The forward passes are run again for it, without dropout and leaving no trace. All ranks call
+    it together and get the same answer, each having looked at its own shards.
     """
+    mesh = state.mesh
     return (
-        _first_parameter(state)
-        or _first_output(state, microbatches)
-        or _first_gradient(state)
+        first_known(mesh, _first_parameter(state))
+        or first_known(mesh, _first_output(state, microbatches))
+        or first_known(mesh, _first_gradient(state))
         or "the loss or the gradient norm alone"
     )
 

@@ -21,6 +21,7 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
+from megafp8.parallel.launch import follow_launcher
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
@@ -44,12 +45,17 @@ def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
     `command` is what was typed: shown as what continues the run.
     """
     began = time.monotonic()
+    follow_launcher()
     with StopRequest() as stop:
         mesh = join(spec.parallel)
         try:
             prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
             with open_console(main_rank=mesh.is_main) as console:
                 return _pretrain(spec, mesh, console, stop, is_sweep, command, began)
+        except UserError as error:
+            if error.is_shared and not mesh.is_main:
+                return int(error.exit_code)
+            raise
         finally:
             leave()
 
@@ -74,9 +80,10 @@ def _pretrain(
     saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
     _load_newest(saver, state, data, console)
     first_step = state.step
-    metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
+    metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
+        metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
         trackers = open_trackers(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
         )
@@ -87,7 +94,7 @@ def _pretrain(
         data=data,
         saver=saver,
         console=console,
-        metrics=metrics if mesh.is_main else None,
+        metrics=metrics,
         trackers=trackers,
         stop=stop,
         bytes_per_token=text_bytes / data.num_validation_tokens,
@@ -100,16 +107,20 @@ def _pretrain(
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
             save(run, must_succeed=True)  # something to go back to
         finished = train(run)
-        summary = summarize(run, path, command, finished, time.monotonic() - began)
+        summary = summarize(run, path, command, finished, began)
         if finished:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
-        metrics.close()
+        if metrics is not None:
+            metrics.close()
         trackers.close()
     if mesh.is_main:
+        try:
+            write_summary(path / "summary.json", summary)
+        except OSError as error:
+            console.warn(f"{path / 'summary.json'}: cannot be written ({error})")
         if finished:
-            mark(path, FINISHED)
-        write_summary(path / "summary.json", summary)
+            mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
@@ -150,15 +161,15 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     device = state.mesh.device
     wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
     product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
-    cast = library().note if device.type == "cpu" else "torch operations"
+    in_c = device.type == "cpu" and library().lib is not None
     return (
-        f"FP8 {recipe.name} ({formats}) in QKV, projection, FC1, FC2; the rest {compute}; "
-        f"native backend, emulated: {product} GEMMs over the FP8 bytes, casts by {cast}"
+        f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
+        f"emulated: {product} GEMMs over FP8 bytes, casts in {'C' if in_c else 'torch'}"
     )
 
 
 def summarize(
-    run: Run, path: Path, command: Sequence[str], finished: bool, seconds: float
+    run: Run, path: Path, command: Sequence[str], finished: bool, began: float
 ) -> RunSummary:
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
@@ -189,7 +200,7 @@ def summarize(
         train_loss=run.last_loss,
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
-        wall_seconds=seconds,
+        wall_seconds=time.monotonic() - began,
         tokens_per_second=report.tokens_per_second if report else None,
         tflops_causal=report.tflops_causal if report else None,
         tflops_full=report.tflops_full if report else None,
@@ -257,7 +268,7 @@ def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
     shared = None if choice is None else (choice.path, choice.continues, choice.reason)
     shared, error = saving.from_main(mesh, (shared, error))
     if error is not None:
-        raise error
+        saving.raise_on_all(error)
     if choice is not None:
         return choice
     assert shared is not None
@@ -273,12 +284,14 @@ def _load_newest(
         return
     meta = saving.load(newest, state, console.warn)
     if meta["data_fingerprint"] != data.fingerprint:
-        raise CheckpointError(
-            newest,
-            f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
-            f"{data.fingerprint[:12]})",
-            "Give model.data.data_prefix the data it was made with, or start a new "
-            "exp_manager.name",
+        saving.raise_on_all(
+            CheckpointError(
+                newest,
+                f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
+                f"{data.fingerprint[:12]})",
+                "Give model.data.data_prefix the data it was made with, or start a new "
+                "exp_manager.name",
+            )
         )
     saver.last_step = state.step
     console.event(f"continuing from {newest}")

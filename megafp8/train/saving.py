@@ -14,17 +14,18 @@ import platform
 import subprocess
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import megafp8
 from megafp8.checkpoint import store
-from megafp8.checkpoint.layout import step_name
+from megafp8.checkpoint.disk import os_errors_reported
+from megafp8.checkpoint.layout import set_aside, step_name
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
-from megafp8.errors import CheckpointError, UserError
+from megafp8.errors import CheckpointError, NonFiniteError, UserError
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import Mesh
@@ -43,9 +44,18 @@ class Saver:
         self.last_step: int | None = None  # of the newest checkpoint that this run has committed
 
     def save(self, state: TrainState) -> Path:
-        """All ranks together. Raises `CheckpointError` on every rank if any of them fails."""
-        assert all_finite(state), "a state that is not finite is never saved as good"
+        """All ranks together. Raises `CheckpointError` on every rank if any of them fails.
+
+        A state that is not finite is never saved as good: that is a `NonFiniteError`.
+        """
         mesh, step = state.mesh, state.step
+        if bad := first_known(mesh, _first_nonfinite(state)):
+            raise_on_all(
+                NonFiniteError(
+                    f"step {step}: {bad} is not finite: this step was not saved. The same command "
+                    "continues from the checkpoint before it; lower model.optim.lr if it comes back"
+                )
+            )
         error: UserError | None = None
         staging: Path | None = None
         try:
@@ -60,8 +70,7 @@ class Saver:
                 entry = store.write_shard(staging, name, list(placements(state)))
         except UserError as failure:
             error = failure
-        entries, errors = _gather(mesh, entry), _gather(mesh, error)
-        error = next((e for e in errors if e is not None), None)
+        entries, error = gather(mesh, entry), first_known(mesh, error)
         final: Path | None = None
         if mesh.is_main and error is None and staging is not None:
             try:
@@ -73,7 +82,7 @@ class Saver:
             store.discard(staging)
         final, error = from_main(mesh, (final, error))
         if error is not None:
-            raise error
+            raise_on_all(error)
         assert final is not None
         self.last_step = step
         return final
@@ -114,18 +123,31 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
 
 
 def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
-    """The newest checkpoint that verifies, found by the main rank for all."""
+    """The newest checkpoint that verifies, found by the main rank for all.
+
+    Damaged ones after it are renamed: they are no longer the newest, which pruning insists on.
+    """
     found: Path | None = None
     error: UserError | None = None
     if mesh.is_main:
         try:
             found = store.newest_valid(root, notify)
+            _set_aside_after(found)
         except UserError as failure:
             error = failure
     found, error = from_main(mesh, (found, error))
     if error is not None:
-        raise error
+        raise_on_all(error)
     return found
+
+
+def _set_aside_after(found: Path | None) -> None:
+    if found is None:
+        return
+    paths = [found.parent / step_name(step) for step in store.steps(found.parent)]
+    for path in paths[paths.index(found) + 1 :]:
+        with os_errors_reported(path, "setting a damaged checkpoint aside"):
+            set_aside(path)
 
 
 def placements(state: TrainState) -> Iterator[Placement]:
@@ -144,8 +166,12 @@ def placements(state: TrainState) -> Iterator[Placement]:
         yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
 
 
-def all_finite(state: TrainState) -> bool:
-    return all(bool(torch.isfinite(master).all()) for master in state.masters.masters)
+def _first_nonfinite(state: TrainState) -> str | None:
+    for placement in placements(state):
+        if placement.name.startswith(("model/", "optimizer/")):
+            if not torch.isfinite(placement.tensor).all():
+                return placement.name
+    return None
 
 
 def _pieces(
@@ -228,7 +254,18 @@ def from_main(mesh: Mesh, value: Any) -> Any:
     return box[0]
 
 
-def _gather(mesh: Mesh, value: Any) -> list[Any]:
+def first_known(mesh: Mesh, value: Any) -> Any:
+    """The lowest rank's object that is not None, on every rank."""
+    return next((v for v in gather(mesh, value) if v is not None), None)
+
+
+def raise_on_all(error: UserError) -> NoReturn:
+    """Every rank has learned of it and raises it: the main rank tells."""
+    error.is_shared = True
+    raise error
+
+
+def gather(mesh: Mesh, value: Any) -> list[Any]:
     if mesh.world.size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world.size

@@ -38,7 +38,7 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
     totals = state.mesh.dp.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     state.mesh.dp.all_reduce_sum(state.masters.flat_grad)
     loss, count = (totals[0] / totals[1]).item(), int(totals[1].item())
-    norm = grad_norm(state.masters, state.mesh.tp).item() / count
+    norm = (grad_norm(state.masters, state.mesh.tp) / totals[1]).item()  # NaN if none counted
     spec = state.optimizer.spec
     result = StepResult(loss, norm, learning_rate(spec, state.step + 1), count)
     if result.is_finite:

@@ -1,0 +1,64 @@
+"""An FP8 result differs from the FP32 one because its operands were rounded, and only so.
+
+The experiment of Transformer Engine's FP8 primer with our linear in FP32 work: 768 x 768 with bias,
+input torch.rand(1024, 768), seed 12345. The weight starts as torch.nn.Linear's does (Transformer
+Engine's is drawn from a normal distribution). All scales are 1, as in any first step.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from megafp8.precision.formats import E4M3, E5M2, Fp8Format
+from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.grad_sink import AutogradSink
+from megafp8.precision.linear import Linear, LinearScaling, NoComm
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs import Fp8Recipe
+
+
+def representable(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """To FP8 at scale 1 and back."""
+    return Fp8Tensor.quantize(x, torch.ones(()), fmt).dequantize(torch.float32)
+
+
+def results(output, x, weight, grad):
+    """The output and both gradients that the two other GEMMs make."""
+    grads = torch.autograd.grad(output, (x, weight), grad)
+    return dict(zip(("output", "grad_input", "grad_weight"), (output, *grads), strict=True))
+
+
+def in_fp32(x, weight, bias, grad):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    return results(F.linear(x, weight, bias), x, weight, grad)
+
+
+def differences() -> dict[str, tuple[float, float]]:
+    """Largest |FP8 - FP32| of each result, from the FP32 operands and from representable ones."""
+    torch.manual_seed(12345)
+    weight, bias = (p.detach() for p in torch.nn.Linear(768, 768).parameters())
+    x, grad = torch.rand(1024, 768), torch.randn(1024, 768)
+
+    state = ScalingState(Fp8Recipe(amax_history_len=16))
+    linear = Linear(
+        torch.nn.Parameter(weight.clone()),
+        torch.nn.Parameter(bias),
+        name="linear",
+        scaling=LinearScaling.register(state, "linear"),
+        comm=NoComm(),
+        sink=AutogradSink(),
+        counter=GemmCounter(),
+    )
+    x_in = x.clone().requires_grad_()
+    state.begin_microbatch(0)
+    fp8 = results(linear(x_in), x_in, linear.weight, grad)
+    fp32 = in_fp32(x, weight, bias, grad)
+    x, weight, grad = representable(x, E4M3), representable(weight, E4M3), representable(grad, E5M2)
+    rounded = in_fp32(x, weight, bias, grad)
+    return {n: tuple((fp8[n] - o[n]).abs().max().item() for o in (fp32, rounded)) for n in fp8}
+
+
+if __name__ == "__main__":
+    print("largest |FP8 - FP32|, from:   FP32 operands   representable operands")
+    for name, (plain, rounded) in differences().items():
+        print(f"{name:27} {plain:15.4g} {rounded:24.4g}")

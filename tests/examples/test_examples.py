@@ -1,0 +1,96 @@
+"""The examples run, and show what they say they show."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.data.build import PREFIX, build_dataset
+from tests.data.helpers import tiny_corpus, tiny_documents
+
+ROOT = Path(__file__).parents[2]
+Table = Callable[[str], list[list[str]]]
+
+
+@pytest.fixture
+def table(capsys: pytest.CaptureFixture[str]) -> Iterator[Table]:
+    """Runs a Python example in this process; gives the words of the lines it prints."""
+    threads = torch.get_num_threads()
+
+    def run_example(name: str) -> list[list[str]]:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    yield run_example
+    torch.set_num_threads(threads)
+
+
+def run(command: list[str]) -> str:
+    """Standard output of a script, from a folder that is not the repository's."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PYTHON"] = sys.executable
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT / "tests"
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def on_tiny_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments that put a tiny dataset in the place of the built-in one."""
+    folder = tmp_path_factory.mktemp("data")
+    build_dataset(tiny_corpus(lambda: tiny_documents(400)), 300, folder)
+    return [f"model.data.data_prefix={folder / PREFIX}"]
+
+
+def test_primer_differs_from_fp32_by_the_rounding_of_operands_only(table: Table) -> None:
+    rows = table("01_primer.py")[1:]
+    assert [row[0] for row in rows] == ["output", "grad_input", "grad_weight"]
+    for _, from_fp32, from_representable in rows:
+        assert float(from_representable) <= 5e-4
+        assert float(from_fp32) > 5e-2
+
+
+def test_training_in_fp8_follows_bf16(table: Table) -> None:
+    rows = [[float(word) for word in row] for row in table("02_train_a_gpt.py")[1:]]
+    assert [step for step, _, _ in rows] == [1, 10, 20, 30, 40, 50, 60]
+    for _, bf16, fp8 in rows:
+        assert fp8 == pytest.approx(bf16, abs=0.02)
+    assert rows[-1][2] < rows[0][2] - 2
+    assert [fp8 for _, _, fp8 in rows] != [bf16 for _, bf16, _ in rows]
+
+
+def test_scales_come_from_the_amaxes_before(table: Table) -> None:
+    rows = table("03_watch_the_scales.py")[1:]
+    assert [row[0] for row in rows[::3]] == ["1", "2", "3", "10", "20"]
+    for _, tensor, amax, scale, *_ in rows[:3]:
+        assert float(scale) == 1
+        (following,) = (row for row in rows[3:6] if row[1] == tensor)
+        largest = 57344 if tensor.endswith("grad_output") else 448
+        assert float(following[3]) == pytest.approx(largest / float(amax), rel=5e-3)
+
+
+def test_two_ranks_train_as_one(on_tiny_data: list[str]) -> None:
+    script = str(ROOT / "examples/04_two_tensor_parallel_ranks.py")
+    rows = [line.split() for line in run([sys.executable, script, *on_tiny_data]).splitlines()]
+    assert [row[0] for row in rows] == ["step", "1", "2", "3", "4", "5"]
+    for _, one_rank, two_ranks in rows[1:]:
+        assert float(two_ranks) == pytest.approx(float(one_rank), abs=2e-3)
+
+
+@pytest.mark.kill
+def test_a_killed_run_goes_on(on_tiny_data: list[str]) -> None:
+    output = run(["bash", str(ROOT / "examples/05_continue_a_run.sh"), *on_tiny_data])
+    assert "--- killed; the same command again:" in output
+    assert re.search(r"continuing from .*/step_000000(05|10|15)", output)
+    steps = output.splitlines()[-1].partition("each once:")[2].split()
+    assert steps == [str(step) for step in range(1, 21)]
