@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from megafp8.config.app import AppInfo, run_app
 from megafp8.config.resolve import resolve
-from megafp8.parallel.launch import is_rank, launch
+from megafp8.parallel.launch import is_rank, launch, leave_process
 
 DEFAULT_CONFIG = "pretrain_gpt"
 
@@ -44,4 +44,4 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(sys.argv[1:], task))
+    leave_process(run_app(sys.argv[1:], task))

@@ -126,11 +126,13 @@ def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
     """The newest checkpoint that verifies, found by the main rank for all.
 
     Damaged ones after it are renamed: they are no longer the newest, which pruning insists on.
+    What a killed process left half written goes: it may be what fills the disk.
     """
     found: Path | None = None
     error: UserError | None = None
     if mesh.is_main:
         try:
+            store.remove_leftovers(root)
             found = store.newest_valid(root, notify)
             _set_aside_after(found)
         except UserError as failure:

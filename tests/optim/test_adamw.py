@@ -1,0 +1,183 @@
+"""AdamW over FP32 masters against torch's plain AdamW; what masters and weights have in common."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megafp8.models.init import constant, normal, parameter
+from megafp8.optim.adamw import STATES, AdamW
+from megafp8.optim.clip import grad_norm
+from megafp8.optim.masters import Masters
+from megafp8.optim.schedules import learning_rate
+from megafp8.parallel.collectives import Axis
+from megafp8.specs import OptimSpec
+from megafp8.specs.placement import Piece, whole
+from tests.tiny import optim_spec
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def params(dtype: torch.dtype) -> list[nn.Parameter]:
+    """A whole matrix, half of a sharded one, a norm's weight and a bias."""
+    half = Piece("half", (6, 4), (3, 0), (slice(0, 3), slice(0, 4)))
+    return [
+        parameter((5, 7), whole("matrix", (5, 7)), normal(1.0, 1), dtype),
+        parameter((7,), whole("norm", (7,)), constant(1.0), dtype),
+        parameter((3, 4), [half], normal(1.0, 1), dtype),
+        parameter((3,), whole("bias", (3,)), constant(0.0), dtype),
+    ]
+
+
+def optimizer(dtype: torch.dtype, spec: OptimSpec | None = None) -> AdamW:
+    return AdamW(Masters(params(dtype)), spec or optim_spec())
+
+
+def draw_gradients(masters: Masters, step: int, std: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(step)
+    masters.flat_grad.copy_(std * torch.randn(masters.flat_grad.shape, generator=generator))
+
+
+@DTYPES
+@pytest.mark.parametrize("reference", [torch.float64, torch.float32], ids=["in FP64", "in FP32"])
+def test_masters_follow_torchs_plain_adamw(dtype: torch.dtype, reference: torch.dtype) -> None:
+    """12 steps, within 1e-6 of each tensor's largest element. Matrices decay, the others not;
+    the weight decay is large so that a wrong group would show."""
+    spec = optim_spec(weight_decay=0.5, lr=0.05)
+    ours = optimizer(dtype, spec)
+    masters = ours.masters.masters
+    copies = [nn.Parameter(master.detach().to(reference)) for master in masters]
+    plain = torch.optim.AdamW(
+        [
+            {"params": [c for c in copies if c.dim() > 1], "weight_decay": 0.5},
+            {"params": [c for c in copies if c.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=1.0,
+        betas=spec.betas,
+        eps=spec.eps,
+        fused=False,
+        foreach=False,
+    )
+    for step in range(1, 13):
+        draw_gradients(ours.masters, step)
+        for copy, grad in zip(copies, ours.masters.grads, strict=True):
+            copy.grad = grad.to(reference)
+        for group in plain.param_groups:
+            group["lr"] = learning_rate(spec, step)
+        ours.step(step)
+        plain.step()
+        for master, copy in zip(masters, copies, strict=True):
+            difference = (master.detach().to(reference) - copy.detach()).abs().max()
+            assert difference <= 1e-6 * copy.detach().abs().max()
+    assert ours.num_updates == 12
+    for name in STATES:
+        for state, copy in zip(ours.state_tensors(name), copies, strict=True):
+            theirs = plain.state[copy][name]
+            assert (state.to(reference) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    """With zero gradients only decay moves anything."""
+    ours = optimizer(torch.float32, optim_spec(weight_decay=0.5, lr=0.1))
+    before = [master.detach().clone() for master in ours.masters.masters]
+    ours.masters.flat_grad.zero_()
+    ours.step(1)
+    factor = 1 - 0.5 * learning_rate(ours.spec, 1)
+    for master, old in zip(ours.masters.masters, before, strict=True):
+        expected = old * factor if master.dim() > 1 else old
+        torch.testing.assert_close(master.detach(), expected)
+
+
+def test_weights_are_the_masters_rounded() -> None:
+    ours = optimizer(torch.bfloat16, optim_spec(lr=1e-5))
+    for step in range(1, 5):
+        draw_gradients(ours.masters, step)
+        ours.step(step)
+        for param, master in zip(ours.masters.params, ours.masters.masters, strict=True):
+            assert torch.equal(param.detach(), master.detach().bfloat16())
+    lost = [
+        not torch.equal(master.detach(), param.detach().float())
+        for param, master in zip(ours.masters.params, ours.masters.masters, strict=True)
+    ]
+    assert any(lost), "the masters hold more than the weights"
+
+
+def test_masters_start_from_the_unrounded_initialization() -> None:
+    exact = {tuple(p.shape): p.detach() for p in params(torch.float32)}
+    masters = Masters(params(torch.bfloat16))
+    for param, master in zip(masters.params, masters.masters, strict=True):
+        assert master.dtype == torch.float32 and master is not param
+        assert torch.equal(master.detach(), exact[tuple(param.shape)])
+
+
+def test_an_fp32_master_is_the_parameter() -> None:
+    masters = Masters(params(torch.float32))
+    assert all(p is m for p, m in zip(masters.params, masters.masters, strict=True))
+
+
+def test_sharded_parameters_come_first_in_one_flat_gradient() -> None:
+    masters = Masters(params(torch.bfloat16))
+    assert masters.num_sharded == 1
+    assert tuple(masters.params[0].shape) == (3, 4)
+    assert masters.flat_grad.numel() == sum(p.numel() for p in masters.params)
+    masters.flat_grad.copy_(torch.arange(masters.flat_grad.numel()))
+    assert torch.equal(torch.cat([grad.flatten() for grad in masters.grads]), masters.flat_grad)
+    for param, grad in zip(masters.params, masters.grads, strict=True):
+        assert grad.shape == param.shape
+
+
+@DTYPES
+def test_a_step_leaves_no_gradients_behind(dtype: torch.dtype) -> None:
+    ours = optimizer(dtype)
+    draw_gradients(ours.masters, 1)
+    ours.step(1)
+    assert all(param.grad is None for param in (*ours.masters.params, *ours.masters.masters))
+
+
+def test_gradient_norm_is_that_of_all_gradients() -> None:
+    masters = Masters(params(torch.float32))
+    for std in (1.0, 1e-12, 1e12):
+        draw_gradients(masters, 3, std)
+        expected = masters.flat_grad.double().norm().item()
+        assert grad_norm(masters, Axis("tp")).item() == pytest.approx(expected, rel=1e-6)
+    masters.flat_grad[5] = math.nan
+    assert math.isnan(grad_norm(masters, Axis("tp")).item())
+    masters.flat_grad.zero_()
+    assert grad_norm(masters, Axis("tp")).item() == 0
+
+
+def test_gradient_norm_sums_sharded_parameters_over_ranks_and_replicated_ones_once() -> None:
+    class TwoEqualRanks(Axis):
+        def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * 2
+
+    masters = Masters(params(torch.float32))
+    draw_gradients(masters, 3)
+    squares = [grad.double().square().sum().item() for grad in masters.grads]
+    expected = math.sqrt(2 * squares[0] + sum(squares[1:]))
+    assert grad_norm(masters, TwoEqualRanks("tp", 2)).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_number_of_updates_can_be_restored() -> None:
+    """Adam's bias correction goes on from there."""
+    ours, again = optimizer(torch.float32), optimizer(torch.float32)
+    for step in (1, 2, 3):
+        draw_gradients(ours.masters, step)
+        ours.step(step)
+        if step == 2:
+            for mine, theirs in zip(again.masters.masters, ours.masters.masters, strict=True):
+                mine.data.copy_(theirs.data)
+            for name in STATES:
+                for mine, theirs in zip(
+                    again.state_tensors(name), ours.state_tensors(name), strict=True
+                ):
+                    mine.copy_(theirs)
+            again.set_num_updates(ours.num_updates)
+    draw_gradients(again.masters, 3)
+    again.step(3)
+    assert again.num_updates == 3
+    for mine, theirs in zip(again.masters.masters, ours.masters.masters, strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,135 @@
+"""What the ranks of the tests do; with one rank the same code is the reference."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megafp8.models.init import pieces_of
+from megafp8.parallel.mesh import Mesh, join, leave
+from megafp8.precision.scaling import ScaleTable
+from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
+from megafp8.train.state import TrainState
+from megafp8.train.step import forward_backward, train_step
+from tests.ranks import Rank
+from tests.tiny import build_run, gpt_spec, microbatch
+
+Tables = dict[str, dict[str, torch.Tensor]]  # by direction and field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    compute: str = "fp32"
+    fp8: Fp8Recipe | None = None
+    model: GPTSpec = field(default_factory=gpt_spec)
+    steps: int = 20
+    num_microbatches: int = 2  # of the global batch
+    batch: int = 2
+
+    def build(self, mesh: Mesh) -> TrainState:
+        return build_run(mesh, compute=self.compute, fp8=self.fp8, model=self.model)
+
+    def microbatches(self, step: int, mesh: Mesh) -> list[Any]:
+        """This rank's part of the global batch."""
+        whole = range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
+        return [microbatch(100 * step + index, self.batch, ignored=0.1 * index) for index in whole]
+
+
+@dataclass
+class Piece:
+    """A part of a logical tensor, as one rank holds it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a case."""
+
+    losses: list[float]
+    norms: list[float]
+    first_gradients: list[Piece]
+    weights: list[Piece]
+    sizes: dict[str, int]  # bytes by local parameter name
+    traffic: dict[tuple[str, str, str], int]  # of one step
+    names: dict[str, list[str]]  # the tensors of each table
+    updates: dict[str, list[dict[str, torch.Tensor]]]  # tables after each, `staged` before it
+
+
+def run_case(case: Case, mesh: Mesh) -> Outcome:
+    """Train; every update of the scaling tables is looked at."""
+    gradients = case.build(mesh)
+    forward_backward(gradients, case.microbatches(0, mesh))
+    state = case.build(mesh)
+    updates: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for direction, table in state.scaling.tables.items():
+        watch(table, updates.setdefault(direction, []))
+    losses, norms, traffic = [], [], {}
+    for step in range(case.steps):
+        before = dict(mesh.traffic.num_bytes)
+        result = train_step(state, case.microbatches(step, mesh))
+        traffic = {key: n - before.get(key, 0) for key, n in mesh.traffic.num_bytes.items()}
+        state.step += 1
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    named = state.model.named_parameters()
+    return Outcome(
+        losses,
+        norms,
+        pieces(gradients, gradients.masters.grads),
+        pieces(state, [param.detach() for param in state.masters.params]),
+        {name: param.numel() * param.element_size() for name, param in named},
+        {key: count for key, count in traffic.items() if count},
+        {direction: table.names for direction, table in state.scaling.tables.items()},
+        updates,
+    )
+
+
+def watch(table: ScaleTable, updates: list[dict[str, torch.Tensor]]) -> None:
+    """Note the amaxes staged before each update and the table after it."""
+    update = table.update
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        staged = table.amax.clone()
+        update(*args, **kwargs)
+        after = {name: tensor.clone() for name, tensor in table.tensors().items()}
+        updates.append({"staged": staged, **after})
+
+    table.update = noted  # type: ignore[method-assign]
+
+
+def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
+    return [
+        Piece(piece.name, piece.global_shape, piece.offset, tensor[piece.local].clone())
+        for param, tensor in zip(state.masters.params, tensors, strict=True)
+        for piece in pieces_of(param)
+    ]
+
+
+def run_layouts(rank: Rank, layouts: dict[int, dict[str, Case]]) -> dict[int, dict[str, Outcome]]:
+    """Cases by tensor-parallel size: one mesh after the other, so that torch is imported once."""
+    outcomes = {}
+    for number, (tp, cases) in enumerate(layouts.items()):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # keeps their rendezvous apart
+        mesh = join(ParallelSpec(devices_per_node=rank.size, tp=tp))
+        outcomes[tp] = {name: run_case(case, mesh) for name, case in cases.items()}
+        dist.barrier()
+        leave()
+    return outcomes
+
+
+def fail_on_rank_1(rank: Rank) -> None:
+    """The others wait for it."""
+    join(ParallelSpec(devices_per_node=rank.size, tp=rank.size))
+    if rank.index == 1:
+        raise ValueError("the number is 42")
+    dist.barrier()

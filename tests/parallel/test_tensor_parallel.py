@@ -1,0 +1,298 @@
+"""Tensor- and data-parallel training on gloo ranks against one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import Fp8Recipe
+from tests.parallel.rank_work import Case, Outcome, Piece, run_case
+from tests.ranks import run_ranks
+from tests.spec.delayed import DelayedScalingModel, Recipe, reduce
+from tests.tiny import SEQ, gpt_spec
+
+FP8 = Fp8Recipe(amax_history_len=4)
+DROPOUT = gpt_spec(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+CASES = {
+    "fp32": Case(),
+    "bf16": Case("bf16"),
+    "fp32 fp8": Case("fp32", FP8),
+    "bf16 fp8": Case("bf16", FP8),
+    "not reduced": Case("bf16", Fp8Recipe(amax_history_len=4, reduce_amax=False), steps=3),
+    "fp32 dropout": Case("fp32", None, DROPOUT),
+    "bf16 fp8 dropout": Case("bf16", FP8, DROPOUT),
+    "hidden dropout": Case("fp32", None, gpt_spec(hidden_dropout=0.1), steps=5),
+}
+Outcomes = list[Outcome]  # by rank
+DP_CASES = {name: CASES[name] for name in ("fp32", "bf16 fp8", "hidden dropout")}
+FOUR_RANKS = {
+    2: {"fp32": Case(steps=5), "bf16 fp8": Case("bf16", FP8, DROPOUT, steps=5)},
+    4: {"fp32": Case(steps=5)},
+}
+
+
+def run_layouts(size: int, layouts: dict[int, dict[str, Case]]) -> dict[int, dict[str, Outcomes]]:
+    """Outcomes by tensor-parallel size, case and rank."""
+    ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"layouts": layouts})
+    return {
+        tp: {name: [rank[tp][name] for rank in ranks] for name in cases}
+        for tp, cases in layouts.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def layouts_of_two() -> dict[int, dict[str, Outcomes]]:
+    return run_layouts(2, {2: CASES, 1: DP_CASES})
+
+
+@pytest.fixture(scope="module")
+def two_ranks(layouts_of_two: dict[int, dict[str, Outcomes]]) -> dict[str, Outcomes]:
+    """tp=2."""
+    return layouts_of_two[2]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> dict[int, dict[str, Outcomes]]:
+    return run_layouts(4, FOUR_RANKS)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """One process."""
+    names = ("fp32", "bf16", "fp32 fp8", "bf16 fp8", "hidden dropout")
+    return {name: run_case(CASES[name], single_rank()) for name in names}
+
+
+def assembled(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
+    """Logical tensors from all ranks' pieces; where two hold the same part they agree bitwise."""
+    whole: dict[str, torch.Tensor] = {}
+    for piece in (piece for rank in ranks for piece in rank):
+        target = whole.setdefault(piece.name, torch.full(piece.global_shape, torch.nan))
+        extent = tuple(
+            slice(start, start + size)
+            for start, size in zip(piece.offset, piece.tensor.shape, strict=True)
+        )
+        held, here = target[extent], piece.tensor.float()
+        assert held.isnan().all() or torch.equal(held, here), f"{piece.name} differs between ranks"
+        target[extent] = here
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def assert_gradients_close(ranks: Outcomes, one: Outcome, tolerance: float) -> None:
+    """Relative to each logical tensor's largest element. Softmax does not see what all keys have
+    in common: the gradient of the keys' bias is 0 but for rounding, and compared with the queries'.
+    """
+    ours = assembled([rank.first_gradients for rank in ranks])
+    theirs = assembled([one.first_gradients])
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert expected.abs().max() > 0, name
+        scale = theirs[name.replace("key.bias", "query.bias")].abs().max()
+        error = (ours[name] - expected).abs().max() / scale
+        assert error <= tolerance, f"{name}: {error}"
+
+
+def assert_losses_close(ranks: Outcomes, one: Outcome, tolerance: float) -> None:
+    for rank in ranks:
+        expected = one.losses[: len(rank.losses)]
+        assert rank.losses == pytest.approx(expected, rel=tolerance, abs=0)
+    assert one.losses[-1] < one.losses[0], "there was something to learn"
+
+
+def assert_same_tables(ranks: Outcomes) -> None:
+    for rank in ranks[1:]:
+        for direction, updates in ranks[0].updates.items():
+            for left, right in zip(updates, rank.updates[direction], strict=True):
+                for name in ("amax", "history", "quant_scale", "num_nonfinite"):
+                    assert torch.equal(left[name], right[name]), f"{direction} {name}"
+
+
+def assert_tables_follow_specification(ranks: Outcomes, recipe: Fp8Recipe) -> None:
+    """Fed with the largest of all ranks' staged amaxes, after every update of every tensor."""
+    names = [name for table in ranks[0].names.values() for name in table]
+    kinds = {name: name.rpartition(".")[2] for name in names}
+    models = [
+        DelayedScalingModel(kinds, Recipe(amax_history_len=recipe.amax_history_len))  # type: ignore
+        for _ in ranks
+    ]
+    for direction, updates in ranks[0].updates.items():
+        assert updates, "something was updated"
+        for number in range(len(updates)):
+            for rank, model in zip(ranks, models, strict=True):
+                staged = rank.updates[direction][number]["staged"].numpy()
+                for row, name in enumerate(rank.names[direction]):
+                    model.states[name].history[0] = staged[row]
+            reduced = reduce(models, direction)  # type: ignore[arg-type]
+            for rank, model in zip(ranks, models, strict=True):
+                getattr(model, f"end_{direction}")(reduced)
+                table = rank.updates[direction][number]
+                for row, name in enumerate(rank.names[direction]):
+                    state = model.states[name]
+                    assert table["quant_scale"][row].item() == state.scale, name
+                    np.testing.assert_array_equal(table["history"][row], state.history[1:], name)
+
+
+def replicated(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {p.name: p.tensor for p in outcome.weights if tuple(p.tensor.shape) == p.global_shape}
+
+
+# Two tensor-parallel ranks
+
+
+def test_each_rank_holds_half_of_the_linears(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome]
+) -> None:
+    linears = ("qkv.1.weight", "projection.weight", "fc1.1.weight", "fc2.2.weight")
+    for case in ("fp32", "bf16 fp8"):
+        whole = alone[case].sizes
+        for rank in two_ranks[case]:
+            for linear in linears:
+                names = [name for name in whole if name.endswith(linear)]
+                assert len(names) == 2, "one in each layer"
+                assert all(2 * rank.sizes[name] == whole[name] for name in names)
+            rest = [name for name in whole if not name.endswith((*linears, "1.bias"))]
+            assert len(rest) == 2 + 2 * 4 + 2 * 2 + 2
+            assert all(rank.sizes[name] == whole[name] for name in rest), "the rest is whole"
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [("fp32", 1e-5), ("bf16", 1e-2), ("fp32 fp8", 1e-2), ("bf16 fp8", 1e-2)],
+)
+def test_losses_equal_one_process(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome], case: str, tolerance: float
+) -> None:
+    assert len(alone[case].losses) == 20
+    assert_losses_close(two_ranks[case], alone[case], tolerance)
+    assert two_ranks[case][0].losses == two_ranks[case][1].losses
+
+
+def test_first_gradients_equal_one_process(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome]
+) -> None:
+    assert_gradients_close(two_ranks["fp32"], alone["fp32"], 1e-5)
+    ranks, one = two_ranks["fp32"], alone["fp32"]
+    assert ranks[0].norms == ranks[1].norms
+    assert ranks[0].norms[0] == pytest.approx(one.norms[0], rel=1e-5)
+
+
+def test_hidden_dropout_is_the_same_at_every_size(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome]
+) -> None:
+    assert_losses_close(two_ranks["hidden dropout"], alone["hidden dropout"], 1e-5)
+    assert_gradients_close(two_ranks["hidden dropout"], alone["hidden dropout"], 1e-5)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "not reduced"])
+def test_replicated_parameters_stay_bitwise_equal(
+    two_ranks: dict[str, Outcomes], case: str
+) -> None:
+    first, second = (replicated(outcome) for outcome in two_ranks[case])
+    assert first.keys() == second.keys() and len(first) > 10
+    assert {"embedding.word.weight", "layers.1.mlp.fc2.bias", "final_norm.weight"} <= first.keys()
+    different = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("case", ["fp32 fp8", "bf16 fp8", "bf16 fp8 dropout"])
+def test_tables_are_the_same_on_both_ranks(two_ranks: dict[str, Outcomes], case: str) -> None:
+    assert_same_tables(two_ranks[case])
+
+
+def test_tables_differ_without_reduction(two_ranks: dict[str, Outcomes]) -> None:
+    """Every weight's amax, as each rank has another half, and most other sharded tensors'."""
+    ranks = two_ranks["not reduced"]
+    first, second = (rank.updates["forward"][-1]["history"] for rank in ranks)
+    names = ranks[0].names["forward"]
+    same = {n for n, a, b in zip(names, first, second, strict=True) if torch.equal(a, b)}
+    assert not [name for name in same if name.endswith(".weight")]
+    assert len(same) < len(names) / 2
+
+
+@pytest.mark.parametrize("case", ["fp32 fp8", "bf16 fp8", "bf16 fp8 dropout"])
+def test_tables_follow_the_specification_of_the_largest_amax(
+    two_ranks: dict[str, Outcomes], case: str
+) -> None:
+    assert_tables_follow_specification(two_ranks[case], FP8)
+    staged = [rank.updates["forward"][0]["staged"] for rank in two_ranks[case]]
+    assert not torch.equal(*staged), "the ranks did see different amaxes"
+
+
+def test_first_weight_amaxes_are_those_of_the_whole_weights(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome]
+) -> None:
+    for case in ("fp32 fp8", "bf16 fp8"):
+        one, rank = alone[case], two_ranks[case][0]
+        rows = [row for row, n in enumerate(one.names["forward"]) if n.endswith(".weight")]
+        assert one.names == rank.names and len(rows) == 8
+        history, expected = (o.updates["forward"][0]["history"][rows] for o in (rank, one))
+        assert torch.equal(history, expected)
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16", "bf16 fp8"])
+def test_bytes_on_the_wire(two_ranks: dict[str, Outcomes], case: str) -> None:
+    """A step: per microbatch and layer two sums forward and two backward of [B, S, D]; amaxes of
+    12 tensors a layer; one number for the norm."""
+    run = CASES[case]
+    dtype, size = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}[run.compute]
+    layers, width = run.model.num_layers, run.model.hidden_size
+    activations = run.num_microbatches * layers * 4 * run.batch * SEQ * width * size
+    expected = {("tp", "all_reduce_sum", dtype): activations}
+    expected["tp", "all_reduce_sum", "float64"] = 8
+    if run.fp8:
+        expected["world", "all_reduce_max", "float32"] = run.num_microbatches * layers * 12 * 4
+    assert all(rank.traffic == expected for rank in two_ranks[case])
+
+
+# Data parallelism, and both
+
+
+def test_two_data_parallel_ranks_equal_one_process(
+    layouts_of_two: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
+) -> None:
+    """Ranks count unequal numbers of tokens; hidden dropout is keyed by the global microbatch.
+    FP8: the same tables on both ranks, by the specification."""
+    ranks = layouts_of_two[1]
+    assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
+    assert_losses_close(ranks["hidden dropout"], alone["hidden dropout"], 1e-5)
+    assert_losses_close(ranks["bf16 fp8"], alone["bf16 fp8"], 1e-2)
+    for outcomes in ranks.values():
+        assembled([outcome.weights for outcome in outcomes])
+    assert_same_tables(ranks["bf16 fp8"])
+    assert_tables_follow_specification(ranks["bf16 fp8"], FP8)
+    num_parameters = sum(alone["fp32"].sizes.values()) // 4
+    for rank in ranks["fp32"]:
+        assert rank.norms == pytest.approx(alone["fp32"].norms, rel=1e-4)
+        assert rank.traffic == {
+            ("dp", "all_reduce_sum", "float32"): 4 * num_parameters,
+            ("dp", "all_reduce_sum", "float64"): 16,
+        }
+
+
+def test_both_together_equal_one_process(
+    four_ranks: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
+) -> None:
+    """tp=2 with dp=2, 5 steps."""
+    ranks = four_ranks[2]
+    assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
+    for outcomes in ranks.values():
+        assembled([outcome.weights for outcome in outcomes])  # replicas agree
+    assert_same_tables(ranks["bf16 fp8"])
+    assert_tables_follow_specification(ranks["bf16 fp8"], FP8)
+
+
+def test_four_tensor_parallel_ranks_equal_one_process(
+    four_ranks: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
+) -> None:
+    """One head each."""
+    assert_losses_close(four_ranks[4]["fp32"], alone["fp32"], 1e-5)
+    assert_gradients_close(four_ranks[4]["fp32"], alone["fp32"], 1e-5)
+
+
+def test_a_failing_rank_ends_the_others_and_is_named() -> None:
+    """Of the helper itself: no hang, the error is there."""
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*the number is 42"):
+        run_ranks("tests.parallel.rank_work:fail_on_rank_1", 2)

@@ -1,0 +1,118 @@
+"""The one matrix product: what it computes, rounds and counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.precision import gemm as gemm_module
+from megafp8.precision.formats import E4M3, E5M2
+from megafp8.precision.gemm import GemmCounter, gemm
+from megafp8.precision.tensor import Fp8Tensor
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
+def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """As a CPU with and without BF16 dot products would."""
+    monkeypatch.setattr(gemm_module, "cpu_is_fast_at_bf16", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def counter() -> GemmCounter:
+    return GemmCounter()
+
+
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+def test_small_integers_are_multiplied_exactly(
+    transpose_a: bool,
+    transpose_b: bool,
+    work: torch.dtype,
+    bf16_products: bool,
+    counter: GemmCounter,
+) -> None:
+    """Integers up to 8 are FP8 numbers; 13 of their products stay below 2**10, so FP32 holds every
+    partial sum and the result has one rounding: none in FP32 work, one in BF16 work."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(-8, 9, (13, 7) if transpose_a else (7, 13), generator=generator).float()
+    b = torch.randint(-8, 9, (5, 13) if transpose_b else (13, 5), generator=generator).float()
+    left = Fp8Tensor.quantize(a, torch.tensor(1.0), E4M3)
+    right = Fp8Tensor.quantize(b, torch.tensor(0.25), E5M2)
+    assert torch.equal(right.dequantize(torch.float32) * 0.25, right.numbers(torch.float32))
+    product = gemm(
+        left,
+        right,
+        work=work,
+        counter=counter,
+        place="here",
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+    )
+    b = right.dequantize(torch.float32)  # E5M2 rounds 5 and 7
+    exact = (a.t() if transpose_a else a).double() @ (b.t() if transpose_b else b).double()
+    assert product.dtype == work
+    assert torch.equal(product, exact.float().to(work))
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+def test_bias_is_added_before_the_one_rounding(
+    work: torch.dtype, bf16_products: bool, counter: GemmCounter
+) -> None:
+    """512 + 1.5 + 1.25: rounding the product or the bias' sum early would lose one of them."""
+    a = Fp8Tensor.quantize(torch.tensor([[32.0, 1.0]]), torch.tensor(1.0), E4M3)
+    b = Fp8Tensor.quantize(torch.tensor([[16.0, 1.5]]), torch.tensor(1.0), E4M3)
+    bias = torch.tensor([1.25], dtype=work)
+    out = gemm(a, b, work=work, counter=counter, place="here", transpose_b=True, bias=bias)
+    assert out.item() == torch.tensor(514.75).to(work).item()
+
+
+def test_grid_and_payload_alone_give_the_same_product(
+    bf16_products: bool, counter: GemmCounter
+) -> None:
+    a = Fp8Tensor.quantize(noise(9, 17), torch.tensor(80.0), E4M3)
+    b = Fp8Tensor.quantize(noise(17, 3, seed=1), torch.tensor(70.0), E4M3)
+    assert a.grid is not None and a.without_grid().grid is None
+    for work in (torch.float32, torch.bfloat16):
+        first = gemm(a, b, work=work, counter=counter, place="x")
+        again = gemm(a.without_grid(), b.without_grid(), work=work, counter=counter, place="x")
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16, torch.float16])
+def test_plain_operands(work: torch.dtype, counter: GemmCounter) -> None:
+    a, b, bias = noise(4, 6, dtype=work), noise(5, 6, seed=1, dtype=work), noise(5, dtype=work)
+    out = gemm(a, b, work=work, counter=counter, place="x", transpose_b=True, bias=bias)
+    torch.testing.assert_close(out, torch.nn.functional.linear(a, b, bias))
+    out = gemm(a, b, work=work, counter=counter, place="x", transpose_b=True)
+    torch.testing.assert_close(out, a @ b.t())
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[work]
+    assert dict(counter.flops) == {(name, "x"): 2 * (2 * 4 * 5 * 6)}
+
+
+def test_one_fp8_operand_alone_is_refused(counter: GemmCounter) -> None:
+    a = Fp8Tensor.quantize(noise(2, 2), torch.tensor(1.0), E4M3)
+    with pytest.raises(AssertionError, match="mixed"):
+        gemm(a, noise(2, 2), work=torch.float32, counter=counter, place="x")
+    assert not counter.flops
+
+
+def test_flops_by_place_and_precision_whatever_the_transposes(counter: GemmCounter) -> None:
+    a = Fp8Tensor.quantize(noise(3, 11), torch.tensor(1.0), E4M3)
+    b = Fp8Tensor.quantize(noise(7, 11), torch.tensor(1.0), E4M3)
+    gemm(a, b, work=torch.bfloat16, counter=counter, place="output", transpose_b=True)
+    grad = Fp8Tensor.quantize(noise(3, 7), torch.tensor(1.0), E5M2)
+    gemm(grad, b, work=torch.bfloat16, counter=counter, place="grad_input")
+    gemm(grad, a, work=torch.bfloat16, counter=counter, place="grad_weight", transpose_a=True)
+    flops = 2 * 3 * 7 * 11
+    places = ("output", "grad_input", "grad_weight")
+    assert dict(counter.flops) == {("fp8", place): flops for place in places}
+    counter.add("bf16", "attention", flops)
+    assert counter.by_precision() == {"fp8": 3 * flops, "bf16": flops}
+    assert counter.share("fp8") == 0.75
+    assert counter.share("fp32") == 0 and GemmCounter().share("fp8") == 0

@@ -1,0 +1,38 @@
+"""One dataset, one warm process and one undisturbed run, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import Done, Driver, Place, make_dataset
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def place(driver: Driver, dataset: Path, tmp_path: Path) -> Place:
+    return Place(driver, dataset, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Place, Done]:
+    """The run that all others are compared with, and how it ended."""
+    place = Place(driver, dataset, tmp_path_factory.mktemp("undisturbed"))
+    done = place.run()
+    assert done.code == 0, done.output
+    return place, done

@@ -1,0 +1,76 @@
+"""Runs jobs in forked children: what a `pretrain_gpt.py` process does, without its start-up.
+
+Reads requests from stdin, one JSON a line, and answers each with a line:
+
+    {"argv": […], "cwd": …, "log": …, "fault": [name, arguments…] or null}  ->  process id
+    {"wait": process id, "seconds": …}  ->  exit code (negative: a signal's number), null: it runs
+
+Torch has started no thread here, so that the children may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import megafp8.train.pretrain  # noqa: E402, F401
+import pretrain_gpt  # noqa: E402
+from megafp8.config.app import run_app  # noqa: E402
+from tests.train import faults  # noqa: E402
+
+
+def start(request: dict) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.chdir(request["cwd"])
+        if request["fault"]:
+            name, *arguments = request["fault"]
+            getattr(faults, name)(*arguments)
+        sys.argv = ["pretrain_gpt.py", *request["argv"]]
+        code = run_app(request["argv"], pretrain_gpt.task)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def wait(child: int, seconds: float) -> int | None:
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = wait(request["wait"], request["seconds"])
+        else:
+            answer = start(request)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

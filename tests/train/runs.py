@@ -1,0 +1,252 @@
+"""Whole runs of `pretrain_gpt.py` on a tiny job, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megafp8.data.indexed import IndexedWriter
+from megafp8.data.tokenize import train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+TIMING_KEYS = {
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_causal",
+    "tflops_full",
+    "peak_memory_bytes",
+    "data_wait_fraction",
+}
+JOB = [
+    "trainer.accelerator=cpu",
+    f"trainer.max_steps={STEPS}",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=4",
+    "trainer.limit_val_batches=1",
+    "exp_manager.create_tensorboard_logger=False",
+    "exp_manager.checkpoint_callback_params.every_n_train_steps=2",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=4",
+    "model.encoder_seq_length=32",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.num_attention_heads=2",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "model.ffn_dropout=0.1",
+    "model.tokenizer.vocab_size=300",
+    "model.fp8=True",
+    "model.fp8_amax_history_len=8",
+    "model.optim.sched.warmup_steps=2",
+]
+TWO_RANKS = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+ENVIRONMENT.pop("RANK", None)
+
+
+def make_dataset(prefix: Path, seed: int = 0) -> Path:
+    """An indexed dataset of a few thousand tokens with its tokenizer beside it."""
+    texts = [
+        f"def function_{n}_{seed}(x):\n    return x * {n * 7 + seed} + {n % 13}\n\n" * (n % 5 + 1)
+        for n in range(120)
+    ]
+    tokenizer = train_tokenizer(texts, 300)
+    with IndexedWriter(prefix, "uint16") as writer:
+        for text in texts:
+            writer.add_document([*tokenizer.encode(text), tokenizer.eod_id])
+    tokenizer.save(prefix.with_name(f"{prefix.name}.tokenizer.json"))
+    return prefix
+
+
+class Driver:
+    """Starts jobs as forks of one warm process; see driver.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.train.driver"],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def ask(self, request: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+@dataclass
+class Done:
+    """How one process ended. A negative code is the number of the signal that killed it."""
+
+    code: int
+    output: str  # both streams
+    seconds: float
+
+    @property
+    def first_line(self) -> str:
+        return self.output.splitlines()[0]
+
+
+@dataclass
+class Child:
+    """A job that a `Driver` has started."""
+
+    driver: Driver
+    pid: int
+    log: Path
+    skip: int  # bytes of earlier jobs' output
+    began: float = field(default_factory=time.monotonic)
+
+    def wait(self, seconds: float = 60.0) -> Done | None:
+        """None if it still runs then."""
+        code = self.driver.ask({"wait": self.pid, "seconds": seconds})
+        if code is None:
+            return None
+        return Done(code, self.output, time.monotonic() - self.began)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_bytes()[self.skip :].decode() if self.log.exists() else ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A working directory, so that equal jobs in two of them have equal configurations.
+
+    `run` works in `runs/job` there unless `exp_manager.name` is given in `more`.
+    """
+
+    driver: Driver
+    data: Path
+    cwd: Path
+
+    def argv(self, *more: str) -> list[str]:
+        argv = [*JOB, f"model.data.data_prefix={self.data}", "exp_manager.name=job"]
+        given = {word.partition("=")[0] for word in more}
+        return [word for word in argv if word.partition("=")[0] not in given] + list(more)
+
+    def start(self, *more: str, fault: Sequence[object] | None = None) -> Child:
+        log = self.cwd / "log.txt"
+        skip = log.stat().st_size if log.exists() else 0
+        request = {
+            "argv": self.argv(*more),
+            "cwd": str(self.cwd),
+            "log": str(log),
+            "fault": fault,
+        }
+        return Child(self.driver, self.driver.ask(request), log, skip)
+
+    def run(self, *more: str, fault: Sequence[object] | None = None) -> Done:
+        child = self.start(*more, fault=fault)
+        done = child.wait(120)
+        assert done is not None, child.output
+        return done
+
+    def command(self, *more: str) -> subprocess.Popen[bytes]:
+        """The true command line, as a whole process; its output goes to `command.txt`."""
+        with open(self.cwd / "command.txt", "wb") as output:
+            return subprocess.Popen(
+                [sys.executable, str(ROOT / "pretrain_gpt.py"), *self.argv(*more)],
+                cwd=self.cwd,
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def command_output(self) -> str:
+        return (self.cwd / "command.txt").read_text()
+
+    def dir(self, name: str = "job") -> Path:
+        return self.cwd / "runs" / name
+
+    def steps(self, name: str = "job") -> list[int]:
+        checkpoints = self.dir(name) / "checkpoints"
+        return sorted(
+            int(path.name[5:]) for path in checkpoints.glob("step_*") if path.name[5:].isdigit()
+        )
+
+    def checkpoint(self, step: int, name: str = "job") -> Path:
+        return self.dir(name) / "checkpoints" / f"step_{step:08d}"
+
+    def metrics(self, name: str = "job") -> list[dict[str, Any]]:
+        lines = (self.dir(name) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def summary(self, name: str = "job") -> dict[str, Any]:
+        return json.loads((self.dir(name) / "summary.json").read_text())
+
+    def status(self, name: str = "job") -> str:
+        return json.loads((self.dir(name) / "run.json").read_text())["status"]
+
+    def last_step(self, name: str = "job") -> int:
+        """Of the last whole line of metrics so far, 0 before it."""
+        path = self.dir(name) / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+def wait_until(condition: Any, what: str, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def assert_same(one: Place, other: Place) -> None:
+    """All that `one` has left is what the undisturbed `other` has, byte for byte; timing aside."""
+    for mine, theirs in zip(timeless_metrics(one), timeless_metrics(other), strict=True):
+        assert mine == theirs
+    steps = other.steps()
+    assert one.steps()[-len(steps) :] == steps and steps[-1] == STEPS
+    # A kill between the last commit and its pruning leaves one more, and nobody to save again.
+    assert len(one.steps()) <= len(steps) + 1
+    for step in steps:
+        mine, theirs = one.checkpoint(step), other.checkpoint(step)
+        names = sorted(path.name for path in mine.iterdir())
+        assert names == sorted(path.name for path in theirs.iterdir())
+        for name in names:
+            if name.endswith(".safetensors"):
+                assert (mine / name).read_bytes() == (theirs / name).read_bytes(), (step, name)
+        assert _manifest(mine) == _manifest(theirs)
+    hidden = [path.name for path in (one.dir() / "checkpoints").iterdir()]
+    assert not [name for name in hidden if not name.startswith("step_")], hidden
+    for key in ("val_loss", "consumed_tokens", "step", "status", "num_skipped_steps"):
+        assert one.summary()[key] == other.summary()[key], key
+    assert one.status() == other.status() == "finished"
+
+
+def timeless_metrics(place: Place) -> list[list[tuple[str, str]]]:
+    """Keys and values as they are written, digit for digit."""
+    lines = (place.dir() / "metrics.jsonl").read_text().splitlines()
+    parsed = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
+    return [[(k, v) for k, v in line.items() if k not in TIMING_KEYS] for line in parsed]
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["meta"]["versions"]  # somebody may commit while the tests run
+    return manifest

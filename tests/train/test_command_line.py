@@ -1,0 +1,207 @@
+"""The true command line, as whole processes: killed, signalled, and as two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.train.runs import STEPS, TWO_RANKS, Done, Driver, Place, assert_same, wait_until
+
+
+def finish(place: Place, *more: str) -> None:
+    process = place.command(*more)
+    assert process.wait(120) == 0, place.command_output
+
+
+def until_step(place: Place, process: subprocess.Popen[bytes], step: int) -> None:
+    wait_until(lambda: place.last_step() >= step or process.poll() is not None, f"step {step}")
+    assert process.poll() is None, place.command_output
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+    children = psutil.Process(process.pid).children()
+    return {int(child.environ()["RANK"]): child for child in children}
+
+
+def wait_for_end(processes: list[psutil.Process]) -> None:
+    gone, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive, "orphans"
+
+
+@pytest.mark.kill
+def test_kill_9(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    process = place.command()
+    until_step(place, process, 5)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    assert place.steps() and place.steps()[-1] < STEPS
+    finish(place)
+    assert place.command_output.startswith("runs/job: continues job: it has this name\n")
+    assert_same(place, undisturbed[0])
+
+
+def test_sigterm(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    process = place.command()
+    until_step(place, process, 3)
+    process.terminate()
+    assert process.wait(60) == 75, place.command_output
+    summary = place.summary()
+    assert summary["status"] == "saved on SIGTERM" and place.steps()[-1] == summary["step"] < STEPS
+    finish(place)
+    mine, theirs = (p.checkpoint(STEPS) / "rank0.safetensors" for p in (place, undisturbed[0]))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+# ---- two tensor-parallel ranks
+
+
+@pytest.fixture(scope="module")
+def two_undisturbed(
+    driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Place:
+    place = Place(driver, dataset, tmp_path_factory.mktemp("two"))
+    finish(place, *TWO_RANKS)
+    return place
+
+
+@pytest.mark.kill
+def test_a_rank_is_killed(place: Place, two_undisturbed: Place) -> None:
+    process = place.command(*TWO_RANKS)
+    until_step(place, process, 4)
+    ranks = ranks_of(process)
+    assert sorted(ranks) == [0, 1]
+    ranks[1].kill()
+    assert process.wait(30) == 1
+    assert "megafp8: rank 1 died (signal SIGKILL); the other ranks were ended" in (
+        place.command_output
+    )
+    wait_for_end(list(ranks.values()))
+    finish(place, *TWO_RANKS)
+    assert_same(place, two_undisturbed)
+
+
+@pytest.mark.kill
+def test_the_launcher_is_killed(place: Place, two_undisturbed: Place) -> None:
+    process = place.command(*TWO_RANKS)
+    until_step(place, process, 4)
+    ranks = ranks_of(process)
+    process.kill()
+    process.wait(10)
+    wait_for_end(list(ranks.values()))
+    finish(place, *TWO_RANKS)
+    assert_same(place, two_undisturbed)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: str) -> None:
+    number = signal.Signals[name]
+    process = place.command(*TWO_RANKS)
+    until_step(place, process, 3)
+    ranks = ranks_of(process)
+    process.send_signal(number)
+    assert process.wait(60) == 75, place.command_output
+    wait_for_end(list(ranks.values()))
+    assert f"megafp8: {name}: all ranks have left" in place.command_output
+    assert "Traceback" not in place.command_output
+    summary = place.summary()
+    assert summary["status"] == f"saved on {name}" and place.steps()[-1] == summary["step"]
+    finish(place, *TWO_RANKS)
+    names = [f"rank{rank}.safetensors" for rank in (0, 1)]
+    for file in names:
+        mine, theirs = (p.checkpoint(STEPS) / file for p in (place, two_undisturbed))
+        assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_a_second_signal_to_the_launcher(place: Place) -> None:
+    process = place.command(*TWO_RANKS)
+    until_step(place, process, 3)
+    ranks = ranks_of(process)
+    for rank in ranks.values():
+        os.kill(rank.pid, signal.SIGSTOP)  # so that they cannot leave at the first one
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: _pending(ranks[0], signal.SIGTERM), "the first signal is passed on")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT, place.command_output
+    wait_for_end(list(ranks.values()))
+
+
+def _pending(process: psutil.Process, number: int) -> bool:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")]
+    return bool(masks[0] >> (number - 1) & 1)
+
+
+def test_an_error_of_all_ranks_is_told_once(place: Place) -> None:
+    done = place.run(fault=["signalled", int(signal.SIGTERM), 2])
+    assert done.code == 75
+    process = place.command(*TWO_RANKS, "model.optim.lr=0.5")
+    assert process.wait(60) == 2, place.command_output
+    lines = place.command_output.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: model.optim.lr=0.5: "), lines
+
+
+def test_one_process_two_ranks_one_process(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    done = place.run(fault=["signalled", int(signal.SIGTERM), 4])
+    assert done.code == 75
+    process = place.command(*TWO_RANKS)
+    until_step(place, process, 6)
+    process.terminate()
+    assert process.wait(60) == 75, place.command_output
+    assert "continuing after step 4 of 12" in place.command_output
+    at = place.summary()["step"]
+    assert 6 <= at < STEPS
+    files = sorted(path.name for path in place.checkpoint(at).glob("rank*"))
+    assert files == ["rank0.safetensors", "rank1.safetensors"]
+    done = place.run()
+    assert done.code == 0 and f"continuing after step {at} of 12" in done.output, done.output
+    mine, theirs = (
+        [row["loss"] for row in p.metrics() if "lr" in row] for p in (place, undisturbed[0])
+    )
+    # Attention's dropout masks differ: tensor-parallel ranks draw their own heads'.
+    assert mine[:4] == theirs[:4] and mine == pytest.approx(theirs, rel=1e-2)
+
+
+# ---- what goes wrong in one of two ranks only
+
+
+def in_second_rank(place: Place, *fault: object) -> Done:
+    return place.run(*TWO_RANKS, fault=["in_rank", 1, *fault])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        # FP8 casts saturate, so that the loss is finite again; but it is not saved.
+        ("layers.0.mlp.fc1.weight", "model/layers.0.mlp.fc1.weight is not finite"),
+        ("final_norm.weight", "first bad: weight final_norm.weight"),
+    ],
+)
+def test_all_ranks_name_the_tensor_that_one_found(place: Place, name: str, said: str) -> None:
+    done = in_second_rank(place, "infinite_weight", name, 5)
+    assert done.code == 3, done.output
+    errors = [line for line in done.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and errors[0].startswith("error: step 6: ") and said in errors[0]
+    assert "Traceback" not in done.output
+    assert place.steps() == [2, 4]
+
+
+def test_a_full_disk_of_one_rank_costs_that_checkpoint_only(
+    place: Place, two_undisturbed: Place
+) -> None:
+    done = in_second_rank(place, "full_disk_at", 2)
+    assert done.code == 0, done.output
+    assert done.output.count("checkpoint at step 4 failed, training goes on") == 1
+    assert "rank1.safetensors" in done.output and "ENOSPC" in done.output
+    assert_same(place, two_undisturbed)
+
+
+def test_a_crash_of_one_rank_is_named(place: Place) -> None:
+    done = in_second_rank(place, "infinite_weight", "no such weight", 3)
+    assert done.code == 1
+    assert "AssertionError: no no such weight" in done.output
+    assert "megafp8: rank 1 died (exit code 1); the other ranks were ended" in done.output

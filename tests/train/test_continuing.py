@@ -1,0 +1,220 @@
+"""The same command again: which run it continues, and with which other flags it may."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
+
+EVERY = "exp_manager.checkpoint_callback_params.every_n_train_steps"
+UNNAMED = "exp_manager.name=null"
+
+
+def stopped_at(place: Place, step: int, *more: str) -> Done:
+    done = place.run(*more, fault=["signalled", int(signal.SIGTERM), step])
+    assert done.code == 75, done.output
+    return done
+
+
+def losses(place: Place) -> list[float]:
+    return [row["loss"] for row in place.metrics() if "lr" in row]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            "trainer.val_check_interval=3",
+            f"{EVERY}=5",
+            "exp_manager.create_tensorboard_logger=True",
+        ],
+        ["model.micro_batch_size=4"],
+        ["model.micro_batch_size=1", "trainer.nonfinite_policy=skip"],
+    ],
+)
+def test_logging_layout_and_policy_continue(
+    place: Place, undisturbed: tuple[Place, Done], flags: list[str]
+) -> None:
+    stopped_at(place, 6)
+    done = place.run(*flags)
+    assert done.code == 0, done.output
+    assert "continues job" in done.first_line
+    assert "continuing from runs/job/checkpoints/step_00000006" in done.output
+    mine, theirs = losses(place), losses(undisturbed[0])
+    assert mine == pytest.approx(theirs, rel=1e-2) and mine[:6] == theirs[:6]
+    if "model.micro_batch_size" not in flags[0]:
+        assert mine == theirs
+
+
+def test_other_log_steps_continue(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    stopped_at(place, 6)
+    assert place.run("trainer.log_every_n_steps=5").code == 0
+    rows = [row for row in place.metrics() if "lr" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 10]
+    assert rows[-1]["loss"] == losses(undisturbed[0])[9]
+
+
+def test_a_finished_run_is_prolonged(place: Place) -> None:
+    assert place.run("trainer.max_steps=4").code == 0
+    done = place.run("trainer.max_steps=6")
+    assert done.code == 0 and "continuing after step 4 of 6" in done.output
+    assert place.steps() == [2, 4, 6] and place.status() == "finished"
+    assert [row["step"] for row in place.metrics() if "lr" in row] == [1, 2, 3, 4, 5, 6]
+    # As it was, it is over: the whole validation is repeated and told once.
+    lines = place.metrics()
+    done = place.run("trainer.max_steps=6")
+    assert done.code == 0 and "nothing is left to do" in done.output
+    assert place.metrics() == lines
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "model.hidden_size=128",
+        "model.optim.lr=0.5",
+        "model.seed=7",
+        "model.fp8_e4m3=True",
+        "model.global_batch_size=8",
+        "model.data.splits_string=[800,150,50]",
+    ],
+)
+def test_model_data_and_optimizer_may_not_differ(place: Place, flag: str) -> None:
+    stopped_at(place, 2)
+    before = (place.dir() / "config.yaml").read_bytes()
+    done = place.run(flag)
+    assert done.code == 2, done.output
+    key = flag.partition("=")[0]
+    assert done.output.startswith("error: ") and f"{key}=" in done.output
+    assert "the run runs/job was made with" in done.output
+    assert "to continue it, or another exp_manager.name" in done.output
+    assert "Traceback" not in done.output
+    assert (place.dir() / "config.yaml").read_bytes() == before
+    assert place.steps() == [2]
+
+
+def test_other_data_under_the_same_name(place: Place, tmp_path: Path) -> None:
+    mine = replace(place, data=make_dataset(tmp_path / "mine"))
+    stopped_at(mine, 2)
+    make_dataset(tmp_path / "mine", seed=1)
+    done = mine.run()
+    assert done.code == 2, done.output
+    assert "was trained on other data" in done.output and "model.data.data_prefix" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_resume_if_exists_off(place: Place) -> None:
+    stopped_at(place, 2)
+    done = place.run("exp_manager.resume_if_exists=False")
+    assert done.code == 2 and "holds a run already" in done.output
+    assert "Traceback" not in done.output
+
+
+# ---- without a name
+
+
+def names(place: Place) -> list[str]:
+    return sorted(path.name for path in (place.cwd / "runs").iterdir())
+
+
+def test_the_newest_unfinished_one_is_continued(
+    place: Place, undisturbed: tuple[Place, Done]
+) -> None:
+    first = stopped_at(place, 3, UNNAMED)
+    (one,) = names(place)
+    assert first.first_line == f"runs/{one}: new run {one}"
+    other = stopped_at(place, 2, UNNAMED, "model.seed=5")  # another configuration
+    (two,) = set(names(place)) - {one}
+    assert other.first_line == f"runs/{two}: new run {two}"
+
+    done = place.run(UNNAMED)
+    assert done.code == 0
+    assert done.first_line == (
+        f"runs/{one}: continues {one}: the newest unfinished run with the same settings"
+    )
+    assert len(names(place)) == 2 and place.status(one) == "finished"
+    mine = [row["loss"] for row in place.metrics(one) if "lr" in row]
+    assert mine == losses(undisturbed[0])
+
+    done = place.run(UNNAMED, fault=["signalled", int(signal.SIGTERM), 1])  # that one is over
+    (three,) = set(names(place)) - {one, two}
+    assert done.code == 75 and done.first_line == f"runs/{three}: new run {three}"
+    done = place.run(UNNAMED, "exp_manager.resume_if_exists=False", "trainer.max_steps=2")
+    assert done.code == 0 and ": new run " in done.first_line and len(names(place)) == 4
+
+
+def stopped_alive(place: Place, *more: str) -> Child:
+    """A living process in the middle of its run: SIGSTOP."""
+    child = place.start(*more, fault=["slow", 0.2])
+    wait_until(lambda: list(place.cwd.glob("runs/*/metrics.jsonl")), "training")
+    os.kill(child.pid, signal.SIGSTOP)
+    return child
+
+
+def end(child: Child) -> None:
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() is not None
+
+
+def test_a_living_run_is_not_joined(place: Place) -> None:
+    alive = stopped_alive(place, UNNAMED)
+    try:
+        (one,) = names(place)
+        done = stopped_at(place, 1, UNNAMED)
+        (two,) = set(names(place)) - {one}
+        assert done.first_line == f"runs/{two}: new run {two} ({one} is in use)"
+        done = place.run(f"exp_manager.name={one}")
+        assert done.code == 2, done.output
+        assert f"runs/{one} is in use by process {alive.pid} on " in done.output
+        assert "Traceback" not in done.output
+    finally:
+        end(alive)
+    done = stopped_at(place, 2, f"exp_manager.name={one}")  # the dead hold no locks
+    assert f"continues {one}" in done.first_line
+
+
+def test_a_sweeps_jobs_are_never_joined(place: Place) -> None:
+    words = ["-m", UNNAMED, "model.seed=1234,5", "trainer.max_steps=2", "hydra.sweep.dir=runs"]
+    done = place.run(*words, fault=["signalled", int(signal.SIGTERM), 1])
+    assert done.code == 75, done.output
+    assert names(place) and (place.dir("0") / "checkpoints").is_dir()
+    done = place.run(UNNAMED, "trainer.max_steps=2")
+    assert done.code == 0 and ": new run " in done.first_line, done.output
+
+
+# ---- when to save
+
+
+def test_train_time_interval(place: Place) -> None:
+    interval = "exp_manager.checkpoint_callback_params.train_time_interval=0.5"
+    last = "exp_manager.checkpoint_callback_params.save_last=False"
+    done = place.run(f"{EVERY}=null", interval, last, fault=["slow", 0.2])
+    assert done.code == 0, done.output
+    assert done.output.count("saved and verified") >= 2
+    assert all(b - a >= 2 for a, b in zip(place.steps(), place.steps()[1:], strict=False))
+
+
+def test_save_last_off(place: Place) -> None:
+    last = "exp_manager.checkpoint_callback_params.save_last=False"
+    done = place.run(f"{EVERY}=5", last)
+    assert done.code == 0 and place.steps() == [5, 10]
+    assert place.summary()["checkpoint"] == "runs/job/checkpoints/step_00000010"
+
+
+def test_keep(place: Place) -> None:
+    done = place.run("exp_manager.checkpoint_callback_params.keep=1", f"{EVERY}=5")
+    assert done.code == 0 and place.steps() == [STEPS]
+
+
+def test_a_full_disk_costs_that_checkpoint_only(
+    place: Place, undisturbed: tuple[Place, Done]
+) -> None:
+    done = place.run(fault=["full_disk_at", 2])
+    assert done.code == 0, done.output
+    assert "checkpoint at step 4 failed, training goes on" in done.output
+    assert "ENOSPC" in done.output
+    assert_same(place, undisturbed[0])

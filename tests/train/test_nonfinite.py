@@ -1,0 +1,117 @@
+"""Non-finite losses, gradients and weights: named, never saved, and what the policies do."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from megafp8.observe.metrics import read_metrics
+from tests.train.runs import STEPS, Done, Place, assert_same, timeless_metrics
+
+
+def policy(name: str) -> str:
+    return f"trainer.nonfinite_policy={name}"
+
+
+def bad_tensor(place: Place) -> str:
+    """The name of one parameter, as a checkpoint of another run spells it."""
+    manifest = json.loads((place.checkpoint(STEPS) / "manifest.json").read_text())
+    names = [piece["name"] for file in manifest["files"] for piece in file["pieces"]]
+    models = [name.removeprefix("model/") for name in names if name.startswith("model/")]
+    return next(name for name in models if "fc1" in name and "weight" in name)
+
+
+def test_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    reference, _ = undisturbed
+    name = bad_tensor(reference)
+    done = place.run(fault=["nan_gradient", name, [6]])
+    assert done.code == 3, done.output
+    assert "Traceback" not in done.output
+    said = done.output.splitlines()[-1]
+    assert said.startswith("error: step 6: ") and f"gradient of {name}." in said
+    assert "grad norm nan" in said and "nonfinite_policy=skip" in said
+    assert place.steps() == [2, 4]
+    done = place.run()  # the fault has passed: the same command goes on
+    assert done.code == 0
+    assert_same(place, reference)
+
+
+def test_skip(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    reference, _ = undisturbed
+    done = place.run(policy("skip"), fault=["nan_gradient", bad_tensor(reference), [6]])
+    assert done.code == 0, done.output
+    assert "its batch is skipped" in done.output
+    assert place.summary()["num_skipped_steps"] == 1
+    rows = {row["step"]: row for row in read_metrics(place.dir() / "metrics.jsonl") if "lr" in row}
+    assert len(rows) == STEPS
+    assert math.isnan(rows[6]["grad_norm"])
+    before, after = rows[5], rows[7]
+    theirs = {row["step"]: row for row in reference.metrics() if "lr" in row}
+    assert before["loss"] == theirs[5]["loss"] and math.isfinite(after["loss"])
+    assert after["consumed_samples"] == theirs[7]["consumed_samples"]
+    assert place.steps() == [8, 10, 12]
+
+
+def test_rollback_of_a_passing_fault(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    reference, _ = undisturbed
+    fault = ["nan_gradient", bad_tensor(reference), [6], 1]
+    done = place.run(policy("rollback"), fault=fault)
+    assert done.code == 0, done.output
+    assert "going back to step 4" in done.output and "skipped" not in done.output
+    assert place.summary()["num_skipped_steps"] == 0
+    for step in place.steps():
+        mine, theirs = (p.checkpoint(step) / "rank0.safetensors" for p in (place, reference))
+        assert mine.read_bytes() == theirs.read_bytes()
+    assert timeless_metrics(place) == timeless_metrics(reference)
+
+
+def test_rollback_before_the_first_checkpoint(
+    place: Place, undisturbed: tuple[Place, Done]
+) -> None:
+    fault = ["nan_gradient", bad_tensor(undisturbed[0]), [1], 1]
+    done = place.run(policy("rollback"), fault=fault)
+    assert done.code == 0, done.output
+    assert "going back to step 0" in done.output
+    assert place.summary()["num_skipped_steps"] == 0
+
+
+def test_rollback_of_lasting_faults(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """Two bad steps between the same two checkpoints: each is tried twice, then left out."""
+    every = "exp_manager.checkpoint_callback_params.every_n_train_steps=4"
+    fault = ["nan_gradient", bad_tensor(undisturbed[0]), [6, 8]]
+    done = place.run(policy("rollback"), every, fault=fault)
+    assert done.code == 0, done.output
+    assert done.output.count("going back to step 4") == 2
+    assert place.summary()["num_skipped_steps"] == 2
+    steps = [row["step"] for row in place.metrics() if "lr" in row]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_ten_in_a_row_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    name = bad_tensor(undisturbed[0])
+    done = place.run(policy("skip"), fault=["nan_gradient", name, list(range(3, STEPS + 1))])
+    assert done.code == 3, done.output
+    assert done.output.count("its batch is skipped") == 9
+    assert done.output.splitlines()[-1].startswith("error: step 12: ")
+
+
+def test_a_weight_that_became_infinite_is_never_saved(
+    place: Place, undisturbed: tuple[Place, Done]
+) -> None:
+    """By a step whose own loss and gradients were finite. (An FP8 cast saturates: such a weight
+    may give finite losses again.)
+    """
+    reference, _ = undisturbed
+    name = bad_tensor(reference)
+    done = place.run(fault=["infinite_weight", name, 6])
+    assert done.code == 3, done.output
+    assert f"error: step 6: model/{name} is not finite: this step was not saved." in done.output
+    assert place.steps() == [2, 4]
+    name = "final_norm.weight"  # computed in BF16
+    done = place.run(fault=["infinite_weight", name, 5])
+    assert done.code == 3
+    assert f"error: step 6: loss nan, grad norm nan; first bad: weight {name}." in done.output
+    assert place.steps() == [2, 4]
+    assert "Traceback" not in done.output
+    assert place.run().code == 0
+    assert_same(place, reference)
