@@ -27,6 +27,9 @@ def gpu_available() -> bool:
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """One run: in this process, or as ranks that this process starts and watches."""
     spec = resolve(cfg, gpu_available)
+    if not is_rank():
+        for line in info.inert:
+            print(line)
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.document import help_page
-from megafp8.config.load import load
+from megafp8.config.load import load_all
 from megafp8.config.options import Options, parse_options
 from megafp8.config.problems import SettingError
 from megafp8.errors import ExitCode, UserError
@@ -28,6 +28,7 @@ class AppInfo:
     config_name: str
     is_sweep: bool = False
     job_num: int | None = None  # of a sweep, from 0
+    inert: tuple[str, ...] = field(default=(), compare=False)  # lines for the start of the run
     directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
 
 
@@ -61,13 +62,14 @@ def _run(options: Options, task: Task, prog: str) -> int:
         from megafp8.config.sweep import run_sweep
 
         return run_sweep(options, task)
-    cfg = load(options.overrides, options.config_dir, options.config_name)
+    loaded = load_all(options.overrides, options.config_dir, options.config_name)
     if options.show_config:
-        print(OmegaConf.to_yaml(cfg, resolve=options.resolve), end="")
+        print(OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve), end="")
         return ExitCode.FINISHED
     info = AppInfo(
         overrides=options.overrides,
         config_dir=options.config_dir,
         config_name=options.config_name,
+        inert=tuple(loaded.inert_lines()),
     )
-    return task(cfg, info)
+    return task(loaded.cfg, info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
 
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import Setting, flatten, setting_problem
 from megafp8.config.problems import SettingError
 from megafp8.config.schema import Config
@@ -25,6 +27,26 @@ ROOT_CONFIG = "megafp8_root"
 """Made anew for each composition: schema, then the YAML asked for, then Hydra's own settings."""
 
 _SCHEMA = "megafp8_schema"
+
+
+def _product(*factors: float) -> float:
+    return math.prod(_numbers(factors))
+
+
+def _sum(*terms: float) -> float:
+    return sum(_numbers(terms))
+
+
+def _numbers(values: Sequence[object]) -> list[float]:
+    wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float))]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not a number")
+    return [v for v in values if isinstance(v, (int, float))]
+
+
+# NeMo's own, for `${multiply:...}` and `${sum:...}` in its files.
+OmegaConf.register_new_resolver("multiply", _product, replace=True)
+OmegaConf.register_new_resolver("sum", _sum, replace=True)
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
 
 
@@ -81,7 +103,7 @@ def register(source: Source) -> None:
     group, _, option = source.name.rpartition("/")
     yaml: Any = {f"/{group}@_global_": option} if group else source.name
     store = ConfigStore.instance()
-    store.store(name=_SCHEMA, node=Config)
+    store.store(name=_SCHEMA, node=schema_tree())
     hydra_settings = {
         "run": {"dir": "."},
         "output_subdir": None,
@@ -92,6 +114,15 @@ def register(source: Source) -> None:
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
     root = {"defaults": [_SCHEMA, "_self_", yaml, *quiet], "hydra": hydra_settings}
     store.store(name=ROOT_CONFIG, node=root)
+
+
+def schema_tree() -> DictConfig:
+    """The schema, and NeMo's keys that do nothing here, which `load` checks and takes out."""
+    schema = OmegaConf.structured(Config)
+    for path, key in nemo_keys().items():
+        OmegaConf.update(schema, path, key.ours, force_add=True)
+    assert isinstance(schema, DictConfig)
+    return schema
 
 
 def compose(source: Source, overrides: Sequence[str]) -> DictConfig:

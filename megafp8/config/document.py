@@ -13,7 +13,9 @@ from omegaconf import MISSING, OmegaConf
 
 from megafp8.config.compose import conf_dir
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
+from megafp8.config.nemo import NOT_YET, nemo_keys
 from megafp8.config.schema import all_keys
+from megafp8.config.values import plain
 
 _USAGE = """\
 Usage: {prog} [KEY=VALUE ...] [options]
@@ -58,8 +60,9 @@ A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states wha
 that line it must give every key marked *required* below.
 
 What is wrong is reported all at once, before anything starts: the key, its value, where it was
-set, and what would be valid. The exit code is then 2. There is no key that is accepted and ignored:
-an unknown one is refused, also behind `+` or `++`.
+set, and what would be valid. The exit code is then 2. There is no key that is silently ignored:
+an unknown one is refused, also behind `+` or `++`, and a known one that changes nothing is named at
+the start of the run.
 
 A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
 directory, and the same one again continues its runs.
@@ -70,6 +73,15 @@ A run with a name (`exp_manager.name`) is continued by the same name. Keys marke
 then differ: the length of the run, logging, layout and policies. Any other difference is refused by
 name. `trainer.max_steps` is part of the cosine schedule: another length changes the learning rates
 of the steps to come. A run without a name is continued only by exactly the same configuration.
+"""
+
+
+_NEMO_PART = """\
+## NeMo's keys that do nothing here
+
+These are accepted with NeMo's default, or with the value that says what megafp8 does, and are then
+listed at the start of a run as *inert*. Any other value is refused, with the reason and a way out:
+for good, or *not yet*. `—` marks keys of later versions of NeMo, or of Megatron.
 """
 
 
@@ -97,6 +109,7 @@ def markdown_page() -> str:
         parts.append("|---|---|---|---|---|---|")
         parts += [_row(key, section, values[key.path]) for key in keys]
         parts.append("")
+    parts += _nemo_part()
     parts.append("## Defaults that differ from NeMo's\n")
     parts.append(
         "NeMo's are those of its `megatron_gpt_config.yaml`; `—` above marks keys that it does not "
@@ -106,6 +119,27 @@ def markdown_page() -> str:
     for key in differing_keys():
         parts.append(f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |")
     return "\n".join(parts) + "\n"
+
+
+def _nemo_part() -> list[str]:
+    parts = [_NEMO_PART]
+    parts += ["| key | NeMo | passes | other values | here |", "|---|---|---|---|---|"]
+    for key in nemo_keys().values():
+        nemo = _code(key.nemo) if key.in_megatron_gpt_config else "—"
+        other = "not yet" if key.status == NOT_YET else "refused"
+        other = "pass too" if key.any_text else other
+        passes = "any text" if key.any_text else ", ".join(_code(value) for value in key.accepts)
+        if key.same_as is not None:
+            passes += ", and what follows from other keys"
+        here = (
+            key.note
+            if key.way_out.startswith("Leave it out, or give")
+            else (f"{key.note}. {key.way_out}")
+        )
+        cells = [f"`{key.path}`", nemo, passes, other, here[0].upper() + here[1:] + "."]
+        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    parts.append("")
+    return parts
 
 
 def differing_keys() -> list[Key]:
@@ -149,9 +183,7 @@ def _code(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    if value is None:
-        return "null"
-    return "???" if value == MISSING else str(value)
+    return "???" if value == MISSING else plain(value)
 
 
 if __name__ == "__main__":

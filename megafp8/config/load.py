@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.compose import (
     COMPOSE_ERRORS,
@@ -14,13 +16,39 @@ from megafp8.config.compose import (
     Source,
     compose,
     find_source,
+    schema_tree,
     yaml_problems,
     yaml_settings,
 )
-from megafp8.config.overrides import ParsedOverride, flatten, parse_overrides, unknown_key
-from megafp8.config.problems import COMMAND_LINE, SettingError, raise_if_any
-from megafp8.config.schema import Config, all_keys, all_sections
-from megafp8.config.validate import check_values, read_values
+from megafp8.config.nemo import nemo_keys
+from megafp8.config.overrides import (
+    ParsedOverride,
+    Setting,
+    flatten,
+    known_sections,
+    parse_overrides,
+    unknown_key,
+)
+from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
+from megafp8.config.schema import Config, all_keys
+from megafp8.config.validate import check_values, read_value, read_values
+from megafp8.config.values import plain
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked tree, who set what in it, and what was given and changes nothing."""
+
+    cfg: DictConfig
+    origins: Mapping[str, str]
+    inert: tuple[Setting, ...]
+
+    def inert_lines(self) -> list[str]:
+        """One line for each setting that was given and changes nothing here."""
+        keys = nemo_keys()
+        return [
+            f"inert: {s.key}={plain(s.value)} ({s.origin}): {keys[s.key].note}" for s in self.inert
+        ]
 
 
 def load(
@@ -32,23 +60,33 @@ def load(
 
     Raises `SettingError` or `CombinedConfigError`, both a `ConfigError`.
     """
+    return load_all(overrides, config_dir, config_name).cfg
+
+
+def load_all(
+    overrides: Sequence[str] = (),
+    config_dir: Path | None = None,
+    config_name: str = DEFAULT_CONFIG,
+) -> Loaded:
+    """What `load` gives, with origins and inert settings."""
     source = find_source(config_dir, config_name)
     good, problems = parse_overrides(overrides, source.directories)
     try:
         composed = compose(source, [override.text for override in good])
     except SettingError as problem:
-        raise_if_any(problems + (yaml_problems(source) or [problem]))
+        in_yaml = yaml_problems(source)
+        problems += in_yaml or [problem]
+        raise_if_any(problems + (_problems_beside(source, good, problems) if in_yaml else []))
         raise
     origins = find_origins(source, good)
     problems += _extra_keys(composed, source)
-    cfg = None if problems else _typed(composed)
-    values, unreadable = read_values(composed if cfg is None else cfg, origins)
+    values, unreadable = read_values(composed, origins)
     problems += unreadable
     bad = {problem.key for problem in problems}
     problems += check_values({k: v for k, v in values.items() if k not in bad}, origins)
-    raise_if_any(problems)
-    assert cfg is not None
-    return cfg
+    inert, refused = _nemo_settings(composed, values, origins)
+    raise_if_any(problems + refused)
+    return Loaded(_typed(composed), origins, tuple(inert))
 
 
 def find_origins(source: Source, overrides: Sequence[ParsedOverride]) -> dict[str, str]:
@@ -61,10 +99,52 @@ def find_origins(source: Source, overrides: Sequence[ParsedOverride]) -> dict[st
     return origins
 
 
+def _problems_beside(
+    source: Source, good: Sequence[ParsedOverride], known: Sequence[SettingError]
+) -> list[SettingError]:
+    """What else is wrong where Hydra cannot compose: of the keys that the user gave, alone."""
+    bad = {problem.key for problem in known}
+    given = [*yaml_settings(source), *(s for override in good for s in override.settings)]
+    tree = schema_tree()
+    for setting in given:
+        if setting.key not in bad:
+            OmegaConf.update(tree, setting.key, setting.value)
+    origins = find_origins(source, good)
+    values, problems = read_values(tree, origins)
+    values = {key: value for key, value in values.items() if key in origins and key not in bad}
+    problems += check_values(values, origins) + _nemo_settings(tree, values, origins)[1]
+    return [problem for problem in problems if problem.key in origins and problem.key not in bad]
+
+
+def _nemo_settings(
+    composed: DictConfig, values: Mapping[str, Any], origins: Mapping[str, str]
+) -> tuple[list[Setting], list[SettingError]]:
+    """NeMo's keys that do nothing here: those that were given, and those that do not pass."""
+    inert: list[Setting] = []
+    refused: list[SettingError] = []
+    for path, key in nemo_keys().items():
+        origin = origins.get(path, DEFAULT)
+        try:
+            value = read_value(composed, path)
+        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            refused.append(SettingError(path, None, reason, key.way_out, origin=origin))
+            continue
+        if not key.passes(value, values):
+            refused.append(key.problem(value, origin))
+        elif path in origins:
+            inert.append(Setting(path, value, origin))
+    return inert, refused
+
+
 def _typed(composed: DictConfig) -> DictConfig:
-    """The same tree with the schema at its root, closed to new keys."""
+    """The tree of the schema alone, closed to new keys."""
     try:
-        cfg: Any = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        cfg: Any = OmegaConf.structured(Config)
+        cfg = OmegaConf.merge(cfg, OmegaConf.masked_copy(composed, list(cfg)))
+        for path in nemo_keys():
+            _delete(cfg, path)
+        _fill_in(cfg, composed)
     except COMPOSE_ERRORS as error:  # nothing is known to come here: sections are checked before
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingError("config", None, line, "Mend the value it names") from error
@@ -73,9 +153,33 @@ def _typed(composed: DictConfig) -> DictConfig:
     return cfg
 
 
+def _delete(cfg: DictConfig, path: str) -> None:
+    """Take out a key, and the sections that it leaves empty."""
+    names = path.split(".")
+    for end in range(len(names) - 1, -1, -1):
+        node = OmegaConf.select(cfg, ".".join(names[:end])) if end else cfg
+        if not isinstance(node, DictConfig):
+            return
+        if names[end] in node.keys() and (end == len(names) - 1 or not node._get_node(names[end])):
+            with open_dict(node):
+                node.pop(names[end])
+
+
+def _fill_in(cfg: DictConfig, composed: DictConfig) -> None:
+    """Give keys their values that refer to a key which is no longer there."""
+    for path in all_keys():
+        value = read_value(composed, path)
+        try:
+            stands = read_value(cfg, path) == value
+        except OmegaConfBaseException:
+            stands = False
+        if not stands:
+            OmegaConf.update(cfg, path, value)
+
+
 def _extra_keys(composed: DictConfig, source: Source) -> list[SettingError]:
     """Keys that Hydra let in although the schema has none of them."""
     tree = OmegaConf.to_container(composed, resolve=False)
     settings = flatten("", tree, source.file.name)
-    known = all_keys().keys() | all_sections()
+    known = all_keys().keys() | nemo_keys().keys() | known_sections()
     return [unknown_key(setting) for setting in settings if setting.key not in known]

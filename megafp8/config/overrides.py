@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.problems import COMMAND_LINE, SettingError
 from megafp8.config.schema import Config, all_keys, all_sections
 
@@ -62,10 +63,16 @@ def parse_overrides(
 
 
 def setting_problem(setting: Setting) -> SettingError | None:
-    """What is wrong with one setting by itself: an unknown key or a value of another type."""
+    """What is wrong with one setting by itself: an unknown key or a value of another type.
+
+    The values of NeMo's keys that do nothing here are checked in the composed tree: they may be
+    interpolations.
+    """
     key = all_keys().get(setting.key)
     if key is None:
-        if setting.key in all_sections():
+        if setting.key in nemo_keys():
+            return None
+        if setting.key in known_sections():
             return _section_problem(setting)
         return unknown_key(setting)
     try:
@@ -93,7 +100,10 @@ def unknown_key(setting: Setting) -> SettingError:
 
 def similar_keys(wrong: str) -> list[str]:
     """Up to three keys that `wrong` may have meant, the likeliest first."""
-    keys = list(all_keys())
+    return _similar(wrong, list(all_keys())) or _similar(wrong, list(nemo_keys()))
+
+
+def _similar(wrong: str, keys: list[str]) -> list[str]:
     last = wrong.rpartition(".")[2]
     same_name = [key for key in keys if key.rpartition(".")[2] == last]
     close = difflib.get_close_matches(wrong[:200], keys, n=2, cutoff=0.75)
@@ -105,7 +115,7 @@ def similar_keys(wrong: str) -> list[str]:
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
     """The leaves of a value that may be a dict of dicts. Leaves end where the schema's do."""
-    if isinstance(value, dict) and (key in all_sections() or not key):
+    if isinstance(value, dict) and (key in known_sections() or not key):
         for name, item in value.items():
             path = f"{key}.{name}" if key else str(name)
             if "." in str(name):
@@ -139,7 +149,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return unknown_key(Setting(key, None, COMMAND_LINE))
     if sweeps:
         # Each job of the sweep is checked with its own value; here only the key can be.
-        known = key in all_keys() or key in all_sections()
+        known = key in all_keys() or key in nemo_keys() or key in known_sections()
         if not known:
             return unknown_key(Setting(key, override.get_value_string(), COMMAND_LINE))
         return ParsedOverride(text.lstrip("+"), (), override)
@@ -178,7 +188,8 @@ def _sweep_problem(text: str, key: str) -> SettingError:
 
 
 def _section_problem(setting: Setting) -> SettingError:
-    inside = [key for key in all_keys() if key.startswith(setting.key + ".")]
+    keys = [*all_keys(), *nemo_keys()]
+    inside = [key for key in keys if key.startswith(setting.key + ".")]
     return SettingError(
         setting.key,
         setting.value,
@@ -186,6 +197,12 @@ def _section_problem(setting: Setting) -> SettingError:
         f"Set the keys in it, as {inside[0]}=VALUE",
         origin=setting.origin,
     )
+
+
+@cache
+def known_sections() -> frozenset[str]:
+    """Every inner node of the composed tree by its dotted path."""
+    return all_sections() | nemo_sections()
 
 
 @cache

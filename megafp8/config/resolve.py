@@ -11,6 +11,8 @@ from megafp8.config.problems import SettingError
 from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
+    ADAMW_NAMES,
+    DEFAULT_EXP_DIR,
     PRECISIONS,
     format_number,
     parse_interval_seconds,
@@ -87,6 +89,8 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
+    values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
+    values["model.optim.name"] = ADAMW_NAMES[0]
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
     elif values["model.fp8_e4m3"]:
@@ -178,6 +182,13 @@ def _data(model: Model) -> DataSpec:
 
 def _checkpoint(manager: ExpManager) -> CheckpointSpec:
     params = manager.checkpoint_callback_params
+    if not manager.create_checkpoint_callback:
+        return CheckpointSpec(
+            every_n_train_steps=None,
+            train_time_interval_seconds=None,
+            save_last=False,
+            keep=params.keep,
+        )
     return CheckpointSpec(
         every_n_train_steps=params.every_n_train_steps,
         train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
@@ -188,7 +199,7 @@ def _checkpoint(manager: ExpManager) -> CheckpointSpec:
 
 def _observe(manager: ExpManager) -> ObserveSpec:
     return ObserveSpec(
-        exp_dir=manager.exp_dir,
+        exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
         name=manager.name,
         explicit_log_dir=manager.explicit_log_dir,
         resume_if_exists=manager.resume_if_exists,

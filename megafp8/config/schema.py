@@ -25,6 +25,7 @@ from megafp8.config.keys import (
     or_null,
 )
 from megafp8.config.values import (
+    ADAMW_NAMES,
     HALF_PRECISIONS,
     PRECISIONS,
     parse_interval_seconds,
@@ -154,12 +155,12 @@ class CheckpointCallback:
 class ExpManager:
     """The directory of a run, its loggers and its checkpoints."""
 
-    exp_dir: str = key(
+    exp_dir: str | None = key(
         "runs",
-        "Directory in which runs get their own directories.",
+        "Directory in which runs get their own directories; null for `runs`.",
         nemo=None,
         kind="logging",
-        valid=_PATH,
+        valid=or_null(_PATH),
     )
     name: str | None = key(
         None,
@@ -177,6 +178,12 @@ class ExpManager:
     )
     resume_if_exists: bool = key(
         True, "Continue from the newest good checkpoint.", nemo=True, kind="logging"
+    )
+    create_checkpoint_callback: bool = key(
+        True,
+        "Write checkpoints while training; without it only a signal does.",
+        nemo=True,
+        kind="logging",
     )
     create_tensorboard_logger: bool = key(True, "Write TensorBoard files.", kind="logging")
     create_wandb_logger: bool = key(
@@ -285,13 +292,13 @@ class Optim:
 
     name: str = key(
         "adamw",
-        "AdamW, with decoupled weight decay.",
+        "AdamW, with decoupled weight decay; NeMo's `fused_adam` is the same.",
         nemo="fused_adam",
         kind="optim",
         valid=one_of(
-            "adamw",
-            later=("fused_adam", "adam", "distributed_fused_adam", "sgd"),
-            suggestion="Use adamw, which fused_adam is too (decoupled weight decay)",
+            *ADAMW_NAMES,
+            later=("adam", "distributed_fused_adam", "sgd"),
+            suggestion="Use adamw, or fused_adam, which is the same (decoupled weight decay)",
         ),
     )
     lr: float = key(MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", valid=above(0))

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from megafp8.config.app import AppInfo, Task, report
 from megafp8.config.compose import ROOT_CONFIG, Source, find_source, register
-from megafp8.config.load import load
+from megafp8.config.load import load, load_all
 from megafp8.config.options import Options
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.problems import COMMAND_LINE, SettingError, raise_if_any
@@ -67,7 +67,8 @@ def _run_job(options: Options, task: Task) -> int:
     overrides = tuple(str(text) for text in settings.overrides.task)
     print(f"[sweep] job {settings.job.num}: {' '.join(overrides)} -> {directory}", flush=True)
     try:
-        cfg = load(overrides, options.config_dir, options.config_name)
+        loaded = load_all(overrides, options.config_dir, options.config_name)
+        cfg = loaded.cfg
         cfg.exp_manager.explicit_log_dir = str(directory)
         info = AppInfo(
             overrides=overrides,
@@ -76,6 +77,7 @@ def _run_job(options: Options, task: Task) -> int:
             is_sweep=True,
             job_num=int(settings.job.num),
             directory=directory,
+            inert=tuple(loaded.inert_lines()),
         )
         return task(cfg, info)
     except UserError as error:

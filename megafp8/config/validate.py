@@ -35,6 +35,12 @@ FP8_DETAILS = (
 )
 """What means nothing unless `model.fp8` is on."""
 
+CHECKPOINT_DETAILS = (
+    "exp_manager.checkpoint_callback_params.every_n_train_steps",
+    "exp_manager.checkpoint_callback_params.train_time_interval",
+)
+"""What means nothing unless checkpoints are written."""
+
 _SEARCH_LIMIT = 10_000
 
 
@@ -77,8 +83,7 @@ def read_values(
     problems: list[SettingError] = []
     for path, key in all_keys().items():
         try:
-            value = OmegaConf.select(cfg, path, throw_on_missing=True)
-            values[path] = OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
+            values[path] = read_value(cfg, path)
             # An interpolation may bring another key's type along where the schema allows several.
             problem = setting_problem(Setting(path, values[path], _origin(path, origins)))
             if problem is not None:
@@ -89,6 +94,12 @@ def read_values(
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             problems.append(_unreadable(key, error, origins))
     return values, problems
+
+
+def read_value(cfg: DictConfig, path: str) -> Any:
+    """One value as plain Python, interpolations resolved; raises where it cannot be read."""
+    value = OmegaConf.select(cfg, path, throw_on_missing=True)
+    return OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
 
 
 def check_values(values: Values, origins: Origins | None = None) -> list[SettingError]:
@@ -315,6 +326,12 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
                 "model.fp8_e4m3=True as well: they are two formats",
                 "Set one of the two to False",
             )
+    if v.get("exp_manager.create_checkpoint_callback") is False:
+        switch = "exp_manager.create_checkpoint_callback"
+        for key in CHECKPOINT_DETAILS:
+            asked = key in v and v[key] != keys[key].default
+            if asked and _strength(key, origins) >= _strength(switch, origins):
+                yield Finding(key, f"means nothing with {switch}=False", "Leave one of the two out")
     if v.get("exp_manager.explicit_log_dir") is not None:
         log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
         if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):

@@ -15,6 +15,11 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp32"]] = {
 }
 HALF_PRECISIONS: tuple[int | str, ...] = (16, "16", "16-mixed")
 
+ADAMW_NAMES = ("adamw", "fused_adam")
+"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: decoupled decay, on matrices alone."""
+
+DEFAULT_EXP_DIR = "runs"
+
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
@@ -50,3 +55,8 @@ def _finite(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def plain(value: object) -> str:
+    """A value as YAML has it: `null`, `True`, `10`."""
+    return "null" if value is None else str(value)

@@ -73,6 +73,17 @@ def test_one_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]  # Hydra leaves nothing behind
 
 
+def test_inert_settings_reach_the_task() -> None:
+    seen: list[AppInfo] = []
+
+    def task(cfg: DictConfig, info: AppInfo) -> int:
+        seen.append(info)
+        return 0
+
+    assert run_app(["model.sequence_parallel=False"], task) == 0
+    assert len(seen[0].inert) == 1 and seen[0].inert[0].startswith("inert: model.sequence_parallel")
+
+
 def test_sweep(tmp_path: Path) -> None:
     done = shell(tmp_path, "-m", "model.fp8=True,False", "+model.seed=1,2")
     assert done.stderr == "" and done.returncode == 0

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_config_imports_no_torch() -> None:
-    modules = ["app", "document", "identity", "load", "resolve", "sweep", "validate"]
+    modules = ["app", "document", "identity", "load", "nemo", "resolve", "sweep", "validate"]
     imports = "; ".join(f"import megafp8.config.{name}" for name in modules)
     code = f"import sys; {imports}; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.identity import check_continues, differences, flat, full_identity, identity
 from megafp8.config.load import load
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
@@ -161,7 +162,18 @@ def test_a_key_that_an_older_run_lacks_counts_with_its_default() -> None:
 
 # --- any list of overrides ends in a spec or in an error that a user can mend --------------------
 
-KEYS = [*all_keys(), "model", "model.optim", "model.fp9", "foo", "hydra.job.name", "", ".", "a@b"]
+KEYS = [
+    *all_keys(),
+    *nemo_keys(),
+    "model",
+    "model.optim",
+    "model.fp9",
+    "foo",
+    "hydra.job.name",
+    "",
+    ".",
+    "a@b",
+]
 VALUES = st.one_of(
     st.integers(-5, 5000).map(str),
     st.sampled_from([str(2**k) for k in range(12)]),

@@ -1,0 +1,411 @@
+"""NeMo's keys that megafp8 knows and does not act on: which values pass, and why no other does.
+
+A key here is *inert* where NeMo's own default is among the values that pass: given so, it is
+accepted and named at the start of the run. Any other value is refused with the reason and the way
+out. *Not yet* are keys whose feature is planned; *refused* are those whose feature will not come.
+The keys that do something are in the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from megafp8.config.problems import SettingError
+from megafp8.config.values import plain
+
+Status = Literal["inert", "not yet"]
+Values = Mapping[str, Any]
+
+INERT: Status = "inert"
+NOT_YET: Status = "not yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemoKey:
+    """One key that changes nothing here. `nemo` is its default in NeMo, as it is written there."""
+
+    path: str
+    nemo: Any
+    accepts: tuple[Any, ...]  # first the value that says what megafp8 does
+    status: Status  # of the values that do not pass: never, or not yet
+    why: str  # of any other value: "… " after "key=value (origin): "
+    way_out: str
+    note: str  # what megafp8 does
+    same_as: Callable[[Values], Any] | None = None  # passes too: what follows from live keys
+    any_text: bool = False
+    in_megatron_gpt_config: bool = True
+
+    @property
+    def ours(self) -> Any:
+        """The value in the composed tree where nobody gives one."""
+        return self.accepts[0]
+
+    def passes(self, value: Any, values: Values) -> bool:
+        """Whether a value asks for no more than what happens anyway."""
+        if self.any_text and (value is None or isinstance(value, str)):
+            return True
+        if any(_same(value, good) for good in self.accepts):
+            return True
+        if self.same_as is None:
+            return False
+        try:
+            return _same(value, self.same_as(values))
+        except (KeyError, ZeroDivisionError):
+            return True  # a live key that it follows from is refused already
+
+    def problem(self, value: Any, origin: str) -> SettingError:
+        return SettingError(
+            self.path, "null" if value is None else value, self.why, self.way_out, origin=origin
+        )
+
+    @property
+    def accepted_text(self) -> str:
+        if self.any_text:
+            return "any text"
+        return " or ".join(plain(value) for value in self.accepts)
+
+
+def _same(value: Any, good: Any) -> bool:
+    """Equal in meaning: 0 is not False, and "1" is not 1 but 1.0 is."""
+    if isinstance(value, bool) or isinstance(good, bool):
+        return value is good
+    return bool(value == good)
+
+
+@dataclass
+class _Table:
+    keys: dict[str, NemoKey] = field(default_factory=dict)
+    prefix: str = ""
+
+    def add(
+        self,
+        name: str,
+        nemo: Any,
+        note: str,
+        *,
+        also: tuple[Any, ...] = (),
+        ours: tuple[Any, ...] | None = None,
+        status: Status = INERT,
+        why: str = "",
+        way_out: str = "",
+        same_as: Callable[[Values], Any] | None = None,
+        any_text: bool = False,
+        extra: bool = False,
+    ) -> None:
+        accepts = (nemo, *also) if ours is None else ours
+        path = f"{self.prefix}.{name}" if self.prefix else name
+        reason = why or ("is not supported yet" if status == NOT_YET else "would change nothing")
+        if not any_text:
+            reason += f": {note}" if not why else f"; {note}"
+        default_way = f"Leave it out, or give {path}={plain(accepts[0])}"
+        self.keys[path] = NemoKey(
+            path=path,
+            nemo=nemo,
+            accepts=accepts,
+            status=status,
+            why=reason,
+            way_out=way_out or default_way,
+            note=note,
+            same_as=same_as,
+            any_text=any_text,
+            in_megatron_gpt_config=not extra,
+        )
+
+
+@cache
+def nemo_keys() -> Mapping[str, NemoKey]:
+    """Every key that is known and not in the schema, by its dotted path."""
+    table = _Table()
+    _root(table)
+    _trainer(table)
+    _exp_manager(table)
+    _model(table)
+    _model_memory_and_speed(table)
+    _model_fp8(table)
+    _model_sections(table)
+    return table.keys
+
+
+@cache
+def nemo_sections() -> frozenset[str]:
+    """Every inner node above the keys: `model`, `model.nsys_profile`, …"""
+    parts = [path.split(".") for path in nemo_keys()]
+    return frozenset(".".join(names[:end]) for names in parts for end in range(1, len(names)))
+
+
+def _root(t: _Table) -> None:
+    t.prefix = ""
+    t.add("name", "megatron_gpt", "a label, for ${name} in other keys", any_text=True)
+    t.add(
+        "restore_from_path", None, "training starts from new weights or continues its own run",
+        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
+    )  # fmt: skip
+
+
+def _trainer(t: _Table) -> None:
+    t.prefix = "trainer"
+    t.add(
+        "logger", False, "the loggers are exp_manager's",
+        way_out="Use exp_manager.create_tensorboard_logger or exp_manager.create_wandb_logger",
+    )  # fmt: skip
+    t.add(
+        "enable_checkpointing", False, "checkpoints are exp_manager's",
+        way_out="Use exp_manager.create_checkpoint_callback and checkpoint_callback_params",
+    )  # fmt: skip
+    t.add("use_distributed_sampler", False, "the data of each rank follows from its place")
+    t.add(
+        "max_epochs", -1, "the length of a run is counted in steps", also=(None,),
+        way_out="Use trainer.max_steps",
+    )  # fmt: skip
+    t.add(
+        "max_time", None, "a run ends by trainer.max_steps or by a signal, which saves it",
+        status=NOT_YET, extra=True,
+        way_out="Use trainer.max_steps, or send SIGTERM (Slurm: --signal) when time is up",
+    )  # fmt: skip
+    t.add("limit_test_batches", 500, "pretraining has no test stage", also=(0,))
+    t.add(
+        "accumulate_grad_batches", 1, "it follows from the batch sizes",
+        way_out="Use model.global_batch_size: its microbatches are accumulated",
+    )  # fmt: skip
+    t.add("benchmark", False, "there are no convolutions for cuDNN to choose")
+    t.add("enable_model_summary", False, "a run says its shape at the start")
+
+
+def _exp_manager(t: _Table) -> None:
+    t.prefix = "exp_manager"
+    neptune = "Use create_tensorboard_logger, create_wandb_logger or metrics.jsonl"
+    t.add("create_neptune_logger", False, "there is no Neptune logger", way_out=neptune)
+    for name, nemo in (
+        ("project", None), ("name", None), ("prefix", "train"),
+        ("log_model_checkpoints", False), ("tags", None), ("description", None),
+    ):  # fmt: skip
+        t.add(f"neptune_logger_kwargs.{name}", nemo, "there is no Neptune logger", way_out=neptune)
+    t.add(
+        "resume_ignore_no_checkpoint", True, "a run without a checkpoint begins at step 0",
+        way_out="Look into the run's checkpoints/ before, where it must exist",
+    )  # fmt: skip
+    t.add(
+        "resume_from_checkpoint", "${model.resume_from_checkpoint}",
+        "a run continues from its own newest good checkpoint", ours=(None,),
+        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
+    )  # fmt: skip
+    t.prefix = "exp_manager.checkpoint_callback_params"
+    newest = "checkpoints are kept by age, not by loss"
+    keep = "Use exp_manager.checkpoint_callback_params.keep for the newest N"
+    t.add("monitor", "val_loss", newest, way_out=keep)
+    t.add("mode", "min", newest, way_out=keep)
+    t.add("save_top_k", 10, newest, status=NOT_YET, way_out=keep)
+    own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
+    t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
+    t.add("save_nemo_on_train_end", False, "no .nemo files are written", way_out=own_format)
+    t.add(
+        "filename", "megatron_gpt--{val_loss:.2f}-{step}-{consumed_samples}",
+        "checkpoints are named step_NNN by their step",
+    )  # fmt: skip
+    t.add(
+        "model_parallel_size",
+        "${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}",
+        "it follows from the parallel sizes", ours=(1,),
+        same_as=lambda v: v["model.tensor_model_parallel_size"],
+        way_out="Leave it out",
+    )  # fmt: skip
+    t.add("async_save", False, "a checkpoint is written before the next step", status=NOT_YET)
+    t.add(
+        "dirpath", None, "checkpoints are in the run's own directory", extra=True,
+        way_out="Use exp_manager.explicit_log_dir",
+    )  # fmt: skip
+    t.add(
+        "every_n_epochs", None, "the length of a run is counted in steps", extra=True,
+        way_out="Use exp_manager.checkpoint_callback_params.every_n_train_steps",
+    )  # fmt: skip
+    t.add("save_best_model", False, newest, status=NOT_YET, extra=True, way_out=keep)
+    t.add("save_weights_only", False, "checkpoints hold all that continues a run", extra=True)
+    t.add("verbose", False, "each checkpoint is reported", also=(True,), extra=True)
+
+
+def _model(t: _Table) -> None:
+    t.prefix = "model"
+    t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
+          ours=(True, False))  # fmt: skip
+    t.add(
+        "rampup_batch_size", None, "every step has the same global batch", status=NOT_YET,
+        way_out="Leave it out; model.global_batch_size is the batch of all steps",
+    )  # fmt: skip
+    tp = "Use model.tensor_model_parallel_size or data parallelism (trainer.devices)"
+    t.add("pipeline_model_parallel_size", 1, "every rank has all layers", status=NOT_YET,
+          way_out=tp)  # fmt: skip
+    t.add("virtual_pipeline_model_parallel_size", None, "every rank has all layers",
+          status=NOT_YET, way_out=tp)  # fmt: skip
+    t.add("expert_model_parallel_size", 1, "there are no experts", status=NOT_YET)
+    t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
+          way_out=tp)  # fmt: skip
+    t.add(
+        "kv_channels", None, "it is hidden_size / num_attention_heads",
+        same_as=lambda v: v["model.hidden_size"] / v["model.num_attention_heads"],
+        way_out="Leave it out, or choose model.num_attention_heads to match",
+    )  # fmt: skip
+    t.add(
+        "num_query_groups", None, "each head has keys and values of its own", status=NOT_YET,
+        same_as=lambda v: v["model.num_attention_heads"],
+    )  # fmt: skip
+    t.add("apply_query_key_layer_scaling", False, "scores are scaled by 1 / sqrt(head size) alone")
+    t.add("normalization", "layernorm", "the norm is LayerNorm", status=NOT_YET)
+    t.add(
+        "do_layer_norm_weight_decay", False, "norms and biases do not decay",
+        why="has no equivalent here",
+    )  # fmt: skip
+    t.add("pre_process", True, "the embedding is always there")
+    t.add("post_process", True, "the head is always there")
+    t.add("persist_layer_norm", True, "torch chooses the kernel")
+    t.add("bias", True, "all linears have biases", status=NOT_YET)
+    t.add("activation", "gelu", "the MLP's activation is GELU", status=NOT_YET)
+    t.add("headscale", False, "heads are not scaled", why="has no equivalent here")
+    t.add("transformer_block_type", "pre_ln", "norms come before attention and MLP",
+          why="has no equivalent here")  # fmt: skip
+    t.add("openai_gelu", False, "GELU is the one of model.activation", status=NOT_YET)
+    t.add("normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
+          why="has no equivalent here")  # fmt: skip
+    t.add("position_embedding_type", "learned_absolute", "positions are learned", status=NOT_YET)
+    rotary = "positions are learned"
+    t.add("rotary_percentage", 1.0, rotary, status=NOT_YET)
+    t.add("seq_len_interpolation_factor", None, rotary, status=NOT_YET)
+    t.add("attention_type", "multihead", "attention is multi-head", why="has no equivalent here")
+    t.add("share_embeddings_and_output_weights", True, "input and output share one embedding",
+          status=NOT_YET)  # fmt: skip
+    builtin = "the built-in tokenizer has no files"
+    tokenizer = "Leave it out; an indexed dataset brings its tokenizer.json along"
+    for name, nemo in (
+        ("type", "GPT2BPETokenizer"), ("model", None), ("vocab_file", None),
+        ("merge_file", None), ("delimiter", None), ("sentencepiece_legacy", False),
+    ):  # fmt: skip
+        ours = (None, nemo) if name == "type" else None
+        t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
+    scale = "there is no FP16 and so no loss scale"
+    t.add("native_amp_init_scale", 4294967296, scale, status=NOT_YET)
+    t.add("native_amp_growth_interval", 1000, scale, status=NOT_YET)
+    t.add("hysteresis", 2, scale, status=NOT_YET)
+    t.add("fp32_residual_connection", False, "the residual stream has trainer.precision's dtype",
+          status=NOT_YET)  # fmt: skip
+    t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
+          why="has no equivalent here")  # fmt: skip
+    t.add("megatron_amp_O2", False, "weights have trainer.precision's dtype, masters are FP32",
+          ours=(True, False))  # fmt: skip
+    t.add(
+        "resume_from_checkpoint", None, "a run continues from its own newest good checkpoint",
+        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
+    )  # fmt: skip
+    t.add("use_cpu_initialization", False, "weights are equal whatever device makes them",
+          also=(True,))  # fmt: skip
+    t.add("onnx_safe", False, "nothing is exported to ONNX", why="has no equivalent here")
+    t.add("apex_transformer_log_level", 30, "Apex is not used")
+    t.add("sharp", False, "the network decides", why="has no equivalent here")
+    t.add("gc_interval", 0, "Python collects garbage as it does", status=NOT_YET)
+    t.add("enable_megatron_timers", False, "metrics.jsonl has the times of a step",
+          why="has no equivalent here")  # fmt: skip
+    timers: dict[str, Any] = {"log_every_n_steps": 10, "log_mode": "minmax", "barrier": False}
+    for name, nemo in timers.items():
+        t.add(f"megatron_timer_kwargs.{name}", nemo, "metrics.jsonl has the times of a step",
+              why="has no equivalent here")  # fmt: skip
+
+
+def _model_memory_and_speed(t: _Table) -> None:
+    t.prefix = "model"
+    one_node = "no pipeline, no messages between its stages"
+    t.add("overlap_p2p_comm", False, one_node, status=NOT_YET)
+    t.add("batch_p2p_comm", True, one_node, status=NOT_YET)
+    reduce = "gradients are one flat FP32 buffer, summed in one all-reduce"
+    t.add("grad_allreduce_chunk_size_mb", 125, reduce)
+    t.add("grad_div_ar_fusion", True, reduce)
+    t.add("gradient_accumulation_fusion", False, "weight gradients go straight into FP32 sums",
+          also=(True,))  # fmt: skip
+    t.add("gradient_as_bucket_view", True, reduce)
+    t.add("sync_batch_comm", False, reduce)
+    t.add("nccl_communicator_config_path", None, "NCCL has its defaults", status=NOT_YET,
+          way_out="Leave it out; NCCL reads its NCCL_* environment variables")  # fmt: skip
+    t.add("validation_param_sync_overlap", False, "there is nothing to synchronize")
+    for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion",
+                 "get_attention_mask_from_fusion"):  # fmt: skip
+        t.add(name, True, "torch chooses the kernels, with the same results")
+    t.add("apply_rope_fusion", False, "positions are learned", status=NOT_YET)
+    whole = "each rank has whole weights, but for tensor parallelism"
+    way = "Use model.tensor_model_parallel_size to share weights"
+    t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
+    t.add("fsdp_sharding_strategy", "full", whole, status=NOT_YET, way_out=way)
+    t.add("fsdp_grad_reduce_dtype", 32, whole, status=NOT_YET, way_out=way)
+    t.add("fsdp_sharded_checkpoint", False, whole, status=NOT_YET, way_out=way)
+    own = "checkpoints are sharded safetensors, which load into any layout"
+    t.add("dist_ckpt_format", "zarr", own)
+    t.add("dist_ckpt_load_on_device", True, own)
+    memory = "Use a smaller model.micro_batch_size, or model.tensor_model_parallel_size"
+    for name in (
+        "activations_checkpoint_granularity", "activations_checkpoint_method",
+        "activations_checkpoint_num_layers",
+        "num_micro_batches_with_partial_activation_checkpoints",
+        "activations_checkpoint_layers_per_pipeline",
+    ):  # fmt: skip
+        t.add(name, None, "all activations are kept", status=NOT_YET, way_out=memory)
+    t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
+    t.add("ub_tp_comm_overlap", False, "communication waits for its GEMM", status=NOT_YET)
+    t.add("ub_tp_comm_overlap_cfg", None, "communication waits for its GEMM", status=NOT_YET)
+    t.add("use_flash_attention", False, "torch's scaled_dot_product_attention chooses the kernel",
+          why="cannot be promised")  # fmt: skip
+    t.add("cpu_offloading", False, "nothing is moved to the host's memory", status=NOT_YET,
+          way_out=memory)  # fmt: skip
+    t.add(
+        "cpu_offloading_num_layers", "${sum:${.num_layers},-1}",
+        "nothing is moved to the host's memory", status=NOT_YET, ours=(None,),
+        same_as=lambda v: v["model.num_layers"] - 1, way_out="Leave it out",
+    )  # fmt: skip
+    for name in ("cpu_offloading_activations", "cpu_offloading_weights"):
+        t.add(name, True, "nothing is moved to the host's memory", status=NOT_YET, also=(False,))
+
+
+def _model_fp8(t: _Table) -> None:
+    t.prefix = "model"
+    t.add("fp8_interval", 1, "scales are made anew at every update, as Transformer Engine does")
+    t.add("fp8_params", False, "weights are kept in trainer.precision's dtype and cast each step",
+          status=NOT_YET, extra=True)  # fmt: skip
+    t.add("fp8_recipe", "delayed", "the recipe is delayed scaling", status=NOT_YET, extra=True)
+    t.add("fp8_wgrad", True, "weight gradients are FP8 products like the others", status=NOT_YET,
+          extra=True)  # fmt: skip
+    t.add(
+        "tp_only_amax_red", False, "amaxes are reduced over all ranks", status=NOT_YET, extra=True,
+        way_out="Leave it out, or use model.reduce_amax=False for no reduction at all",
+    )  # fmt: skip
+    t.add("first_last_layers_bf16", False, "all layers are in FP8", status=NOT_YET, extra=True)
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        t.add(name, 1, "all layers are in FP8", status=NOT_YET, ours=(0, 1), extra=True)
+    t.add("fp8_dot_product_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
+    t.add("fp8_multi_head_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
+    t.add("use_emha", False, "attention is torch's", why="has no equivalent here")
+
+
+def _model_sections(t: _Table) -> None:
+    t.prefix = "model.data"
+    indexed = "data is Megatron's indexed format, mapped into memory"
+    t.add("data_impl", "mmap", indexed, why="has no equivalent here")
+    t.add("mmap_bin_files", True, indexed, why="has no equivalent here")
+    t.add("skip_warmup", True, "mapped files are not read ahead")
+    t.add("num_workers", 2, "samples are cut out of mapped files, without workers", also=(0,))
+    t.add("dataloader_type", "single", "samples come in one order, each once an epoch",
+          why="has no equivalent here")  # fmt: skip
+    cross = "attention and positions run over the documents in a sample"
+    t.add("reset_position_ids", False, cross, status=NOT_YET)
+    t.add("reset_attention_mask", False, cross, status=NOT_YET)
+    t.add("eod_mask_loss", False, "the end of a document is predicted too", status=NOT_YET)
+    t.add("validation_drop_last", True, "validation in training counts whole global batches",
+          why="has no equivalent here")  # fmt: skip
+    t.add("no_seqlen_plus_one_input_tokens", False, "a sample has one token more than its targets",
+          why="has no equivalent here")  # fmt: skip
+    t.add("pad_samples_to_global_batch_size", False, "training never ends within a batch")
+    t.add("shuffle_documents", True, "documents are shuffled anew each epoch",
+          why="has no equivalent here")  # fmt: skip
+    t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
+    t.prefix = "model.nsys_profile"
+    profile = "Leave it out; `nsys profile python pretrain_gpt.py ...` sees the whole run"
+    for name, nemo in (("enabled", False), ("start_step", 10), ("end_step", 10), ("ranks", [0]),
+                       ("gen_shape", False)):  # fmt: skip
+        t.add(name, nemo, "nothing is profiled", status=NOT_YET, way_out=profile)

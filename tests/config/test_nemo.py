@@ -1,0 +1,242 @@
+"""Every key of NeMo's GPT configuration: live, inert by name, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.config.identity import flat
+from megafp8.config.keys import NOT_IN_NEMO
+from megafp8.config.load import load, load_all
+from megafp8.config.nemo import NOT_YET, NemoKey, nemo_keys
+from megafp8.config.schema import all_keys
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+LATER_KEYS = [
+    "trainer.max_time",
+    "model.context_parallel_size",
+    "model.fp8_params",
+    "model.fp8_recipe",
+    "model.fp8_wgrad",
+    "model.tp_only_amax_red",
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+]
+"""Not in that version of NeMo's file."""
+
+CANNOT_BE_HONOURED = {"trainer.precision", "model.data.data_prefix", "model.tokenizer.library"}
+"""NeMo's own defaults that are refused."""
+
+
+def fixture() -> dict[str, Any]:
+    """`nemo_keys.txt`. NeMo quotes numbers: a YAML 1.1 artefact."""
+    lines = (Path(__file__).parent / "nemo_keys.txt").read_text().splitlines()
+    pairs = (line.split(" = ", 1) for line in lines if not line.startswith("#"))
+    return {key: json.loads(value) for key, value in pairs}
+
+
+NEMO = fixture()
+
+
+def nemo_yaml(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """NeMo's file as it is, with some keys changed; gives what `load` needs to find it."""
+    tree = OmegaConf.create({})
+    for path, value in (NEMO | changes).items():
+        if value is not None or path not in changes:
+            OmegaConf.update(tree, path, value, force_add=True)
+    assert isinstance(tree, DictConfig)
+    start = "defaults:\n  - _self_\n  - optional tp_overlap@model.ub_tp_comm_overlap_cfg:\n\n"
+    (tmp_path / "theirs.yaml").write_text(start + OmegaConf.to_yaml(tree))
+    return {"config_dir": tmp_path, "config_name": "theirs"}
+
+
+def override(key: NemoKey, value: Any) -> str:
+    return f"{key.path}={json.dumps(value)}" if value != "" else f"{key.path}=''"
+
+
+def another(key: NemoKey) -> Any:
+    """A value that a key does not pass."""
+    others = {bool: [True, False, "yes"], int: [7], float: [0.5], str: ["other"], list: [[3]]}
+    candidates = others.get(type(key.nemo), []) + ["other", 7]
+    values = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
+              "model.tensor_model_parallel_size": 1}  # fmt: skip
+    return next(value for value in candidates if not key.passes(value, values))
+
+
+def test_every_key_of_nemo_is_known_with_its_default() -> None:
+    assert len(NEMO) == 181
+    for path, default in NEMO.items():
+        if path in all_keys():
+            nemo = all_keys()[path].nemo
+            assert nemo == default or nemo == float(default), path
+            assert path not in nemo_keys()
+        else:
+            assert nemo_keys()[path].nemo == default, path
+            assert nemo_keys()[path].in_megatron_gpt_config
+
+
+def test_what_the_tables_say_of_nemo_is_true() -> None:
+    in_schema = {path for path, key in all_keys().items() if key.nemo is not NOT_IN_NEMO}
+    in_table = {path for path, key in nemo_keys().items() if key.in_megatron_gpt_config}
+    assert in_schema | in_table == NEMO.keys()
+    assert not all_keys().keys() & nemo_keys().keys()
+    assert set(LATER_KEYS) <= all_keys().keys() | nemo_keys().keys()
+
+
+def test_texts_read_well() -> None:
+    for key in nemo_keys().values():
+        assert key.note and not key.note.endswith("."), key.path
+        assert key.way_out[0].isupper() and not key.way_out.endswith("."), key.path
+
+
+TABLE = list(nemo_keys().values())
+IDS = [key.path for key in TABLE]
+
+
+@pytest.fixture(scope="module")
+def inert_all() -> set[str]:
+    given = [override(key, key.nemo) for key in TABLE if "${" not in str(key.nemo)]
+    loaded = load_all(given)
+    assert loaded.cfg == load()
+    return {setting.key for setting in loaded.inert}
+
+
+@pytest.mark.parametrize("key", TABLE, ids=IDS)
+def test_nemos_default_passes_and_is_named(key: NemoKey, inert_all: set[str]) -> None:
+    if "${" in str(key.nemo):
+        loaded = load_all([f"++{key.path}='{key.nemo}'"])
+        assert [setting.key for setting in loaded.inert] == [key.path]
+    else:
+        assert key.path in inert_all
+
+
+@pytest.fixture(scope="module")
+def refused_all() -> dict[str, Any]:
+    given = [override(key, another(key)) for key in TABLE if not key.any_text]
+    return {problem.key: problem for problem in load_problems(*given)}
+
+
+@pytest.mark.parametrize("key", TABLE, ids=IDS)
+def test_any_other_value_is_refused_by_name(key: NemoKey, refused_all: dict[str, Any]) -> None:
+    if key.any_text:
+        assert the_problem(f"{key.path}=[1]").key == key.path
+        return
+    problem = refused_all[key.path]
+    text = str(problem)
+    assert text.startswith(f"{key.path}={another(key)} (command line): ")
+    assert key.note in text and text.endswith(key.way_out)
+    assert ("not supported yet" in text) == (key.status == NOT_YET)
+
+
+def test_inert_keys_leave_no_trace() -> None:
+    plain, loaded = run_spec(), load_all(["++model.sequence_parallel=False", "name=mine"])
+    assert loaded.inert_lines() == [
+        "inert: name=mine (command line): a label, for ${name} in other keys",
+        "inert: model.sequence_parallel=False (command line): norms and dropout work on whole "
+        "sequences",
+    ]
+    assert run_spec("model.sequence_parallel=False").resolved == plain.resolved
+    assert load_all().inert == ()
+
+
+def test_keys_may_refer_to_inert_ones() -> None:
+    cfg = load(["name=mine", "exp_manager.name=${name}", "model.seed=${model.hysteresis}"])
+    assert cfg.exp_manager.name == "mine" and cfg.model.seed == 2
+
+
+def test_a_misspelt_inert_key_is_refused() -> None:
+    assert "Did you mean model.sequence_parallel?" in str(the_problem("+model.sequnce_parallel=1"))
+    assert the_problem("model.nsys_profile.on=True").key == "model.nsys_profile.on"
+    assert the_problem("model.nsys_profile=5").reason == "is a section, not a value"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["trainer.devices=2", "model.tensor_model_parallel_size=2"],
+         "exp_manager.checkpoint_callback_params.model_parallel_size=2"),
+        (["model.num_layers=5"], "model.cpu_offloading_num_layers=4"),
+        (["model.num_attention_heads=8"], "model.kv_channels=32"),
+        (["model.num_attention_heads=8"], "model.num_query_groups=8"),
+    ],
+)  # fmt: skip
+def test_what_follows_from_other_keys_passes(overrides: list[str], key: str) -> None:
+    load([*overrides, key])
+    assert the_problem(*overrides, key.partition("=")[0] + "=3").key == key.partition("=")[0]
+
+
+@pytest.mark.parametrize("false", ["0", "'false'", "''"])
+def test_zero_is_not_false(false: str) -> None:
+    assert the_problem(f"model.sequence_parallel={false}").key == "model.sequence_parallel"
+
+
+# --- keys that are live in a way of their own ----------------------------------------------------
+
+
+def test_fused_adam_is_adamw() -> None:
+    assert run_spec("model.optim.name=fused_adam").resolved == run_spec().resolved
+
+
+def test_exp_dir_null_is_runs() -> None:
+    assert run_spec("exp_manager.exp_dir=null").observe.exp_dir == "runs"
+
+
+def test_no_checkpoint_callback() -> None:
+    checkpoint = run_spec("exp_manager.create_checkpoint_callback=False").checkpoint
+    assert checkpoint.every_n_train_steps is None and not checkpoint.save_last
+    params = "exp_manager.checkpoint_callback_params"
+    problem = the_problem(
+        "exp_manager.create_checkpoint_callback=False", f"{params}.every_n_train_steps=5"
+    )
+    assert problem.key == f"{params}.every_n_train_steps"
+
+
+# --- NeMo's file as it is ------------------------------------------------------------------------
+
+
+def test_nemo_yaml_gives_just_what_cannot_be_honoured(tmp_path: Path) -> None:
+    where = nemo_yaml(tmp_path)
+    found = load_problems(**where)
+    assert {problem.key for problem in found} == CANNOT_BE_HONOURED
+    assert all(problem.origin == "theirs.yaml" and problem.way_out for problem in found)
+
+
+def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
+    decided = {
+        "trainer.precision": "bf16",
+        "model.data.data_prefix": "builtin",
+        "model.tokenizer.library": "builtin",
+    }
+    where = nemo_yaml(tmp_path)
+    loaded = load_all([f"{key}={value}" for key, value in decided.items()], **where)
+    assert {setting.key for setting in loaded.inert} == NEMO.keys() - all_keys().keys()
+    spec = run_spec(*[f"{key}={value}" for key, value in decided.items()], gpu=True, **where)
+    assert spec.model.hidden_size == 768 and spec.optim.lr == 2e-4
+    assert spec.optim.schedule.min_lr == 2e-5 and spec.model.layernorm_epsilon == 1e-5
+    assert spec.observe.name == "megatron_gpt" and spec.observe.exp_dir == "runs"
+    assert flat(spec.resolved).keys() == all_keys().keys()
+    where = nemo_yaml(tmp_path, **decided, **{"model.fp8": True, "model.transformer_engine": True})
+    assert run_spec(gpu=True, **where).precision.fp8 is not None
+
+
+def test_problems_of_a_nemo_yaml_name_the_file(tmp_path: Path) -> None:
+    where = nemo_yaml(
+        tmp_path,
+        **{"model.sequence_parallel": True, "model.fp8_recipe": "mxfp8", "model.oops": 1,
+           "trainer.devices": "${sum:1,${nope}}"},
+    )  # fmt: skip
+    problems = {problem.key: problem for problem in load_problems("trainer.max_time=1", **where)}
+    wanted = {"model.sequence_parallel", "model.fp8_recipe", "model.oops", "trainer.devices"}
+    assert wanted | {"trainer.max_time"} <= problems.keys()
+    assert {problems[key].origin for key in wanted} == {"theirs.yaml"}
+
+
+@pytest.mark.parametrize("text", ["${sum:1,x}", "${multiply:[1],2}", "${sum:true,1}"])
+def test_resolvers_take_numbers_only(text: str, tmp_path: Path) -> None:
+    where = nemo_yaml(tmp_path, **{"model.num_layers": text})
+    assert "model.num_layers" in {problem.key for problem in load_problems(**where)}
