@@ -1,0 +1,47 @@
+"""Makes a configuration of ours out of a NeMo or Accelerate YAML.
+
+python -m megafp8.cli.migrate FILE [-o OUTPUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.config.app import report
+from megafp8.config.migration import migrate, write_beside
+from megafp8.config.problems import SettingError
+from megafp8.errors import ExitCode, UserError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the cleaned file, print the report; 0, or 2 if there was nothing to write."""
+    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.migrate", description=__doc__)
+    parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML; it stays as it is")
+    parser.add_argument("-o", "--output", type=Path, help="instead of NAME.megafp8.yaml beside it")
+    options = parser.parse_args(argv)
+    try:
+        migration = migrate(_read(options.file), options.file.name)
+        target = write_beside(options.file, migration.text(options.file.name), options.output)
+    except UserError as error:
+        return report(error)
+    print(migration.report(), end="")
+    print(f"written: {target}")
+    name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
+    print(f"run it: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
+    return ExitCode.FINISHED
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            str(file), None, f"cannot be read ({error})", "Give a YAML file"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""A NeMo or Accelerate file becomes one of ours, with nothing lost in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megafp8.cli.migrate import main
+from megafp8.config.load import load_all
+from megafp8.config.migration import Migration, migrate
+from megafp8.config.problems import SettingError
+from megafp8.config.schema import all_keys
+from megafp8.errors import UserError
+from tests.config.helpers import load_problems, run_spec
+from tests.config.test_nemo import CANNOT_BE_HONOURED, NEMO, nemo_yaml
+
+TE_BLOCK = """\
+mixed_precision: fp8
+fp8_config:
+    amax_compute_algo: max
+    amax_history_len: 1024
+    backend: TE
+    fp8_format: HYBRID
+    interval: 1
+    margin: 0
+    override_linear_precision: (false, false, false)
+    use_autocast_during_eval: false
+"""
+"""As in Accelerate's documentation."""
+
+
+def keys_of(lines: list[str]) -> set[str]:
+    return {line.partition(":")[0].partition(" ")[0] for line in lines}
+
+
+def write(tmp_path: Path, m: Migration) -> dict[str, Any]:
+    (tmp_path / "new.yaml").write_text(m.text("old.yaml"))
+    return {"config_dir": tmp_path, "config_name": "new"}
+
+
+def test_nemos_file(tmp_path: Path) -> None:
+    nemo_yaml(tmp_path)
+    m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
+    assert keys_of(m.undecided) == CANNOT_BE_HONOURED
+    assert keys_of(m.inert) == NEMO.keys() - all_keys().keys()
+    assert keys_of(m.kept) == NEMO.keys() & all_keys().keys() - CANNOT_BE_HONOURED
+    where = write(tmp_path, m)
+    assert {problem.key for problem in load_problems(**where)} == CANNOT_BE_HONOURED
+    decisions = ["trainer.precision=bf16", "model.data.data_prefix=builtin",
+                 "model.tokenizer.library=builtin"]  # fmt: skip
+    assert load_all(decisions, **where).inert == ()
+    theirs = run_spec(*decisions, gpu=True, config_dir=tmp_path, config_name="theirs")
+    assert run_spec(*decisions, gpu=True, **where).resolved == theirs.resolved
+
+
+def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
+    m = migrate(
+        "defaults: [pretrain_gpt, _self_]\nname: mine\nexp_manager: {name: '${name}'}\n", "x.yaml"
+    )
+    assert load_all(**write(tmp_path, m)).cfg.exp_manager.name == "mine"
+
+
+def test_unknown_keys_and_missing_ones_must_be_decided() -> None:
+    m = migrate("model: {fp9: true, num_layers: two, optim: {lr: '1e-3'}}\nhydra: {x: 1}\n", "x")
+    assert {"model.fp9", "model.num_layers", "trainer.max_steps"} <= keys_of(m.undecided)
+    assert m.out["model"] == {"fp9": True, "num_layers": "two", "optim": {"lr": 1e-3}}
+    assert "Did you mean model.fp8?" in m.report()
+
+
+def test_accelerates_documented_block(tmp_path: Path) -> None:
+    m = migrate(TE_BLOCK, "old.yaml")
+    assert m.undecided == []
+    assert any("validation runs in FP8 here" in line for line in m.changes)
+    spec = run_spec(**write(tmp_path, m))
+    assert spec.resolved == run_spec("model.fp8=True").resolved
+
+
+def test_accelerates_own_defaults_are_written_out(tmp_path: Path) -> None:
+    m = migrate("mixed_precision: fp8\nnum_processes: 2\nuse_cpu: false\n", "old.yaml")
+    spec = run_spec(**write(tmp_path, m))
+    assert spec.precision.fp8 is not None and spec.parallel.devices_per_node == 2
+    assert spec.precision.fp8.amax_compute_algo == "most_recent"
+
+
+def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
+    text = TE_BLOCK.replace("HYBRID", "E4M3").replace("margin: 0", "margin: 1")
+    text = text.replace("1024", "16").replace(": max", ": most_recent")
+    recipe = run_spec(**write(tmp_path, migrate(text, "old.yaml"))).precision.fp8
+    assert recipe is not None
+    assert (recipe.backward_format, recipe.margin, recipe.amax_history_len) == ("e4m3", 1, 16)
+    assert recipe.amax_compute_algo == "most_recent"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("interval: 1", "interval: 16", "fp8_config.interval"),
+        ("HYBRID", "E5M2", "fp8_config.fp8_format"),
+        ("false, false)", "false, true)", "model.fp8_wgrad"),
+        ("(false, false, false)", "[true, false, false]", "fp8_config.override_linear_precision"),
+        ("(false, false, false)", "yes please", "fp8_config.override_linear_precision"),
+        ("1024", "0", "model.fp8_amax_history_len"),
+        (": max", ": min", "model.fp8_amax_compute_algo"),
+        ("margin: 0", "magrin: 0", "fp8_config.magrin"),
+        ("margin: 0", "use_mxfp8_block_scaling: true", "fp8_config.use_mxfp8_block_scaling"),
+        ("mixed_precision: fp8", "mixed_precision: fp16", "mixed_precision"),
+    ],
+)
+def test_what_accelerate_asks_and_cannot_be_had(old: str, new: str, key: str) -> None:
+    assert old in TE_BLOCK
+    assert keys_of(migrate(TE_BLOCK.replace(old, new), "x").undecided) == {key}
+
+
+@pytest.mark.parametrize(
+    ("backend", "rest"),
+    [
+        ("AO", "pad_inner_dim: true\n  enable_fsdp_float8_all_gather: true\n"),
+        ("MSAMP", "opt_level: O2\n"),
+    ],
+)
+def test_other_backends_must_be_decided(backend: str, rest: str) -> None:
+    m = migrate(f"mixed_precision: fp8\nfp8_config:\n  backend: {backend}\n  {rest}", "x")
+    assert len(m.undecided) == rest.count(":") + 1
+    assert all(backend in line for line in m.undecided)
+
+
+def test_keys_of_other_backends_are_inert_under_te() -> None:
+    m = migrate(TE_BLOCK + "    opt_level: O1\n    pad_inner_dim: true\n", "x")
+    assert {"fp8_config.opt_level", "fp8_config.pad_inner_dim"} <= keys_of(m.inert)
+
+
+@pytest.mark.parametrize(("name", "value"), [("bf16", "bf16"), ("no", 32), ("'no'", 32)])
+def test_mixed_precision_without_fp8(name: str, value: object, tmp_path: Path) -> None:
+    m = migrate(f"mixed_precision: {name}\nfp8_config: {{margin: 3}}\n", "x")
+    assert keys_of(m.inert) == {"fp8_config.margin"}
+    spec = run_spec(**write(tmp_path, m))
+    assert spec.precision.fp8 is None and m.out["trainer"]["precision"] == value
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "acc.yaml"
+    file.write_text(TE_BLOCK)
+    assert main([str(file)]) == 0
+    assert "must be decided: nothing" in capsys.readouterr().out
+    made = tmp_path / "acc.megafp8.yaml"
+    first = made.read_text()
+    run_spec(config_dir=tmp_path, config_name="acc.megafp8")
+    assert main([str(file)]) == 2 and made.read_text() == first
+    assert "exists already" in capsys.readouterr().err
+    assert main([str(file), "-o", str(tmp_path / "b.yaml")]) == 0
+    assert yaml.safe_load((tmp_path / "b.yaml").read_text()) == yaml.safe_load(first)
+    assert main([str(tmp_path / "none.yaml")]) == 2
+    assert main([str(file), "-o", str(tmp_path / "no" / "b.yaml")]) == 2
+    assert file.read_text() == TE_BLOCK
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "!!python/object:os.system {}", "x"])
+def test_what_is_no_configuration(text: str) -> None:
+    with pytest.raises(SettingError):
+        migrate(text, "x.yaml")
+
+
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6))
+NAMES = st.sampled_from(
+    ["model", "trainer", "optim", "fp8", "num_layers", "fp8_config", "backend", "mixed_precision",
+     "margin", "lr", "data", "nsys_profile", "enabled", "override_linear_precision", "${x}", "a.b"]
+)  # fmt: skip
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.dictionaries(NAMES, inner, max_size=4), st.lists(inner)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(NAMES, TREES, max_size=4))
+def test_any_tree_ends_in_a_file_or_a_user_error(tree: dict[str, Any]) -> None:
+    try:
+        m = migrate(yaml.safe_dump(tree), "x.yaml")
+    except UserError:
+        return
+    assert isinstance(yaml.safe_load(m.text("x.yaml")), dict)
