@@ -16,6 +16,7 @@ from megafp8.config.document import help_page
 from megafp8.config.load import load_all
 from megafp8.config.options import Options, parse_options
 from megafp8.config.problems import SettingError
+from megafp8.config.table import resolved_table
 from megafp8.errors import ExitCode, UserError
 
 
@@ -28,7 +29,9 @@ class AppInfo:
     config_name: str
     is_sweep: bool = False
     job_num: int | None = None  # of a sweep, from 0
-    inert: tuple[str, ...] = field(default=(), compare=False)  # lines for the start of the run
+    # Lines for the start of the run: what is not the default job's, and what changes nothing.
+    table: tuple[str, ...] = field(default=(), compare=False)
+    inert: tuple[str, ...] = field(default=(), compare=False)
     directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
 
 
@@ -64,12 +67,15 @@ def _run(options: Options, task: Task, prog: str) -> int:
         return run_sweep(options, task)
     loaded = load_all(options.overrides, options.config_dir, options.config_name)
     if options.show_config:
+        comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
+        print("\n".join(f"# {line}" for line in comments))
         print(OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve), end="")
         return ExitCode.FINISHED
     info = AppInfo(
         overrides=options.overrides,
         config_dir=options.config_dir,
         config_name=options.config_name,
+        table=tuple(resolved_table(loaded)),
         inert=tuple(loaded.inert_lines()),
     )
     return task(loaded.cfg, info)

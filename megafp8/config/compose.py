@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
 
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import Setting, flatten, setting_problem
-from megafp8.config.problems import SettingError
+from megafp8.config.overrides import PRESET_GROUPS, Setting, flatten, setting_problem
+from megafp8.config.problems import PRESET, SettingError
 from megafp8.config.schema import Config
 
 DEFAULT_CONFIG = "pretrain_gpt"
@@ -27,6 +28,7 @@ ROOT_CONFIG = "megafp8_root"
 """Made anew for each composition: schema, then the YAML asked for, then Hydra's own settings."""
 
 _SCHEMA = "megafp8_schema"
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 def _product(*factors: float) -> float:
@@ -112,7 +114,9 @@ def register(source: Source) -> None:
         "searchpath": [f"file://{folder}" for folder in source.directories[1:]],
     }
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    root = {"defaults": [_SCHEMA, "_self_", yaml, *quiet], "hydra": hydra_settings}
+    chosen = {group for group, _ in yaml_presets(source)}  # there, and overridden there
+    presets = [{f"optional {group}": None} for group in PRESET_GROUPS if group not in chosen]
+    root = {"defaults": [_SCHEMA, "_self_", yaml, *presets, *quiet], "hydra": hydra_settings}
     store.store(name=ROOT_CONFIG, node=root)
 
 
@@ -150,6 +154,44 @@ def yaml_settings(source: Source) -> list[Setting]:
         return []
     ours = {name: item for name, item in tree.items() if name not in ("defaults", "hydra")}
     return list(flatten("", ours, source.file.name))
+
+
+def preset_settings(source: Source, group: str, option: str) -> list[Setting]:
+    """What a preset sets. Empty if unreadable, which Hydra then reports."""
+    if "\0" in group + option:
+        return []
+    files = (
+        folder / group / f"{option.removesuffix('.yaml')}.yaml" for folder in source.directories
+    )
+    file = next((file for file in files if file.is_file()), None)
+    try:
+        text = "" if file is None else file.read_text(encoding="utf-8")
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (*COMPOSE_ERRORS, OSError):
+        return []
+    if not isinstance(tree, dict):
+        return []
+    package = _PACKAGE.search(text)
+    section = group.replace("/", ".") if package is None else package[1]
+    section = {"_global_": "", "_group_": group.replace("/", ".")}.get(section, section)
+    ours = {name: item for name, item in tree.items() if name not in ("defaults", "hydra")}
+    return list(flatten(section, ours, f"{PRESET} {group}={option}"))
+
+
+def yaml_presets(source: Source) -> list[tuple[str, str]]:
+    """The presets that the YAML's own `defaults:` choose."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(source.file), resolve=False)
+    except (*COMPOSE_ERRORS, OSError):
+        return []
+    defaults = tree.get("defaults") if isinstance(tree, dict) else None
+    items = [item for item in defaults if isinstance(item, dict)] if defaults else []
+    return [
+        (str(group), option)
+        for item in items
+        for group, option in item.items()
+        if group in PRESET_GROUPS and isinstance(option, str)
+    ]
 
 
 def yaml_problems(source: Source) -> list[SettingError]:

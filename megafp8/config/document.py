@@ -14,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from megafp8.config.compose import conf_dir
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
 from megafp8.config.nemo import NOT_YET, nemo_keys
+from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.schema import all_keys
 from megafp8.config.values import plain
 
@@ -28,11 +29,14 @@ Options:
   --config-name, -cn N   another YAML than pretrain_gpt
   --config-dir, -cd DIR  a directory of your own YAML, which begins with
                          `defaults: [pretrain_gpt, _self_]`
+  model=NAME             a preset of conf/model: {models}
+  precision=NAME         a preset of conf/precision: {precisions}
   --multirun, -m         one run for each combination of comma-separated values
 
 Examples:
   {prog} model.fp8=True
   {prog} model.fp8=True model.fp8_e4m3=True model.fp8_margin=1 exp_manager.name=e4m3
+  {prog} model=gpt3_125m precision=fp8_delayed_hybrid
   {prog} trainer.devices=2 model.tensor_model_parallel_size=2
   {prog} -m model.fp8=True,False model.optim.lr=1e-3,3e-4
   {prog} --config-dir mine --config-name my_gpt trainer.max_steps=1000
@@ -57,7 +61,11 @@ python pretrain_gpt.py --help                                        # all keys
 ```
 
 A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states what differs. Without
-that line it must give every key marked *required* below.
+that line it must give every key marked *required* below. A NeMo YAML is taken as it is, with its
+interpolations (`${{multiply:…}}` and `${{sum:…}}` too): it gives a run, or the list of just those
+keys that cannot be honoured. `python -m megafp8.cli.migrate FILE` makes a clean YAML out of NeMo's,
+or out of Accelerate's with its `fp8_config:`, beside it. It reports what was kept, what changed,
+what was dropped as inert, and what must be decided.
 
 What is wrong is reported all at once, before anything starts: the key, its value, where it was
 set, and what would be valid. The exit code is then 2. There is no key that is silently ignored:
@@ -66,6 +74,16 @@ the start of the run.
 
 A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
 directory, and the same one again continues its runs.
+
+## Presets
+
+`model=NAME` and `precision=NAME` come after the YAML and before other overrides, wherever they
+stand. The files are in `conf/model` and `conf/precision`; folders `model` and `precision` in a
+`--config-dir` add to them. The vocabulary, and with it the number of parameters, is the data's.
+
+| group | names |
+|---|---|
+{presets}
 
 ## Continuing a run
 
@@ -87,7 +105,8 @@ for good, or *not yet*. `—` marks keys of later versions of NeMo, or of Megatr
 
 def help_page(prog: str) -> str:
     """What `--help` prints."""
-    lines = [_USAGE.format(prog=prog)]
+    models, precisions = (", ".join(preset_names(g, [conf_dir()])) for g in PRESET_GROUPS)
+    lines = [_USAGE.format(prog=prog, models=models, precisions=precisions)]
     values = default_job()
     for section, keys in _sections():
         lines.append(f"{section}.")
@@ -102,7 +121,11 @@ def help_page(prog: str) -> str:
 def markdown_page() -> str:
     """The text of docs/configuration.md."""
     values = default_job()
-    parts = [_PAGE]
+    rows = [
+        f"| `{group}` | {', '.join(f'`{name}`' for name in preset_names(group, [conf_dir()]))} |"
+        for group in PRESET_GROUPS
+    ]
+    parts = [_PAGE.format(presets="\n".join(rows))]
     for section, keys in _sections():
         parts.append(f"## `{section}`\n")
         parts.append("| key | default job | NeMo | valid | continuing | meaning |")

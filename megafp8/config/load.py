@@ -16,7 +16,9 @@ from megafp8.config.compose import (
     Source,
     compose,
     find_source,
+    preset_settings,
     schema_tree,
+    yaml_presets,
     yaml_problems,
     yaml_settings,
 )
@@ -32,7 +34,7 @@ from megafp8.config.overrides import (
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
 from megafp8.config.schema import Config, all_keys
 from megafp8.config.validate import check_values, read_value, read_values
-from megafp8.config.values import plain
+from megafp8.config.values import one_line
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Loaded:
         """One line for each setting that was given and changes nothing here."""
         keys = nemo_keys()
         return [
-            f"inert: {s.key}={plain(s.value)} ({s.origin}): {keys[s.key].note}" for s in self.inert
+            f"inert: {s.key}={one_line(s.value)} ({s.origin}): {keys[s.key].note}"
+            for s in self.inert
         ]
 
 
@@ -93,7 +96,11 @@ def find_origins(source: Source, overrides: Sequence[ParsedOverride]) -> dict[st
     """Where each key that somebody set was set; the default job's own YAML counts as default."""
     origins: dict[str, str] = {}
     if not source.is_default:
+        for group, option in yaml_presets(source):
+            origins |= {s.key: s.origin for s in preset_settings(source, group, option)}
         origins |= {setting.key: setting.origin for setting in yaml_settings(source)}
+    for group, option in (override.preset for override in overrides if override.preset):
+        origins |= {s.key: s.origin for s in preset_settings(source, group, option)}
     for override in overrides:
         origins |= {setting.key: COMMAND_LINE for setting in override.settings}
     return origins

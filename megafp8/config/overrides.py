@@ -23,6 +23,9 @@ from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.problems import COMMAND_LINE, SettingError
 from megafp8.config.schema import Config, all_keys, all_sections
 
+PRESET_GROUPS = ("model", "precision")
+"""Folders of files of settings that every job can choose from: `model=gpt3_125m`."""
+
 SEE_HELP = "--help lists all keys"
 
 
@@ -42,6 +45,7 @@ class ParsedOverride:
     text: str
     settings: tuple[Setting, ...]
     sweep: Override | None  # the parsed form if it holds several values
+    preset: tuple[str, str] | None = None  # group and option, if it chooses a file of settings
 
 
 def parse_overrides(
@@ -142,7 +146,13 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return SettingError(
             text, None, "would hide the directories in use", way_out, origin=COMMAND_LINE
         )
-    is_group = any((folder / key).is_dir() for folder in config_dirs if "\0" not in key)
+    if key in PRESET_GROUPS and _names_preset(override):
+        return _preset(override, config_dirs)
+    is_group = key not in PRESET_GROUPS and any(
+        (folder / key).is_dir() for folder in config_dirs if "\0" not in key
+    )
+    if is_group and not sweeps and isinstance(override.value(), str):
+        return ParsedOverride(text, (), None, (key, str(override.value())))
     if override.is_hydra_override() or is_group:
         return ParsedOverride(text, (), override if sweeps else None)
     if override.package is not None:
@@ -154,8 +164,44 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
             return unknown_key(Setting(key, override.get_value_string(), COMMAND_LINE))
         return ParsedOverride(text.lstrip("+"), (), override)
     settings = tuple(flatten(key, override.value(), COMMAND_LINE))
+    if key in PRESET_GROUPS and not any(setting_problem(setting) for setting in settings):
+        return _section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
     # `+` and `++` add a key, which none of ours needs: they are accepted and do nothing.
     return ParsedOverride(text.lstrip("+"), settings, None)
+
+
+def _names_preset(override: Override) -> bool:
+    """Whether `model=…` chooses a preset; a dict, null or a number are about the section."""
+    if override.is_sweep_override():
+        return override.is_discrete_sweep()
+    return isinstance(override.value(), str)
+
+
+def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride | SettingError:
+    group, text = override.key_or_group, str(override.input_line).lstrip("+")
+    there = preset_names(group, config_dirs)
+    if override.is_sweep_override():
+        options = [str(option) for option in override.sweep_string_iterator()]
+    else:
+        options = [str(override.value())]
+    unknown = [option for option in options if option not in there]
+    if unknown or override.package is not None:
+        return SettingError(
+            group,
+            unknown[0] if unknown else text,
+            "there is no such preset",
+            f"There are: {', '.join(there)}",
+            origin=COMMAND_LINE,
+        )
+    if override.is_sweep_override():
+        return ParsedOverride(text, (), override)
+    return ParsedOverride(text, (), None, (group, options[0]))
+
+
+def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
+    """The presets of a group, by their files."""
+    files = (file for folder in config_dirs for file in (folder / group).glob("*.yaml"))
+    return sorted({file.name.removesuffix(".yaml") for file in files})
 
 
 def _grammar_problem(text: str, error: Exception) -> SettingError:

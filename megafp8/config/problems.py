@@ -8,6 +8,8 @@ from megafp8.errors import ConfigError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+PRESET = "preset"
+"""Begins the origin of a preset's setting: `preset model=gpt3_125m`."""
 
 
 class SettingError(ConfigError):

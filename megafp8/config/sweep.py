@@ -20,6 +20,7 @@ from megafp8.config.load import load, load_all
 from megafp8.config.options import Options
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.problems import COMMAND_LINE, SettingError, raise_if_any
+from megafp8.config.table import resolved_table
 from megafp8.errors import ExitCode, UserError
 
 CHECKED_JOBS = 32
@@ -77,6 +78,7 @@ def _run_job(options: Options, task: Task) -> int:
             is_sweep=True,
             job_num=int(settings.job.num),
             directory=directory,
+            table=tuple(resolved_table(loaded)),
             inert=tuple(loaded.inert_lines()),
         )
         return task(cfg, info)

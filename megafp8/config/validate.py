@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
-from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
+from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
 from megafp8.config.schema import all_keys
 
 Values = Mapping[str, Any]
@@ -345,7 +345,9 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
 def _strength(key: str, origins: Origins) -> int:
     if key not in origins:
         return 0
-    return 2 if origins[key] == COMMAND_LINE else 1
+    if origins[key].startswith(PRESET):
+        return 2
+    return 3 if origins[key] == COMMAND_LINE else 1
 
 
 # --- helpers -----------------------------------------------------------------------------------

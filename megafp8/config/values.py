@@ -60,3 +60,9 @@ def _finite(value: object) -> float | None:
 def plain(value: object) -> str:
     """A value as YAML has it: `null`, `True`, `10`."""
     return "null" if value is None else str(value)
+
+
+def one_line(value: object) -> str:
+    """As `plain`, for a line of a report."""
+    text = plain(value)
+    return text if text.isprintable() else repr(text)

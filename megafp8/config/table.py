@@ -1,0 +1,35 @@
+"""What a run does not take from the default job, and who said so."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.config.compose import DEFAULT_CONFIG, conf_dir
+from megafp8.config.load import Loaded
+from megafp8.config.problems import DEFAULT
+from megafp8.config.schema import all_keys
+from megafp8.config.validate import read_value
+from megafp8.config.values import one_line
+
+
+def resolved_table(loaded: Loaded) -> list[str]:
+    """One line for each setting that is not the default job's: `key = value (origin)`.
+
+    The origin is a preset, a file or the command line; what follows from another key says so.
+    """
+    job = OmegaConf.load(conf_dir() / f"{DEFAULT_CONFIG}.yaml")
+    assert isinstance(job, DictConfig)
+    lines = []
+    for path in all_keys():
+        value, usual = read_value(loaded.cfg, path), read_value(job, path)
+        if value != usual:
+            origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
+            lines.append(f"{path} = {one_line(value)} ({origin}; default job: {one_line(usual)})")
+    return lines
+
+
+def _origin_of_default(cfg: DictConfig, path: str) -> str:
+    section, _, leaf = path.rpartition(".")
+    node = OmegaConf.select(cfg, section)._get_node(leaf)
+    text = node._value() if node is not None else None
+    return f"{DEFAULT}, from {text}" if isinstance(text, str) and "${" in text else DEFAULT

@@ -1,0 +1,136 @@
+"""`model=NAME` and `precision=NAME`: what they set, and that every pair of them is a valid job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megafp8.config.compose import conf_dir
+from megafp8.config.load import load, load_all
+from megafp8.config.overrides import PRESET_GROUPS, preset_names
+from megafp8.config.table import resolved_table
+from megafp8.specs import GPTSpec
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+GPT2_VOCABULARY = 50304  # 50257, padded to a multiple of 128
+
+PARAMETERS = {
+    "default": 16_102_912,
+    "gpt3_125m": 125_262_336,
+    "gpt3_1.3b": 1_315_819_520,
+    "gpt3_2.7b": 2_651_673_600,
+    "gpt3_5b": 5_047_558_144,
+    "gpt3_6.7b": 6_658_596_864,
+    "gpt3_13b": 12_853_626_880,
+    "gpt3_175b": 174_604_836_864,
+}
+"""By hand: L (12 h² + 13 h) + (V + S + 2) h, with GPT-2's vocabulary V."""
+
+
+def sum_of_parameters(spec: GPTSpec) -> int:
+    """Embedding (tied), positions, layers (four linears with biases, two norms), final norm."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    linears = 4 * hidden * hidden + 4 * hidden + 2 * hidden * ffn + ffn + hidden
+    layers = spec.num_layers * (linears + 4 * hidden)
+    return (GPT2_VOCABULARY + spec.max_position_embeddings) * hidden + layers + 2 * hidden
+
+
+@pytest.mark.parametrize("model", preset_names("model", [conf_dir()]))
+def test_model_presets(model: str) -> None:
+    spec = run_spec(f"model={model}").model
+    assert sum_of_parameters(spec) == PARAMETERS[model]
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+@pytest.mark.parametrize("precision", ["fp8_delayed_hybrid", "fp8_delayed_e4m3"])
+def test_all_pairs_in_fp8(model: str, precision: str) -> None:
+    spec = run_spec(f"precision={precision}", f"model={model}")
+    assert spec.precision.fp8 is not None and spec.precision.compute == "bf16"
+    assert spec.precision.fp8.backward_format == ("e4m3" if "e4m3" in precision else "e5m2")
+
+
+def test_precision_presets_without_fp8() -> None:
+    assert run_spec("precision=bf16").resolved == run_spec().resolved
+    assert run_spec("precision=fp32").resolved == run_spec("trainer.precision=32").resolved
+    assert preset_names("precision", [conf_dir()]) == [
+        "bf16", "fp32", "fp8_delayed_e4m3", "fp8_delayed_hybrid"
+    ]  # fmt: skip
+
+
+def test_the_default_preset_is_the_default_job() -> None:
+    assert load(["model=default"]) == load()
+
+
+def test_overrides_win_over_presets_wherever_they_stand() -> None:
+    spec = run_spec("model.num_layers=2", "model=gpt3_125m", "model.fp8=True")
+    assert (spec.model.num_layers, spec.model.hidden_size) == (2, 768)
+    assert spec.precision.fp8 is not None
+    assert run_spec("precision=fp8_delayed_e4m3", "model.fp8=False").resolved == run_spec().resolved
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_presets_behind_any_prefix(prefix: str) -> None:
+    assert load([f"{prefix}model=gpt3_125m"]).model.hidden_size == 768
+
+
+@pytest.mark.parametrize("group", PRESET_GROUPS)
+def test_an_unknown_preset_is_refused_with_those_there_are(group: str) -> None:
+    problem = the_problem(f"{group}=nope")
+    assert problem.key == group and preset_names(group, [conf_dir()])[0] in problem.way_out
+    assert the_problem(f"{group}=../model/default").key == group
+    assert the_problem(f"{group}='\0'").key == group
+
+
+def test_presets_do_not_hide_the_section() -> None:
+    assert the_problem("model=null").reason == "is a section, not a value"
+    assert the_problem("model={optim:{lr:1}}").reason == "is a section, not a value"
+
+
+def test_a_preset_over_a_yaml_and_in_one(tmp_path: Path) -> None:
+    start = "defaults: [pretrain_gpt, {model: gpt3_125m}, _self_]\n"
+    (tmp_path / "mine.yaml").write_text(start + "model: {num_layers: 2, fp8: true}\n")
+    where = {"config_dir": tmp_path, "config_name": "mine"}
+    spec = run_spec(**where)
+    assert (spec.model.num_layers, spec.model.hidden_size) == (2, 768)
+    loaded = load_all(**where)
+    assert loaded.origins["model.hidden_size"] == "preset model=gpt3_125m"
+    assert loaded.origins["model.num_layers"] == "mine.yaml"
+    assert run_spec("precision=bf16", **where).precision.fp8 is None
+
+
+def test_own_presets(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\nsequence_parallel: true\n")
+    problem = the_problem("model=mine", config_dir=tmp_path)
+    assert problem.key == "model.sequence_parallel" and problem.origin == "preset model=mine"
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\nnonsense: 2\n")
+    assert load_problems("model=mine", config_dir=tmp_path)
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\n")
+    assert load(["model=mine"], tmp_path).model.num_layers == 1
+    assert load(["model=gpt3_125m"], tmp_path).model.num_layers == 12
+
+
+# --- the resolved table --------------------------------------------------------------------------
+
+
+def test_table_of_the_default_job_is_empty() -> None:
+    assert resolved_table(load_all()) == []
+    assert resolved_table(load_all(["model=default", "model.seed=1234"])) == []
+
+
+def test_table_says_who_said_what(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [pretrain_gpt, _self_]\nmodel: {seed: 7}\ntrainer: {precision: bf16}\n"
+    )
+    loaded = load_all(
+        ["precision=fp8_delayed_hybrid", "model.encoder_seq_length=512", "name=x"], tmp_path, "mine"
+    )
+    assert resolved_table(loaded) == [
+        "model.encoder_seq_length = 512 (command line; default job: 256)",
+        "model.max_position_embeddings = 512 (default, from ${.encoder_seq_length}; "
+        "default job: 256)",
+        "model.seed = 7 (mine.yaml; default job: 1234)",
+        "model.fp8 = True (preset precision=fp8_delayed_hybrid; default job: False)",
+        "model.data.seq_length = 512 (default, from ${model.encoder_seq_length}; default job: 256)",
+    ]
