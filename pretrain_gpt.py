@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from pathlib import Path
 
@@ -46,5 +47,14 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     return pretrain(spec, is_sweep=info.is_sweep, command=command)
 
 
+def main() -> int:
+    """Returns the exit code. Ctrl-C before training begins has nothing to save."""
+    try:
+        return run_app(sys.argv[1:], task)
+    except KeyboardInterrupt:
+        print("megafp8: interrupted before training began", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
 if __name__ == "__main__":
-    leave_process(run_app(sys.argv[1:], task))
+    leave_process(main())

@@ -8,6 +8,7 @@ A rank takes seconds to import torch: put several cases into one function.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
@@ -45,7 +46,8 @@ def run_ranks(
     # The rendezvous lives here, on a port the system chose, so that no two tests can collide.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "arguments").write_bytes(pickle.dumps((function, dict(arguments or {}))))
+        work = (function, dict(arguments or {}), timeout)
+        Path(folder, "arguments").write_bytes(pickle.dumps(work))
         processes = [_start(rank, size, store.port, folder) for rank in range(size)]
         try:
             _wait(processes, folder, timeout)
@@ -71,13 +73,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: str, timeout: float)
     end = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed or time.monotonic() > end:
+        if failed or time.monotonic() > end + 10:
             break
         time.sleep(0.02)
-    for rank, process in enumerate(processes):
-        if process.poll():
-            errors = Path(folder, f"stderr{rank}").read_text(errors="replace")
-            raise RuntimeError(f"rank {rank} failed (exit code {process.returncode}):\n{errors}")
+    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    if failed:
+        errors = [Path(folder, f"stderr{rank}").read_text(errors="replace") for rank in failed]
+        reports = [f"rank {r} failed:\n{error}" for r, error in zip(failed, errors, strict=True)]
+        raise RuntimeError("\n".join(reports))
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
     if running:
         raise TimeoutError(f"ranks {running} were still running after {timeout} s")
@@ -103,8 +106,9 @@ def main(folder: str) -> None:
     import torch.distributed as dist
 
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    target, arguments = pickle.loads(Path(folder, "arguments").read_bytes())
+    target, arguments, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
     module, _, name = target.partition(":")
+    faulthandler.dump_traceback_later(timeout, exit=True)  # says where it hangs
     function = getattr(importlib.import_module(module), name)
     try:
         result = function(rank, **arguments)

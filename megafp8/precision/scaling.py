@@ -9,6 +9,9 @@ The rule is Transformer Engine's fused update (delayed_scaling.cu), per tensor, 
     "most_recent": amax = a0
     quant_scale = (fp8_max * 2**-margin) / amax in FP32, FLT_MAX where that overflows
 
+With `interval` N (TE has dropped it) the scale follows a tensor's 1st, (N+1)-th, (2N+1)-th … update
+only; amaxes enter the history at every one.
+
 We differ in one point, on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not
 occur" and counted, where TE lets an infinity freeze the scale for a whole history
 (docs/numerics.md). So a tensor that did not occur keeps its state, which is also what makes a
@@ -57,6 +60,7 @@ class ScaleTable:
     amax           [tensors]            staged since the last update (TE's history slot 0)
     history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
     quant_scale    [tensors]
+    num_updates    [tensors] int64      how often the history has rolled
     num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
     """
 
@@ -71,6 +75,7 @@ class ScaleTable:
         self.amax = torch.zeros(count, device=device)
         self.history = torch.zeros(count, self.recipe.amax_history_len - 1, device=device)
         self.quant_scale = torch.ones(count, device=device)
+        self.num_updates = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
 
     def register(self, name: str) -> Slot:
@@ -86,7 +91,7 @@ class ScaleTable:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state that a checkpoint keeps, by field."""
-        fields = ("amax", "history", "quant_scale", "num_nonfinite")
+        fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
         return {name: getattr(self, name) for name in fields}
 
     def update(self, reduce_max: ReduceMax | None) -> None:
@@ -107,7 +112,9 @@ class ScaleTable:
         target = torch.full_like(window_amax, self.fmt.max * 2.0**-self.recipe.margin)
         # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
         fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
-        self.quant_scale = torch.where(occurred, fresh, self.quant_scale)
+        is_due = occurred & (self.num_updates % self.recipe.interval == 0)
+        self.quant_scale = torch.where(is_due, fresh, self.quant_scale)
+        self.num_updates += occurred
         self.amax = torch.zeros_like(staged)
 
 

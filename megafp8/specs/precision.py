@@ -16,6 +16,7 @@ class Fp8Recipe:
     forward_format: FormatName = "e4m3"  # inputs and weights
     backward_format: FormatName = "e5m2"  # output gradients
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
+    interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
     amax_history_len: int = 1024  # updates that one amax stays in the window
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True  # MAX over the ranks that hold parts of the same tensors

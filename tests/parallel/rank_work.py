@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.models.init import pieces_of
-from megafp8.parallel.mesh import Mesh, join, leave
+from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
 from megafp8.train.state import TrainState
@@ -115,16 +114,10 @@ def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
     ]
 
 
-def run_layouts(rank: Rank, layouts: dict[int, dict[str, Case]]) -> dict[int, dict[str, Outcome]]:
-    """Cases by tensor-parallel size: one mesh after the other, so that torch is imported once."""
-    outcomes = {}
-    for number, (tp, cases) in enumerate(layouts.items()):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # keeps their rendezvous apart
-        mesh = join(ParallelSpec(devices_per_node=rank.size, tp=tp))
-        outcomes[tp] = {name: run_case(case, mesh) for name, case in cases.items()}
-        dist.barrier()
-        leave()
-    return outcomes
+def run_cases(rank: Rank, tp: int, cases: dict[str, Case]) -> dict[str, Outcome]:
+    """Every case on one mesh."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size, tp=tp))
+    return {name: run_case(case, mesh) for name, case in cases.items()}
 
 
 def fail_on_rank_1(rank: Rank) -> None:

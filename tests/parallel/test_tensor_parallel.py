@@ -27,35 +27,22 @@ CASES = {
 }
 Outcomes = list[Outcome]  # by rank
 DP_CASES = {name: CASES[name] for name in ("fp32", "bf16 fp8", "hidden dropout")}
-FOUR_RANKS = {
-    2: {"fp32": Case(steps=5), "bf16 fp8": Case("bf16", FP8, DROPOUT, steps=5)},
-    4: {"fp32": Case(steps=5)},
+FOUR_RANK_CASES = {
+    "fp32": Case(steps=5),
+    "bf16 fp8": Case("bf16", FP8, DROPOUT, steps=5),
 }
 
 
-def run_layouts(size: int, layouts: dict[int, dict[str, Case]]) -> dict[int, dict[str, Outcomes]]:
-    """Outcomes by tensor-parallel size, case and rank."""
-    ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"layouts": layouts})
-    return {
-        tp: {name: [rank[tp][name] for rank in ranks] for name in cases}
-        for tp, cases in layouts.items()
-    }
+def by_case(size: int, tp: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
+    arguments = {"tp": tp, "cases": cases}
+    ranks = run_ranks("tests.parallel.rank_work:run_cases", size, arguments)
+    return {name: [rank[name] for rank in ranks] for name in cases}
 
 
 @pytest.fixture(scope="module")
-def layouts_of_two() -> dict[int, dict[str, Outcomes]]:
-    return run_layouts(2, {2: CASES, 1: DP_CASES})
-
-
-@pytest.fixture(scope="module")
-def two_ranks(layouts_of_two: dict[int, dict[str, Outcomes]]) -> dict[str, Outcomes]:
+def two_ranks() -> dict[str, Outcomes]:
     """tp=2."""
-    return layouts_of_two[2]
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> dict[int, dict[str, Outcomes]]:
-    return run_layouts(4, FOUR_RANKS)
+    return by_case(2, 2, CASES)
 
 
 @pytest.fixture(scope="module")
@@ -250,12 +237,10 @@ def test_bytes_on_the_wire(two_ranks: dict[str, Outcomes], case: str) -> None:
 # Data parallelism, and both
 
 
-def test_two_data_parallel_ranks_equal_one_process(
-    layouts_of_two: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
-) -> None:
+def test_two_data_parallel_ranks_equal_one_process(alone: dict[str, Outcome]) -> None:
     """Ranks count unequal numbers of tokens; hidden dropout is keyed by the global microbatch.
     FP8: the same tables on both ranks, by the specification."""
-    ranks = layouts_of_two[1]
+    ranks = by_case(2, 1, DP_CASES)
     assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
     assert_losses_close(ranks["hidden dropout"], alone["hidden dropout"], 1e-5)
     assert_losses_close(ranks["bf16 fp8"], alone["bf16 fp8"], 1e-2)
@@ -272,24 +257,14 @@ def test_two_data_parallel_ranks_equal_one_process(
         }
 
 
-def test_both_together_equal_one_process(
-    four_ranks: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
-) -> None:
+def test_both_together_equal_one_process(alone: dict[str, Outcome]) -> None:
     """tp=2 with dp=2, 5 steps."""
-    ranks = four_ranks[2]
+    ranks = by_case(4, 2, FOUR_RANK_CASES)
     assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
     for outcomes in ranks.values():
         assembled([outcome.weights for outcome in outcomes])  # replicas agree
     assert_same_tables(ranks["bf16 fp8"])
     assert_tables_follow_specification(ranks["bf16 fp8"], FP8)
-
-
-def test_four_tensor_parallel_ranks_equal_one_process(
-    four_ranks: dict[int, dict[str, Outcomes]], alone: dict[str, Outcome]
-) -> None:
-    """One head each."""
-    assert_losses_close(four_ranks[4]["fp32"], alone["fp32"], 1e-5)
-    assert_gradients_close(four_ranks[4]["fp32"], alone["fp32"], 1e-5)
 
 
 def test_a_failing_rank_ends_the_others_and_is_named() -> None:

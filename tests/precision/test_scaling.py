@@ -34,6 +34,7 @@ def spec_recipe(recipe: Fp8Recipe) -> Recipe:
         margin=recipe.margin,
         amax_history_len=recipe.amax_history_len,
         amax_compute_algo=recipe.amax_compute_algo,
+        fp8_interval=recipe.interval,
     )
 
 
@@ -103,6 +104,7 @@ def assert_row_is_specified(table: ScaleTable, row: int, state: Any) -> None:
     ours = np.concatenate([table.amax[row : row + 1].numpy(), table.history[row].numpy()])
     np.testing.assert_array_equal(ours, state.history, err_msg=f"{name} amax and history")
     assert table.quant_scale[row].item() == state.scale, f"{name} scale"
+    assert table.num_updates[row].item() == state.num_updates, f"{name} num_updates"
     assert table.num_nonfinite[row].item() == state.num_nonfinite, f"{name} num_nonfinite"
 
 
@@ -146,6 +148,7 @@ steps = st.builds(
 recipes = st.builds(
     Fp8Recipe,
     margin=st.sampled_from([0, 1, 5, 10]),
+    interval=st.sampled_from([1, 1, 2, 3]),
     amax_history_len=st.sampled_from(LENGTHS),
     amax_compute_algo=st.sampled_from(["max", "most_recent"]),
     forward_format=st.sampled_from(["e4m3", "e5m2"]),
@@ -159,6 +162,7 @@ GROWING = [
 
 @given(recipes, st.lists(steps, min_size=1, max_size=6))
 @example(Fp8Recipe(amax_history_len=3), GROWING)
+@example(Fp8Recipe(amax_history_len=3, interval=2), GROWING)
 @example(Fp8Recipe(amax_history_len=3, amax_compute_algo="most_recent"), GROWING)
 @settings(max_examples=80)
 def test_any_sequence_of_events_is_the_specification(
