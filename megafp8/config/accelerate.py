@@ -129,16 +129,6 @@ def _to(key: str) -> Callable[[str, Any, Migration], None]:
     return lambda path, value, m: m.change(path, value, {key: value})
 
 
-def _interval(path: str, value: Any, m: Migration) -> None:
-    if value == 1:
-        m.drop(path, value, "scales are made anew at every update")
-    else:
-        m.decide(
-            path, value, "Transformer Engine dropped it: scales are made anew at every update",
-            "Leave it out",
-        )  # fmt: skip
-
-
 def _override_linear_precision(path: str, value: Any, m: Migration) -> None:
     """`(false, false, false)`: whether fprop, dgrad and wgrad are kept in high precision."""
     flags = value
@@ -186,7 +176,7 @@ _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "amax_history_len": _to("model.fp8_amax_history_len"),
     "amax_compute_algo": _to("model.fp8_amax_compute_algo"),
     "margin": _to("model.fp8_margin"),
-    "interval": _interval,
+    "interval": _to("model.fp8_interval"),
     "override_linear_precision": _override_linear_precision,
     "use_autocast_during_eval": _autocast_during_eval,
     "use_mxfp8_block_scaling": lambda path, value, m: (

@@ -365,7 +365,6 @@ def _model_memory_and_speed(t: _Table) -> None:
 
 def _model_fp8(t: _Table) -> None:
     t.prefix = "model"
-    t.add("fp8_interval", 1, "scales are made anew at every update, as Transformer Engine does")
     t.add("fp8_params", False, "weights are kept in trainer.precision's dtype and cast each step",
           status=NOT_YET, extra=True)  # fmt: skip
     t.add("fp8_recipe", "delayed", "the recipe is delayed scaling", status=NOT_YET, extra=True)

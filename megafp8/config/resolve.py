@@ -138,6 +138,7 @@ def _fp8(model: Model) -> Fp8Recipe | None:
         forward_format="e4m3",
         backward_format="e4m3" if model.fp8_e4m3 else "e5m2",
         margin=model.fp8_margin,
+        interval=model.fp8_interval,
         amax_history_len=model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
         reduce_amax=model.reduce_amax,

@@ -410,6 +410,13 @@ class Model:
         kind="model",
         valid=between(-16, 32),
     )
+    fp8_interval: int = key(
+        1,
+        "Updates from one recomputation of a scale to the next.",
+        nemo=1,
+        kind="model",
+        valid=between(1, 65536),
+    )
     fp8_amax_history_len: int = key(
         1024,
         "Updates that an amax stays in the window from which scales come.",

@@ -28,6 +28,7 @@ FP8_DETAILS = (
     "model.fp8_e4m3",
     "model.fp8_hybrid",
     "model.fp8_margin",
+    "model.fp8_interval",
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",

@@ -89,17 +89,22 @@ def test_accelerates_own_defaults_are_written_out(tmp_path: Path) -> None:
 
 def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
     text = TE_BLOCK.replace("HYBRID", "E4M3").replace("margin: 0", "margin: 1")
-    text = text.replace("1024", "16").replace(": max", ": most_recent")
+    text = (
+        text.replace("interval: 1", "interval: 4")
+        .replace("1024", "16")
+        .replace(": max", ": most_recent")
+    )
     recipe = run_spec(**write(tmp_path, migrate(text, "old.yaml"))).precision.fp8
     assert recipe is not None
     assert (recipe.backward_format, recipe.margin, recipe.amax_history_len) == ("e4m3", 1, 16)
+    assert recipe.interval == 4
     assert recipe.amax_compute_algo == "most_recent"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
-        ("interval: 1", "interval: 16", "fp8_config.interval"),
+        ("interval: 1", "interval: 0", "model.fp8_interval"),
         ("HYBRID", "E5M2", "fp8_config.fp8_format"),
         ("false, false)", "false, true)", "model.fp8_wgrad"),
         ("(false, false, false)", "[true, false, false]", "fp8_config.override_linear_precision"),

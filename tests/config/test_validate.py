@@ -78,6 +78,7 @@ def test_value_out_of_range(override: str) -> None:
     [
         "model.fp8_margin=-17",
         "model.fp8_margin=33",
+        "model.fp8_interval=0",
         "model.fp8_amax_history_len=0",
         "model.fp8_amax_history_len=65537",
         "model.fp8_amax_compute_algo=min",
@@ -196,6 +197,7 @@ def test_what_fits_together(overrides: list[str]) -> None:
         "model.fp8_e4m3=True",
         "model.fp8_hybrid=False",
         "model.fp8_margin=1",
+        "model.fp8_interval=2",
         "model.fp8_amax_history_len=16",
         "model.fp8_amax_compute_algo=most_recent",
         "model.reduce_amax=False",
