@@ -29,6 +29,7 @@ from megafp8.config.overrides import (
     flatten,
     known_sections,
     parse_overrides,
+    put_in,
     unknown_key,
 )
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
@@ -113,13 +114,12 @@ def _problems_beside(
     bad = {problem.key for problem in known}
     given = [*yaml_settings(source), *(s for override in good for s in override.settings)]
     tree = schema_tree()
-    for setting in given:
-        if setting.key not in bad:
-            OmegaConf.update(tree, setting.key, setting.value)
+    unfit = [put_in(tree, setting) for setting in given if setting.key not in bad]
     origins = find_origins(source, good)
     values, problems = read_values(tree, origins)
     values = {key: value for key, value in values.items() if key in origins and key not in bad}
     problems += check_values(values, origins) + _nemo_settings(tree, values, origins)[1]
+    problems = [problem for problem in unfit if problem] + problems
     return [problem for problem in problems if problem.key in origins and problem.key not in bad]
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.compose import schema_tree
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import Setting, flatten, setting_problem
+from megafp8.config.overrides import Setting, flatten, put_in, setting_problem
 from megafp8.config.problems import SettingError
 from megafp8.config.schema import all_keys
 from megafp8.config.validate import check_values, read_value, read_values
@@ -121,14 +120,7 @@ def _from_nemo(tree: dict[Any, Any], m: Migration) -> None:
     whole = schema_tree()
     wrong: dict[str, SettingError] = {}
     for setting in settings:
-        problem = setting_problem(setting)
-        if problem is None:
-            try:
-                OmegaConf.update(whole, setting.key, setting.value)
-            except (OmegaConfBaseException, ValueError, OverflowError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                way_out = "Mend the value"
-                problem = SettingError(setting.key, setting.value, reason, way_out)
+        problem = setting_problem(setting) or put_in(whole, setting)
         if problem is not None:
             wrong.setdefault(setting.key, problem)
     given = {setting.key for setting in settings}

@@ -16,7 +16,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.nemo import nemo_keys, nemo_sections
@@ -75,7 +75,8 @@ def setting_problem(setting: Setting) -> SettingError | None:
     key = all_keys().get(setting.key)
     if key is None:
         if setting.key in nemo_keys():
-            return None
+            key_of_nemo, is_section = nemo_keys()[setting.key], isinstance(setting.value, dict)
+            return key_of_nemo.problem(setting.value, setting.origin) if is_section else None
         if setting.key in known_sections():
             return _section_problem(setting)
         return unknown_key(setting)
@@ -90,6 +91,17 @@ def setting_problem(setting: Setting) -> SettingError | None:
             f"Give {key.valid_text}",
             origin=setting.origin,
         )
+    return None
+
+
+def put_in(tree: DictConfig, setting: Setting) -> SettingError | None:
+    """Set one setting, known to be good by itself, in a tree of the schema."""
+    try:
+        OmegaConf.update(tree, setting.key, setting.value, merge=False)
+    except (OmegaConfBaseException, ValueError, OverflowError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        way_out = "Mend the value"
+        return SettingError(setting.key, setting.value, reason, way_out, origin=setting.origin)
     return None
 
 
