@@ -96,6 +96,15 @@ def test_sweep(tmp_path: Path) -> None:
         assert line.endswith(f"job={number} dir={folder} log_dir={folder} sweep=True")
 
 
+def test_sweep_over_presets(tmp_path: Path) -> None:
+    done = shell(tmp_path, "-m", "precision=bf16,fp8_delayed_hybrid", "model=gpt3_125m")
+    assert done.stderr == "" and done.returncode == 0
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fp8=")]
+    assert [line.split()[0] for line in lines] == ["fp8=False", "fp8=True"]
+    done = shell(tmp_path, "-m", "precision=bf16,nope")
+    assert done.returncode == 2 and "fp8_delayed_e4m3" in done.stderr
+
+
 def test_sweep_over_own_yaml(tmp_path: Path) -> None:
     (tmp_path / "mine" / "size").mkdir(parents=True)
     start = "defaults: [pretrain_gpt, _self_]\nhydra: {sweep: {dir: there}}\nmodel: {fp8: true}\n"
@@ -138,6 +147,10 @@ def test_cfg_prints_the_composed_yaml(capsys: pytest.CaptureFixture[str]) -> Non
     assert composed.model.seed == 7 and set(composed) == {"trainer", "exp_manager", "model"}
     assert run_app(["-c", "job", "--resolve"], never) == 0
     assert "${" not in capsys.readouterr().out
+    assert run_app(["-c", "job", "model.seed=7", "model.sequence_parallel=False"], never) == 0
+    comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    assert comments[0] == "# model.seed = 7 (command line; default job: 1234)"
+    assert comments[1].startswith("# inert: model.sequence_parallel=False (command line): ")
     assert run_app(["-c", "job", "model.seed=x"], never) == 2
     assert run_app(["-c", "job", "-m"], never) == 2
 
