@@ -10,6 +10,7 @@ Medians over the rounds, and ratios of medians. Writes a result file with versio
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import platform
@@ -17,28 +18,18 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.kernels.compile import library
-from megafp8.specs import (
-    CheckpointSpec,
-    DataSpec,
-    Fp8Recipe,
-    GPTSpec,
-    ObserveSpec,
-    OptimSpec,
-    ParallelSpec,
-    PrecisionSpec,
-    RunSpec,
-    ScheduleSpec,
-    TokenizerSpec,
-    TrainSpec,
-)
+from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.runtime import prepare_process
 from megafp8.train.state import TrainState
@@ -46,76 +37,28 @@ from megafp8.train.step import forward_backward
 
 PLAIN = Path(__file__).with_name("plain_gpt.py")
 VARIANTS = {
-    "fp32": PrecisionSpec(compute="fp32", fp8=None),
-    "bf16": PrecisionSpec(compute="bf16", fp8=None),
-    "fp8": PrecisionSpec(compute="bf16", fp8=Fp8Recipe()),
+    "fp32": ("trainer.precision=32",),
+    "bf16": ("trainer.precision=bf16",),
+    "fp8": ("trainer.precision=bf16", "model.fp8=True"),
 }
 
 
-def spec_of(args: argparse.Namespace, precision: PrecisionSpec) -> RunSpec:
-    schedule = ScheduleSpec(
-        name="CosineAnnealing", warmup_steps=0, constant_steps=0, min_lr=0.0, max_steps=1
+def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
+    """The run that a user would get with these sizes and settings."""
+    cfg = load(
+        [
+            f"model.num_layers={args.layers}",
+            f"model.hidden_size={args.width}",
+            f"model.ffn_hidden_size={4 * args.width}",
+            f"model.num_attention_heads={args.width // 64}",
+            f"model.encoder_seq_length={args.seq}",
+            f"model.micro_batch_size={args.batch}",
+            f"model.global_batch_size={args.batch}",
+            *settings,
+        ]
     )
-    return RunSpec(
-        model=GPTSpec(
-            num_layers=args.layers,
-            hidden_size=args.width,
-            ffn_hidden_size=4 * args.width,
-            num_attention_heads=args.width // 64,
-            max_position_embeddings=args.seq,
-            vocab_size=args.vocab,
-            init_method_std=0.02,
-            use_scaled_init_method=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            ffn_dropout=0.0,
-            layernorm_epsilon=1e-5,
-        ),
-        precision=precision,
-        parallel=ParallelSpec(),
-        optim=OptimSpec(
-            name="adamw",
-            lr=1e-4,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            clip_grad_norm=None,
-            schedule=schedule,
-        ),
-        data=DataSpec(
-            prefix="builtin",
-            cache_dir=None,
-            splits=(1.0, 0.0, 0.0),
-            seq_length=args.seq,
-            tokenizer=TokenizerSpec(library="builtin", vocab_size=args.vocab),
-            seed=0,
-        ),
-        train=TrainSpec(
-            max_steps=1,
-            micro_batch_size=args.batch,
-            global_batch_size=args.batch,
-            log_every_n_steps=1,
-            val_check_interval=1,
-            limit_val_batches=1,
-            seed=0,
-            nonfinite_policy="stop",
-        ),
-        checkpoint=CheckpointSpec(
-            every_n_train_steps=None, train_time_interval_seconds=None, save_last=False, keep=1
-        ),
-        observe=ObserveSpec(
-            exp_dir="runs",
-            name=None,
-            explicit_log_dir=None,
-            resume_if_exists=False,
-            create_tensorboard_logger=False,
-            create_wandb_logger=False,
-            wandb_project=None,
-            wandb_name=None,
-        ),
-        vocab_divisible_by=128,
-        resolved={},
-    )
+    spec = resolve(cfg, lambda: False)
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=args.vocab))
 
 
 def timed_step(state: TrainState, microbatch: Microbatch) -> float:
@@ -173,7 +116,7 @@ def main() -> None:
     tokens, targets = (rng.integers(0, args.vocab, (args.batch, args.seq)) for _ in range(2))
     microbatch = Microbatch(tokens, targets)
     states = {
-        name: build(spec_of(args, precision), single_rank()) for name, precision in VARIANTS.items()
+        name: build(spec_of(args, settings), single_rank()) for name, settings in VARIANTS.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*states, "plain bf16")}
     for _ in range(2):  # warm-up: allocator, scales, oneDNN's kernels

@@ -136,10 +136,10 @@ def main() -> None:
     parser.add_argument("--runs", default="runs/fp8-vs-bf16")
     parser.add_argument("overrides", nargs="*", help="for every run, e.g. trainer.max_steps=100")
     args = parser.parse_args()
-    todo = [(precision, seed) for seed in args.seeds for precision in ("fp8", "bf16")]
+    wanted = [(precision, seed) for seed in args.seeds for precision in ("fp8", "bf16")]
     with ThreadPoolExecutor(args.jobs) as pool:
-        paths = list(pool.map(lambda item: run(*item, args), todo))
-    runs = {item: collect(path) for item, path in zip(todo, paths, strict=True)}
+        paths = list(pool.map(lambda item: run(*item, args), wanted))
+    runs = {item: collect(path) for item, path in zip(wanted, paths, strict=True)}
     comparison = compare(runs, args.seeds)
     print(json.dumps(comparison, indent=2))
     today = datetime.date.today().isoformat()
