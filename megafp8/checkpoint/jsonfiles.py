@@ -34,37 +34,6 @@ def read_json(path: Path) -> dict[str, object]:
     return tree
 
 
-def truncate_jsonl(path: Path, last_step: int) -> int:
-    """Keeps, byte for byte, the whole lines whose integer `step` is at most `last_step`.
-
-    Lines after a kill or from steps that will be run again go, so that a continued log ends as an
-    undisturbed one. Atomic; a missing file is left missing. Returns how many lines were dropped
-    (a torn last line counts as one). Raises `RunError`.
-    """
-    if not path.exists():
-        return 0
-    dropped = 0
-    with _replacing(path) as kept, open(path, "rb") as lines:
-        for line in lines:
-            step = _step_of_line(line)
-            if step is not None and step <= last_step:
-                kept.write(line)
-            else:
-                dropped += 1
-    return dropped
-
-
-def _step_of_line(line: bytes) -> int | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if type(step) is int else None
-
-
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, and vanishes if not."""

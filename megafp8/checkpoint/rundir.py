@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megafp8.checkpoint.jsonfiles import read_json, truncate_jsonl, write_json_atomically
+from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
 from megafp8.checkpoint.runlock import RunLock, is_locked
 from megafp8.errors import RunError
 
@@ -24,7 +24,6 @@ __all__ = [
     "is_locked",
     "mark",
     "read_json",
-    "truncate_jsonl",
     "write_json_atomically",
 ]
 

@@ -22,6 +22,7 @@ class ColumnParallel:
     """Sums the input gradient over tensor-parallel ranks, while the weight's is computed."""
 
     tp: Axis
+    sums_output = False
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return output_TO
@@ -35,6 +36,7 @@ class RowParallel:
     """Sums the output over tensor-parallel ranks."""
 
     tp: Axis
+    sums_output = True
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce_sum(output_TO)

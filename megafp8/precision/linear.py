@@ -28,7 +28,13 @@ class PendingReduction(Protocol):
 
 
 class LinearComm(Protocol):
-    """What crosses ranks around the GEMMs of one linear."""
+    """What crosses ranks around the GEMMs of one linear.
+
+    `sums_output`: each rank has a part of the sum, and the bias is added once, after it.
+    """
+
+    @property
+    def sums_output(self) -> bool: ...
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor: ...
 
@@ -44,6 +50,8 @@ class _Done(NamedTuple):
 
 class NoComm:
     """A linear that lives on one rank."""
+
+    sums_output = False
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return output_TO
@@ -139,7 +147,7 @@ class _LinearFunction(torch.autograd.Function):
         layer: Linear,
     ) -> torch.Tensor:
         input, weight = layer.input_operand(input_TI), layer.weight_operand()
-        alone = isinstance(layer.comm, NoComm)
+        sums_output = layer.comm.sums_output
         output_TO = gemm(
             input,
             weight,
@@ -147,11 +155,11 @@ class _LinearFunction(torch.autograd.Function):
             counter=layer.counter,
             place="output",
             transpose_b=True,
-            bias=bias_O if alone else None,
+            bias=None if sums_output else bias_O,
         )
         output_TO = layer.comm.reduce_output(output_TO)
-        if bias_O is not None and not alone:
-            output_TO = output_TO + bias_O  # once, after the sum over ranks
+        if bias_O is not None and sums_output:
+            output_TO = output_TO + bias_O
         if isinstance(input, Fp8Tensor):
             ctx.fmt = input.fmt
             ctx.save_for_backward(input.payload, input.dequant_scale)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.observe import MetricsFile, read_metrics
@@ -152,3 +152,24 @@ def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 8), st.data())
+def test_killed_at_any_byte_it_ends_as_an_undisturbed_one(
+    tmp_path_factory: pytest.TempPathFactory, resume_step: int, data: st.DataObject
+) -> None:
+    """A kill leaves any prefix that holds the checkpoint's lines; the rest is written again."""
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+
+    def log(first: int) -> bytes:
+        with MetricsFile(path, resume_step=first - 1) as metrics:
+            for step in range(first, 9):
+                metrics.log({"step": step, "loss": 1 / (step + 1), "note": "\u00e9\u2028"})
+        return path.read_bytes()
+
+    undisturbed = log(1)
+    ends = [0, *(i + 1 for i, byte in enumerate(undisturbed) if byte == ord("\n"))]
+    cut = data.draw(st.integers(ends[resume_step], len(undisturbed)))
+    path.write_bytes(undisturbed[:cut])
+    assert log(resume_step + 1) == undisturbed
