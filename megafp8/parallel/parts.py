@@ -9,7 +9,7 @@ from torch import nn
 
 from megafp8.models.init import constant, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Parts, Rows
+from megafp8.models.parts import Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
@@ -43,14 +43,14 @@ class NativeParts(Parts):
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         return look_up(tokens_BS, weight_VD, self.sink)
 
-    def norm_linear(self, norm: str, rows: Sequence[Rows], std: float) -> nn.Module:
+    def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
         in_features = self.spec.hidden_size
         weights, biases = column_pieces(rows, in_features, self.tp)
         share = sum(part.out_features for part in rows) // self.tp.size
-        name = f"{rows[0].name.rpartition('.')[0]}.qkv" if len(rows) > 1 else rows[0].name
+        name = fused_name(rows)
         comm = ColumnParallel(self.tp) if self.tp.size > 1 else NoComm()
         linear = self._linear(name, (share, in_features), weights, biases, std, comm)
-        return nn.Sequential(self.norm(norm), linear)
+        return self._after_norm(norm, linear)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
         weights, biases = row_pieces(rows, in_features, self.tp)
@@ -69,13 +69,17 @@ class NativeParts(Parts):
     ) -> Linear:
         return Linear(
             self.normal_parameter(shape, weights, std),
-            parameter(shape[:1], biases, constant(0.0), self.dtype),
+            parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None,
             name=name,
             scaling=None if self.scaling is None else LinearScaling.register(self.scaling, name),
             comm=comm,
             sink=self.sink,
             counter=self.counter,
         )
+
+    def local_heads(self) -> slice:
+        share = self.spec.num_attention_heads // self.tp.size
+        return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
 
     def head_loss(self) -> HeadLoss:
         def matmul(
