@@ -52,6 +52,7 @@ class Fp8Recipe:
     power_2_scale: bool = False  # scales rounded down to a power of two (not delayed)
     params_in_fp8: bool = False  # weights are kept in FP8 alone, beside their FP32 masters
     high_precision_gemms: frozenset[GemmName] = frozenset()  # these stay in the compute dtype
+    fast_accumulation: frozenset[GemmName] = frozenset({"output"})  # on FP8 tensor cores
     fp8_in_evaluation: bool = True
     pad_inner_dim: bool = False  # allow dims that are no multiple of what FP8 tensor cores take
     modules: tuple[ModuleRule, ...] = ()  # the first that matches decides; none: `name`
