@@ -25,6 +25,7 @@ from megafp8.specs import (
     DataSpec,
     Fp8Recipe,
     GPTSpec,
+    HealthSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
@@ -69,7 +70,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
         ),
         checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager),
+        observe=_observe(tree.exp_manager, model),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         resolved=resolved,
     )
@@ -235,7 +236,7 @@ def _checkpoint(manager: ExpManager) -> CheckpointSpec:
     )
 
 
-def _observe(manager: ExpManager) -> ObserveSpec:
+def _observe(manager: ExpManager, model: Model) -> ObserveSpec:
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
         name=manager.name,
@@ -245,6 +246,12 @@ def _observe(manager: ExpManager) -> ObserveSpec:
         create_wandb_logger=manager.create_wandb_logger,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
+        health=HealthSpec(
+            mode=model.fp8_health,  # type: ignore[arg-type]  # validated
+            max_underflow=model.fp8_health_max_underflow,
+            max_overflow=model.fp8_health_max_overflow,
+            min_snr_db=model.fp8_health_min_snr_db,
+        ),
     )
 
 

@@ -490,6 +490,31 @@ class Model:
     use_autocast_during_eval: bool = key(
         True, "Validate in FP8 too, with the scales of training.", kind="model"
     )
+    fp8_health: str = key(
+        "scales",
+        "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
+        "(`full`: a step then takes up to twice as long). Into health.jsonl and the trackers.",
+        kind="logging",
+        valid=one_of("off", "scales", "full"),
+    )
+    fp8_health_max_underflow: float = key(
+        0.5,
+        "Warn of tensors of which a larger share of non-zero values became zero.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_max_overflow: float = key(
+        0.01,
+        "Warn of tensors of which a larger share of values saturated.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_min_snr_db: float = key(
+        5.0,
+        "Warn of tensors whose worst row has less signal to noise, in decibel.",
+        kind="logging",
+        valid=between(-200, 200),
+    )
     pad_inner_dim: bool = key(
         False,
         "Allow sizes that are no multiple of what FP8 tensor cores take; there, operands are "

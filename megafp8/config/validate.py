@@ -41,6 +41,8 @@ FP8_DETAILS = (
     "model.num_layers_at_end_in_bf16",
     "model.fp8_modules",
     "model.use_autocast_during_eval",
+    "model.fp8_health",
+    *fp8_rules.HEALTH_LIMITS,
     "model.pad_inner_dim",
     "model.fp8_backend",
 )

@@ -3,10 +3,11 @@
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
-from megafp8.specs.run import ObserveSpec, RunSpec
+from megafp8.specs.run import RunSpec
 from megafp8.specs.train import TrainSpec
 
 __all__ = [
@@ -14,12 +15,14 @@ __all__ = [
     "DataSpec",
     "Fp8Recipe",
     "GPTSpec",
+    "HealthSpec",
     "ObserveSpec",
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
     "RunSpec",
     "ScheduleSpec",
+    "TensorHealth",
     "TokenizerSpec",
     "TrainSpec",
 ]

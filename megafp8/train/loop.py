@@ -18,6 +18,7 @@ from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
+from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
@@ -38,6 +39,7 @@ class Run:
     metrics: MetricsFile | None  # the main rank's
     trackers: CompositeTracker
     stop: StopRequest
+    health: HealthLog
     bytes_per_token: float  # of the validation text
     last_report: StepReport | None = None
     last_loss: float | None = None
@@ -54,8 +56,11 @@ def train(run: Run) -> bool:
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
+            if (run.state.step + 1) % run.spec.train.log_every_n_steps == 0:
+                run.health.begin()
             result = train_step(run.state, microbatches)
             if not result.is_finite and rolls_back(run, microbatches, result):
+                run.health.abandon()
                 loader.close()
                 loader = open_loader(run)
                 continue
@@ -138,6 +143,7 @@ def log_step(run: Run, result: StepResult, seconds: float, waited: float) -> Non
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)
+    run.health.end(state.step, run.trackers)
     run.console.step(report)
     run.last_report, run.last_loss = report, result.loss
 
@@ -200,6 +206,7 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
             saving.load(newest, run.state, run.console.warn)
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
+            run.health.rewind(run.state.step)
             run.console.warn(f"{what}; going back to step {run.state.step}")
             return True
     run.state.num_skipped += 1

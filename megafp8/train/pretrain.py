@@ -30,6 +30,7 @@ from megafp8.specs.model import padded_vocab_size
 from megafp8.train import rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
+from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, save, train, validate
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.runtime import prepare_process
@@ -90,7 +91,11 @@ def _pretrain(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
         )
     text_bytes = len(data.validation_text())
+    health = HealthLog(
+        state, spec.observe.health, path if mesh.is_main else None, first_step, console.warn
+    )
     run = Run(
+        health=health,
         spec=spec,
         state=state,
         data=data,
@@ -122,6 +127,7 @@ def _pretrain(
     finally:
         if metrics is not None:
             metrics.close()
+        health.close()
         trackers.close()
     if mesh.is_main:
         try:
