@@ -46,7 +46,7 @@ class Parts:
         """Rows of `weight_VD`: [B, S] -> [B, S, D]."""
         return F.embedding(tokens_BS, weight_VD)
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> nn.Module:
         return Norm(self, name)
 
     def norm_linear(self, norm: str, rows: Sequence[Rows], std: float) -> nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megafp8.models.init import constant, parameter
+from megafp8.models.init import Draw, constant, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Parts, Rows
 from megafp8.models.random import RandomStreams
@@ -19,7 +19,7 @@ from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.linear import Linear, LinearComm, LinearScaling, NoComm
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
-from megafp8.specs.placement import Piece
+from megafp8.specs.placement import Piece, whole
 
 
 class NativeParts(Parts):
@@ -36,12 +36,23 @@ class NativeParts(Parts):
         tp: Axis,
         sink: GradSink,
         counter: GemmCounter,
+        half_weights: bool = True,
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
+        self.half_weights = half_weights
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         return look_up(tokens_BS, weight_VD, self.sink)
+
+    def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
+        """Embeddings and norms: FP32 without `half_weights`, and with them the residual stream."""
+        dtype = self.dtype if self.half_weights else torch.float32
+        return parameter(shape, whole(name, shape), draw, dtype)
+
+    def norm(self, name: str) -> nn.Module:
+        norm = super().norm(name)
+        return norm if self.half_weights else nn.Sequential(norm, Cast(self.dtype))
 
     def norm_linear(self, norm: str, rows: Sequence[Rows], std: float) -> nn.Module:
         in_features = self.spec.hidden_size
@@ -88,7 +99,7 @@ class NativeParts(Parts):
         ) -> torch.Tensor:
             return gemm(
                 a,
-                b,
+                b if b.dtype == a.dtype else b.to(a.dtype),
                 work=a.dtype,
                 counter=self.counter,
                 place=place,
@@ -103,8 +114,21 @@ class NativeParts(Parts):
         return HeadLoss(matmul, add_grad_weight)
 
     def count_attention_flops(self, flops: int) -> None:
-        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        precision = {
+            torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
+        }[self.dtype]  # fmt: skip
         self.counter.add(precision, "attention", flops)
+
+
+class Cast(nn.Module):
+    """To the dtype of GEMMs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
 
 
 def linears_of(model: nn.Module) -> list[Linear]:
