@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.rules import Finding, Values, nearest_multiples, rule
+from megafp8.config.rules import Finding, Rules, Values, nearest_multiples
 from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
+
+rule = Rules()
 
 _SCHED = "model.optim.sched"
 LOSS_SCALE_DETAILS = (

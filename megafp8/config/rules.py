@@ -1,4 +1,8 @@
-"""What a check over several settings is: it names the keys it reads and yields findings."""
+"""Rules over settings: what a rule is, and how it says what is wrong.
+
+A rule names the keys it reads and runs only where all of them are good by themselves, so one bad
+value is reported once and not again by every rule that it would break.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 Values = Mapping[str, Any]
+Origins = Mapping[str, str]
 
 
 class Finding(NamedTuple):
@@ -17,17 +22,26 @@ class Finding(NamedTuple):
 
 
 Rule = Callable[[Values], Iterator[Finding]]
-RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
-def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a check of values alone; it reads exactly these keys."""
+class Rules:
+    """The rules of one subject: `@rule("model.a", "model.b")` registers one that reads these."""
 
-    def register(check: Rule) -> Rule:
-        RULES.append((keys, check))
-        return check
+    def __init__(self) -> None:
+        self._rules: list[tuple[tuple[str, ...], Rule]] = []
 
-    return register
+    def __call__(self, *keys: str) -> Callable[[Rule], Rule]:
+        def register(check: Rule) -> Rule:
+            self._rules.append((keys, check))
+            return check
+
+        return register
+
+    def findings(self, values: Values) -> Iterator[Finding]:
+        """What the rules say whose keys are all in `values`."""
+        for keys, check in self._rules:
+            if all(key in values for key in keys):
+                yield from check(values)
 
 
 def nearest_multiples(value: int, step: int) -> str:

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Literal
 
+from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule
+
 PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
@@ -84,6 +86,19 @@ def is_rampup(value: object) -> bool:
 def share_of(steps: int | None, ratio: float | None, max_steps: int) -> int | None:
     """Steps given as such or as a share of the run (NeMo rounds it down); None if neither is."""
     return steps if ratio is None else int(ratio * max_steps)
+
+
+def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
+    """The rules of `["*.fc2:high_precision"]`; None if one of them is none."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    rules = []
+    for text in value:
+        pattern, _, choice = str(text).rpartition(":")
+        if not pattern or choice not in (*RECIPES, HIGH_PRECISION):
+            return None
+        rules.append(ModuleRule(pattern, choice))
+    return tuple(rules)
 
 
 def format_number(number: float) -> str:
