@@ -56,7 +56,7 @@ def test_masters_follow_torchs_plain_optimizer(
     spec = optim_spec(name=name, weight_decay=0.5, lr=0.05)
     ours = optimizer(dtype, spec)
     masters = ours.masters.masters
-    copies = [nn.Parameter(master.detach().to(reference)) for master in masters]
+    copies = [nn.Parameter(master.detach().to(reference, copy=True)) for master in masters]
     plain = plain_class(
         [
             {"params": [c for c in copies if c.dim() > 1], "weight_decay": 0.5},
@@ -71,7 +71,7 @@ def test_masters_follow_torchs_plain_optimizer(
     for step in range(1, 13):
         draw_gradients(ours.masters, step)
         for copy, grad in zip(copies, ours.masters.grads, strict=True):
-            copy.grad = grad.to(reference)
+            copy.grad = grad.to(reference, copy=True)
         for group in plain.param_groups:
             group["lr"] = learning_rate(spec, step)
         ours.step(step)
