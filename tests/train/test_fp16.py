@@ -95,9 +95,9 @@ def test_at_the_smallest_scale_it_is_not_the_scalers_any_more() -> None:
 # ---- whole runs
 
 
-def test_a_run_overflows_stops_and_goes_on(place: Place, driver: Any, tmp_path: Any) -> None:
+def test_a_run_overflows_stops_and_goes_on(place: Place) -> None:
     """Stopped while the scale still falls, and again while it grows."""
-    other = replace(place, cwd=tmp_path / "other")
+    other = replace(place, cwd=place.cwd / "other")
     other.cwd.mkdir()
     flags = [*FP16, "model.native_amp_init_scale=1048576", "model.native_amp_growth_interval=3"]
     flags.append("trainer.max_steps=12")
