@@ -6,9 +6,9 @@ from megafp8.specs.model import GPTSpec
 from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import ParallelSpec
-from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
+from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.run import RunSpec
-from megafp8.specs.train import TrainSpec
+from megafp8.specs.train import RampupSpec, TrainSpec
 
 __all__ = [
     "CheckpointSpec",
@@ -16,10 +16,12 @@ __all__ = [
     "Fp8Recipe",
     "GPTSpec",
     "HealthSpec",
+    "LossScaleSpec",
     "ObserveSpec",
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
+    "RampupSpec",
     "RunSpec",
     "ScheduleSpec",
     "TensorHealth",

@@ -25,7 +25,7 @@ from megafp8.parallel.launch import follow_launcher
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
-from megafp8.specs import RunSpec
+from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
@@ -172,16 +172,31 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
         f"precision: {precision_of(spec, state)}",
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
-        f"{train.micro_batch_size}; {layout}",
+        f"{train.micro_batch_size}{_rampup(train)}; {layout}",
+        f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
+        f"learning rate: {spec.optim.schedule.name}",
     ]
+
+
+def _rampup(train: TrainSpec) -> str:
+    ramp = train.rampup
+    if ramp is None:
+        return ""
+    return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """The formats, and the means by which they run here."""
-    compute = {"bf16": "BF16", "fp32": "FP32"}[spec.precision.compute]
+    compute = spec.precision.compute.upper()
+    if not spec.precision.half_weights:
+        compute += " GEMMs over FP32 weights and residual stream"
+    elif spec.precision.compute != "fp32" and spec.precision.fp8 is None:
+        compute += ", FP32 masters"
+    if spec.precision.loss_scale is not None:
+        compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
-        return f"{compute}, FP32 masters"
+        return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
     wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
