@@ -5,7 +5,7 @@ second read. Blocks fit a tile, so amax, scale and payloads of both directions c
 A payload whose scales go along columns is written transposed, as a product on Hopper reads it.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # M rows (tokens)   N columns (features)
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ that gives the same bits on anything that runs Triton, its interpreter included.
 rounded here are never followed by an addition, so no compiler can contract them.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton

@@ -3,7 +3,7 @@
 One program a tensor. Every division is a true one; Triton's `/` is an approximation in FP32.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import torch

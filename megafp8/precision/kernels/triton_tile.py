@@ -1,6 +1,6 @@
 """What becomes of one tile of FP32 values: amax, payload, transposed payload, plain copy, sums."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
