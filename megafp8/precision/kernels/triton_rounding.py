@@ -83,7 +83,7 @@ def rounded(y, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def scales_of_amax(amax, IS_E4M3: tl.constexpr, TORCHAO: tl.constexpr, POWER_2: tl.constexpr):
-    """FP32 amaxes -> quant_scales; 1 where an amax is not finite (and, by TE's rule, where it is 0).
+    """FP32 amaxes -> quant_scales; 1 where an amax is not finite or, by TE's rule, is 0.
 
     TORCHAO: fp8_max / max(amax, 1e-12) in FP64, then rounded to FP32. Else Transformer Engine's:
     fp8_max / amax in FP32, the largest finite number where that overflows.

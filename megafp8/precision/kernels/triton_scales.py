@@ -1,4 +1,4 @@
-"""All delayed scales of a table updated in one launch: the rule of `precision/scaling.py`, in place.
+"""All delayed scales of a table updated in one launch, in place: `precision/scaling.py`'s rule.
 
 One program a tensor. Every division is a true one; Triton's `/` is an approximation in FP32.
 """
