@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
@@ -23,8 +21,6 @@ from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
 from megafp8.parallel.launch import follow_launcher
 from megafp8.parallel.mesh import Mesh, join, leave
-from megafp8.precision.gemm import wide_dtype
-from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import rundirs, saving
@@ -32,6 +28,7 @@ from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.precision_means import means_of
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
@@ -198,13 +195,10 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     if recipe is None:
         return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
-    device = state.mesh.device
-    wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
-    product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
-    in_c = device.type == "cpu" and library().lib is not None
+    work = COMPUTE_DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"emulated: {product} GEMMs over FP8 bytes, casts in {'C' if in_c else 'torch'}"
+        f"{means_of(recipe, state.scaling.engine, state.mesh.device, work)}"
     )
 
 
@@ -256,6 +250,7 @@ def summarize(
             "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
             "fp8_share_with_attention": counter.share("fp8"),
+            "fp8_flops_by_backend": dict(counter.fp8_backends),
             "num_skipped_steps": state.num_skipped,
             "traffic_bytes": {
                 " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
