@@ -72,6 +72,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
+            compile=model.compile,  # type: ignore[arg-type]  # validated
         ),
         checkpoint=_checkpoint(tree.exp_manager),
         observe=_observe(tree.exp_manager, model),

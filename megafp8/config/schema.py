@@ -614,6 +614,12 @@ class Model:
         kind="layout",
         valid=one_of("auto", "native", later=("te", "torchao"), suggestion="Use auto or native"),
     )
+    compile: str = key(
+        "off",
+        "`block`: torch compiles a transformer layer, and all of them use it; training alone.",
+        kind="layout",
+        valid=one_of("off", "block"),
+    )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
 

@@ -15,6 +15,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
+from megafp8.train.compile import compile_layers
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -47,6 +48,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         if linear.weight_compute_dtype is not None
     }
     masters = Masters(model.parameters(), stores)
+    compiled = None
+    if spec.train.compile == "block":
+        compiled = compile_layers(model, mesh.device)
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
@@ -61,6 +65,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         counter,
         mesh,
         loss_scale=None if loss_scale is None else LossScale(loss_scale),
+        compiled=compiled,
     )
 
 

@@ -252,6 +252,7 @@ def summarize(
             "fp8_share_with_attention": counter.share("fp8"),
             "fp8_flops_by_backend": dict(counter.fp8_backends),
             "num_skipped_steps": state.num_skipped,
+            "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
             "traffic_bytes": {
                 " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
             },

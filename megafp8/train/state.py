@@ -13,6 +13,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.train.compile import CompileCounter
 
 
 @dataclass
@@ -31,3 +32,4 @@ class TrainState:
     consumed_samples: int = 0  # over all ranks
     num_skipped: int = 0  # steps whose gradients were not finite
     loss_scale: LossScale | None = None  # FP16's
+    compiled: CompileCounter | None = None  # where torch compiles the layers
