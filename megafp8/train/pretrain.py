@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,11 +39,31 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64
 
 
-def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What the user gave, beside the spec: see `pretrain`."""
+
+    command: Sequence[str]
+    settings: tuple[str, ...]
+    record: Mapping[str, object]
+
+
+def pretrain(
+    spec: RunSpec,
+    *,
+    is_sweep: bool,
+    command: Sequence[str],
+    settings: Sequence[str] = (),
+    record: Mapping[str, object] | None = None,
+) -> int:
     """Train, or continue, the run that `spec` describes; returns the exit code.
 
-    `command` is what was typed: shown as what continues the run.
+    Args:
+        command: What was typed: shown as what continues the run.
+        settings: Lines for the start: what is not the default job's, and what changes nothing.
+        record: The same for `summary.json`.
     """
+    typed = Typed(command, tuple(settings), record or {})
     began = time.monotonic()
     follow_launcher()
     with StopRequest() as stop:
@@ -51,7 +71,7 @@ def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
         try:
             prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
             with open_console(main_rank=mesh.is_main) as console:
-                return _pretrain(spec, mesh, console, stop, is_sweep, command, began)
+                return _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
         except UserError as error:
             if error.is_shared and not mesh.is_main:
                 return int(error.exit_code)
@@ -66,13 +86,13 @@ def _pretrain(
     console: Console,
     stop: StopRequest,
     is_sweep: bool,
-    command: Sequence[str],
+    typed: Typed,
     began: float,
 ) -> int:
     choice = _choose_on_main(spec, mesh, is_sweep)
     path = choice.path
     if mesh.is_main:
-        console.header([f"{path}: {choice.reason}"])
+        console.header([f"{path}: {choice.reason}", *typed.settings])
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
@@ -107,7 +127,7 @@ def _pretrain(
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
             save(run, must_succeed=True)  # something to go back to
         finished = train(run)
-        summary = summarize(run, path, command, finished, began)
+        summary = summarize(run, path, typed, finished, began)
         if finished:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
@@ -168,9 +188,7 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     )
 
 
-def summarize(
-    run: Run, path: Path, command: Sequence[str], finished: bool, began: float
-) -> RunSummary:
+def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
@@ -192,7 +210,7 @@ def summarize(
         step=state.step,
         total_steps=spec.train.max_steps,
         log_dir=str(path),
-        continue_command=continue_command(spec, path, command, finished),
+        continue_command=continue_command(spec, path, typed.command, finished),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         unigram_bits_per_byte=unigram,
@@ -210,6 +228,7 @@ def summarize(
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
         extra={
+            **typed.record,
             # Counted where the products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
