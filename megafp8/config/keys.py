@@ -123,6 +123,7 @@ def _type_text(hint: Any) -> str:
         str: "a text",
         bool: "True or False",
         list[float]: "a list of numbers",
+        list[int]: "a list of whole numbers",
         type(None): "null",
     }
     if hint in names:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config import profile_rules  # noqa: F401  # registers its rules
 from megafp8.config.compose import (
     COMPOSE_ERRORS,
     DEFAULT_CONFIG,

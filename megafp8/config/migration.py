@@ -10,6 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config import profile_rules  # noqa: F401  # registers its rules
 from megafp8.config.compose import schema_tree
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import Setting, flatten, put_in, setting_problem

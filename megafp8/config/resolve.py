@@ -8,7 +8,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.problems import SettingError
-from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
+from megafp8.config.schema import (
+    Config,
+    ExpManager,
+    Model,
+    NsysProfile,
+    Optim,
+    Trainer,
+    all_keys,
+)
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
     ADAMW_NAMES,
@@ -27,6 +35,7 @@ from megafp8.specs import (
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
+    ProfileSpec,
     RunSpec,
     ScheduleSpec,
     TokenizerSpec,
@@ -56,7 +65,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         optim=_optim(model.optim, trainer.gradient_clip_val, trainer.max_steps),
         data=_data(model),
         train=TrainSpec(
-            max_steps=trainer.max_steps,
+            max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
@@ -64,9 +73,14 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             limit_val_batches=trainer.limit_val_batches,
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
+            overfit_batches=trainer.overfit_batches,
+            num_sanity_val_steps=trainer.num_sanity_val_steps,
+            fast_dev_run=bool(trainer.fast_dev_run),
+            deterministic=trainer.deterministic,
         ),
-        checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager),
+        checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
+        observe=_observe(tree.exp_manager, trainer),
+        profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         resolved=resolved,
     )
@@ -91,6 +105,14 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[interval] = parse_interval_seconds(values[interval])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
     values["model.optim.name"] = ADAMW_NAMES[0]
+    values["trainer.fast_dev_run"] = int(values["trainer.fast_dev_run"])
+    if values["trainer.memory_snapshot_on_oom"] and values["trainer.accelerator"] == "cpu":
+        raise SettingError(
+            "trainer.memory_snapshot_on_oom",
+            True,
+            "has no effect here: it is CUDA's memory, and the run is on the CPU",
+            "Leave it out",
+        )
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
     elif values["model.fp8_e4m3"]:
@@ -181,31 +203,51 @@ def _data(model: Model) -> DataSpec:
     )
 
 
-def _checkpoint(manager: ExpManager) -> CheckpointSpec:
+def _profile(profile: NsysProfile, trainer: Trainer) -> ProfileSpec:
+    return ProfileSpec(
+        enabled=profile.enabled,
+        start_step=profile.start_step,
+        end_step=profile.end_step,
+        ranks=tuple(profile.ranks),
+        gen_shape=profile.gen_shape,
+        memory_snapshot_on_oom=trainer.memory_snapshot_on_oom,
+    )
+
+
+def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
     params = manager.checkpoint_callback_params
-    if not manager.create_checkpoint_callback:
+    if trial or not manager.create_checkpoint_callback:
         return CheckpointSpec(
             every_n_train_steps=None,
             train_time_interval_seconds=None,
             save_last=False,
             keep=params.keep,
+            save_top_k=params.save_top_k,
+            monitor=params.monitor,
+            mode=params.mode,  # type: ignore[arg-type]  # validated
         )
     return CheckpointSpec(
         every_n_train_steps=params.every_n_train_steps,
         train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
         save_last=params.save_last,
         keep=params.keep,
+        save_top_k=params.save_top_k,
+        monitor=params.monitor,
+        mode=params.mode,  # type: ignore[arg-type]  # validated
     )
 
 
-def _observe(manager: ExpManager) -> ObserveSpec:
+def _observe(manager: ExpManager, trainer: Trainer) -> ObserveSpec:
+    """A trial (`fast_dev_run`) never works in a run's own directory."""
+    trial = bool(trainer.fast_dev_run)
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
-        name=manager.name,
+        name=None if trial else manager.name,
         explicit_log_dir=manager.explicit_log_dir,
-        resume_if_exists=manager.resume_if_exists,
-        create_tensorboard_logger=manager.create_tensorboard_logger,
-        create_wandb_logger=manager.create_wandb_logger,
+        resume_if_exists=manager.resume_if_exists and not trial,
+        create_tensorboard_logger=manager.create_tensorboard_logger and not trial,
+        create_wandb_logger=manager.create_wandb_logger and not trial,
+        progress_bar=trainer.enable_progress_bar,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
     )

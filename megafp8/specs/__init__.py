@@ -6,7 +6,7 @@ from megafp8.specs.model import GPTSpec
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
-from megafp8.specs.run import ObserveSpec, RunSpec
+from megafp8.specs.run import ObserveSpec, ProfileSpec, RunSpec
 from megafp8.specs.train import TrainSpec
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "OptimSpec",
     "ParallelSpec",
     "PrecisionSpec",
+    "ProfileSpec",
     "RunSpec",
     "ScheduleSpec",
     "TokenizerSpec",

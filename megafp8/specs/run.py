@@ -25,6 +25,19 @@ class ObserveSpec:
     create_wandb_logger: bool
     wandb_project: str | None
     wandb_name: str | None
+    progress_bar: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSpec:
+    """Which steps are profiled, on which ranks. Steps are counted from 0."""
+
+    enabled: bool = False
+    start_step: int = 10
+    end_step: int = 10  # profiled too
+    ranks: tuple[int, ...] = (0,)
+    gen_shape: bool = False
+    memory_snapshot_on_oom: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,4 +57,5 @@ class RunSpec:
     checkpoint: CheckpointSpec
     observe: ObserveSpec
     vocab_divisible_by: int
+    profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megafp8.checkpoint.best import METRICS, Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
@@ -30,7 +31,8 @@ from megafp8.specs.model import padded_vocab_size
 from megafp8.train import rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
-from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.loop import Run, check_validation, save, train, validate
+from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
@@ -69,8 +71,13 @@ def pretrain(
     with StopRequest() as stop:
         mesh = join(spec.parallel)
         try:
-            prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
-            with open_console(main_rank=mesh.is_main) as console:
+            prepare_process(
+                mesh.device,
+                fp32=spec.precision.compute == "fp32",
+                deterministic=spec.train.deterministic,
+            )
+            progress_bar = spec.observe.progress_bar
+            with open_console(main_rank=mesh.is_main, progress_bar=progress_bar) as console:
                 return _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
         except UserError as error:
             if error.is_shared and not mesh.is_main:
@@ -97,7 +104,9 @@ def _pretrain(
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
-    saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
+    kept = spec.checkpoint
+    best = Best(kept.save_top_k, kept.monitor, kept.mode)
+    saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     _load_newest(saver, state, data, console)
     first_step = state.step
     metrics: MetricsFile | None = None
@@ -117,6 +126,7 @@ def _pretrain(
         metrics=metrics,
         trackers=trackers,
         stop=stop,
+        profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
@@ -126,7 +136,12 @@ def _pretrain(
     try:
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
             save(run, must_succeed=True)  # something to go back to
-        finished = train(run)
+        if spec.train.num_sanity_val_steps and first_step == 0:
+            check_validation(run)
+        with memory_snapshot_on_oom(
+            spec.profile.memory_snapshot_on_oom, path, mesh.world.rank, console.warn
+        ):
+            finished = train(run)
         summary = summarize(run, path, typed, finished, began)
         if finished:
             console.event(f"a sample: {sample_text(run)!r}")
@@ -168,7 +183,21 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"precision: {precision_of(spec, state)}",
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
         f"{train.micro_batch_size}; {layout}",
+        *smoke_options(spec),
     ]
+
+
+def smoke_options(spec: RunSpec) -> list[str]:
+    """A line for each option that makes this run less than, or other than, a training run."""
+    train, lines = spec.train, []
+    if train.fast_dev_run:
+        steps = f"fast_dev_run: {train.max_steps} step(s)"
+        lines.append(f"{steps}; no checkpoints, no loggers, a directory of its own")
+    if train.overfit_batches:
+        lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.deterministic:
+        lines.append("deterministic: operations without a deterministic algorithm are errors")
+    return lines
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
@@ -313,4 +342,5 @@ def _load_newest(
             )
         )
     saver.last_step = state.step
+    saver.metrics = dict(meta.get(METRICS, {}))
     console.event(f"continuing from {newest}")
