@@ -24,7 +24,7 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def of(self, step_dirs: Sequence[Path]) -> set[Path]:
-        """The best of these checkpoints; of equal ones the later. Unmeasured ones do not count."""
+        """The best of these checkpoints; of equal ones the earlier. Unmeasured ones do not count."""
         if self.count < 0:
             return set(step_dirs)
         if self.count == 0:
@@ -34,9 +34,9 @@ class Best:
         ranked = sorted(
             (path for path, score in scores.items() if score is not None),
             key=lambda path: path.name,
-            reverse=True,
         )
-        ranked.sort(key=lambda path: sign * (scores[path] or 0.0))  # stable: the later stays first
+        # Stable: of those between two validations the one that was measured itself comes first.
+        ranked.sort(key=lambda path: sign * (scores[path] or 0.0))
         return set(ranked[: self.count])
 
 
