@@ -12,7 +12,7 @@ _WORDS = r"(?:api_?key|access_?key|private_?key|secret|token|password|passwd|cre
 _NAME = re.compile(rf"(?:^|[^a-z0-9]){_WORDS}(?:$|[^a-z0-9])", re.IGNORECASE)
 # `api_key=VALUE`, `'api_key': 'VALUE'`: ends at a blank, comma or brace outside of quotes.
 _SETTING = re.compile(
-    rf"((?:^|[^A-Za-z0-9]){_WORDS}[\w.\-]*['\"]?\s*[=:]\s*)"
+    rf"((?:^|[^A-Za-z0-9]){_WORDS}(?![A-Za-z0-9])[\w.\-]*['\"]?\s*[=:]\s*)"
     r"(\\?\"(?:[^\"\\]|\\.)*\"|\\?'(?:[^'\\]|\\.)*'|[^\s,}]+)",
     re.IGNORECASE,
 )
