@@ -101,7 +101,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/train/test_continuing.py::test_resume_if_exists_off"
     ),
     "exp_manager.create_checkpoint_callback": Runs(
-        False, (f"{CALLBACK}.every_n_train_steps=null",)
+        False, (f"{CALLBACK}.every_n_train_steps=200",)
     ),
     "exp_manager.create_tensorboard_logger": Runs(True),
     "exp_manager.create_wandb_logger": ShownBy("tests/observe/test_trackers.py::test_wandb_offline"),
