@@ -69,7 +69,6 @@ class ShownBy:
 
 Effect = Trains | Runs | Refused | ShownBy
 
-PROFILED = (f"{NSYS}.enabled=True", f"{NSYS}.start_step=1", f"{NSYS}.end_step=1")
 
 EFFECTS: dict[str, Effect] = {
     "trainer.devices": ShownBy(
@@ -100,17 +99,21 @@ EFFECTS: dict[str, Effect] = {
     "exp_manager.resume_if_exists": ShownBy(
         "tests/train/test_continuing.py::test_resume_if_exists_off"
     ),
-    "exp_manager.create_checkpoint_callback": Runs(
-        False, (f"{CALLBACK}.every_n_train_steps=200",)
-    ),
+    "exp_manager.create_checkpoint_callback": Runs(False, (f"{CALLBACK}.every_n_train_steps=200",)),
     "exp_manager.create_tensorboard_logger": Runs(True),
-    "exp_manager.create_wandb_logger": ShownBy("tests/observe/test_trackers.py::test_wandb_offline"),
+    "exp_manager.create_wandb_logger": ShownBy(
+        "tests/observe/test_trackers.py::test_wandb_offline"
+    ),
     "exp_manager.wandb_logger_kwargs.project": ShownBy(
         "tests/observe/test_trackers.py::test_wandb_offline"
     ),
-    "exp_manager.wandb_logger_kwargs.name": ShownBy("tests/observe/test_trackers.py::test_wandb_offline"),
+    "exp_manager.wandb_logger_kwargs.name": ShownBy(
+        "tests/observe/test_trackers.py::test_wandb_offline"
+    ),
     f"{CALLBACK}.every_n_train_steps": Runs(1),
-    f"{CALLBACK}.train_time_interval": ShownBy("tests/train/test_continuing.py::test_train_time_interval"),
+    f"{CALLBACK}.train_time_interval": ShownBy(
+        "tests/train/test_continuing.py::test_train_time_interval"
+    ),
     f"{CALLBACK}.save_last": Runs(False),
     f"{CALLBACK}.keep": Runs(1),
     f"{CALLBACK}.save_top_k": Runs(1, (f"{CALLBACK}.every_n_train_steps=1", f"{CALLBACK}.keep=1")),
@@ -145,7 +148,9 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_interval": Trains(3),
     "model.fp8_amax_history_len": Trains(1),
     "model.fp8_amax_compute_algo": Trains("most_recent"),
-    "model.reduce_amax": ShownBy("tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"),
+    "model.reduce_amax": ShownBy(
+        "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
+    ),
     "model.fp8_backend": Refused("te"),
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
@@ -158,9 +163,9 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.eps": Trains(0.1),
     "model.optim.sched.name": Refused("NoamAnnealing"),
     "model.optim.sched.warmup_steps": Trains(2),
-    "model.optim.sched.constant_steps": Trains(2),
-    "model.optim.sched.min_lr": Trains(5e-4),
-    f"{NSYS}.enabled": Runs(True, PROFILED[1:]),
+    "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
+    "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),
+    f"{NSYS}.enabled": Runs(True, ("trainer.max_steps=11",)),
     f"{NSYS}.start_step": ShownBy("tests/train/test_profiling.py::test_the_steps_asked_for"),
     f"{NSYS}.end_step": ShownBy("tests/train/test_profiling.py::test_the_steps_asked_for"),
     f"{NSYS}.ranks": ShownBy("tests/train/test_profiling.py::test_other_ranks_are_left_alone"),
