@@ -24,7 +24,7 @@ class Best:
     mode: Literal["min", "max"] = "min"
 
     def of(self, step_dirs: Sequence[Path]) -> set[Path]:
-        """The best of these checkpoints; of equal ones the earlier. Unmeasured ones do not count."""
+        """The best of these checkpoints; of equal ones the earlier. Unmeasured do not count."""
         if self.count < 0:
             return set(step_dirs)
         if self.count == 0:

@@ -5,7 +5,7 @@ A new key makes the walk fail until it has an entry in `EFFECTS`. An entry is on
     Trains(VALUE, *JOB)      two steps differ from those at the default: losses, rates, weights
     Runs(VALUE, *JOB)        a whole run differs in its files, metrics or output
     Refused(VALUE)           every other value is refused, by this key's name
-    ShownBy(NODE)             an existing test shows it, where neither fits: ranks, faults, terminals
+    ShownBy(NODE)            an existing test shows it, where none fits: ranks, faults
 """
 
 from __future__ import annotations

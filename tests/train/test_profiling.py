@@ -40,7 +40,8 @@ def products(events: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "sizes"), [(2, 3, [12, 13]), (0, 0, [10]), (5, 9, [15]), (1, 4, [11, 12, 13, 14])]
+    ("start", "end", "sizes"),
+    [(2, 3, [12, 13]), (0, 0, [10]), (5, 9, [15]), (1, 4, [11, 12, 13, 14])],
 )  # fmt: skip
 def test_the_steps_asked_for(tmp_path: Path, start: int, end: int, sizes: list[int]) -> None:
     found = products(profiled(tmp_path, start_step=start, end_step=end, gen_shape=True))
@@ -70,7 +71,7 @@ def test_a_full_disk_costs_the_profile_only(tmp_path: Path) -> None:
 
 
 def test_deterministic_refuses_what_is_not() -> None:
-    """`kthvalue` on CUDA, `put_` everywhere: torch knows which operations have no such algorithm."""
+    """`put_` without accumulation has no deterministic algorithm, on any device."""
     try:
         prepare_process(CPU, fp32=False, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
