@@ -69,9 +69,12 @@ class StepProfiler:
             activities=[activity], record_shapes=self.spec.gen_shape
         ) as profile:
             yield
+        error: Exception | str = "see above"  # torch may tell on stderr instead of raising
         try:
             profile.export_chrome_trace(str(self.trace_file))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError) as failure:
+            error = failure
+        if not self.trace_file.is_file():
             self.notify(f"{self.trace_file}: cannot be written ({error})")
             return
         self.notify(f"profiled rank {self.rank}: {self.trace_file}")

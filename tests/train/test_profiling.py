@@ -62,8 +62,9 @@ def test_other_ranks_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_full_disk_costs_the_profile_only(tmp_path: Path) -> None:
     said: list[str] = []
+    (tmp_path / "file").write_text("no directory")
     profiler = StepProfiler(
-        ProfileSpec(enabled=True, start_step=0, end_step=0), tmp_path / "gone", 0, CPU, said.append
+        ProfileSpec(enabled=True, start_step=0, end_step=0), tmp_path / "file", 0, CPU, said.append
     )
     profiler.before_step(0)
     profiler.after_step(0)
