@@ -22,7 +22,7 @@ class SettingError(ConfigError):
         if value is not None and is_secret_name(key):
             reason = reason.replace(repr(value), HIDDEN).replace(str(value) or HIDDEN, HIDDEN)
             value = HIDDEN
-        super().__init__(key, value, reason, way_out)
+        super().__init__(key or "''", value, reason, way_out)  # an empty argument has no name
         self.origin = origin
         self.args = (str(self),)
 
