@@ -170,6 +170,10 @@ def _trainer(t: _Table) -> None:
         "accumulate_grad_batches", 1, "it follows from the batch sizes",
         way_out="Use model.global_batch_size: its microbatches are accumulated",
     )  # fmt: skip
+    t.add(
+        "limit_train_batches", None, "the length of a run is counted in steps", also=(1.0,),
+        extra=True, way_out="Use trainer.max_steps, or trainer.overfit_batches for a few batches",
+    )  # fmt: skip
     t.add("benchmark", False, "there are no convolutions for cuDNN to choose")
     t.add("enable_model_summary", False, "a run says its shape at the start")
 
@@ -193,11 +197,6 @@ def _exp_manager(t: _Table) -> None:
         status=NOT_YET, way_out="Continue a run by its exp_manager.name",
     )  # fmt: skip
     t.prefix = "exp_manager.checkpoint_callback_params"
-    newest = "checkpoints are kept by age, not by loss"
-    keep = "Use exp_manager.checkpoint_callback_params.keep for the newest N"
-    t.add("monitor", "val_loss", newest, way_out=keep)
-    t.add("mode", "min", newest, way_out=keep)
-    t.add("save_top_k", 10, newest, status=NOT_YET, way_out=keep)
     own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
     t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
     t.add("save_nemo_on_train_end", False, "no .nemo files are written", way_out=own_format)
@@ -221,7 +220,10 @@ def _exp_manager(t: _Table) -> None:
         "every_n_epochs", None, "the length of a run is counted in steps", extra=True,
         way_out="Use exp_manager.checkpoint_callback_params.every_n_train_steps",
     )  # fmt: skip
-    t.add("save_best_model", False, newest, status=NOT_YET, extra=True, way_out=keep)
+    t.add(
+        "save_best_model", False, "a run ends with its last step's weights", extra=True,
+        way_out="Use exp_manager.checkpoint_callback_params.save_top_k=1, which keeps the best",
+    )  # fmt: skip
     t.add("save_weights_only", False, "checkpoints hold all that continues a run", extra=True)
     t.add("verbose", False, "each checkpoint is reported", also=(True,), extra=True)
 
@@ -389,8 +391,3 @@ def _model_sections(t: _Table) -> None:
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",
           extra=True)  # fmt: skip
     t.add("last_epoch", -1, "a run continues at the step of its checkpoint", extra=True)
-    t.prefix = "model.nsys_profile"
-    profile = "Leave it out; `nsys profile python pretrain_gpt.py ...` sees the whole run"
-    for name, nemo in (("enabled", False), ("start_step", 10), ("end_step", 10), ("ranks", [0]),
-                       ("gen_shape", False)):  # fmt: skip
-        t.add(name, nemo, "nothing is profiled", status=NOT_YET, way_out=profile)

@@ -10,7 +10,15 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
-from megafp8.config.schema import Config, ExpManager, Model, Sched, Trainer, all_keys
+from megafp8.config.schema import (
+    Config,
+    ExpManager,
+    Model,
+    NsysProfile,
+    Sched,
+    Trainer,
+    all_keys,
+)
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
@@ -32,6 +40,7 @@ from megafp8.specs import (
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
+    ProfileSpec,
     RampupSpec,
     RunSpec,
     ScheduleSpec,
@@ -63,7 +72,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         optim=_optim(model, trainer),
         data=_data(model),
         train=TrainSpec(
-            max_steps=trainer.max_steps,
+            max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
@@ -72,9 +81,14 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
+            overfit_batches=trainer.overfit_batches,
+            num_sanity_val_steps=trainer.num_sanity_val_steps,
+            fast_dev_run=bool(trainer.fast_dev_run),
+            deterministic=trainer.deterministic,
         ),
-        checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager, model),
+        checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
+        observe=_observe(tree, model),
+        profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         resolved=resolved,
     )
@@ -101,6 +115,14 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values |= {key: all_keys()[key].default for key in unread_keys(values)}
     if values["trainer.precision"] == 32:
         values["model.megatron_amp_O2"] = True  # either way weights are FP32
+    values["trainer.fast_dev_run"] = int(values["trainer.fast_dev_run"])
+    if values["trainer.memory_snapshot_on_oom"] and values["trainer.accelerator"] == "cpu":
+        raise SettingError(
+            "trainer.memory_snapshot_on_oom",
+            True,
+            "has no effect here: it is CUDA's memory, and the run is on the CPU",
+            "Leave it out",
+        )
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
     elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
@@ -259,31 +281,52 @@ def _data(model: Model) -> DataSpec:
     )
 
 
-def _checkpoint(manager: ExpManager) -> CheckpointSpec:
+def _profile(profile: NsysProfile, trainer: Trainer) -> ProfileSpec:
+    return ProfileSpec(
+        enabled=profile.enabled,
+        start_step=profile.start_step,
+        end_step=profile.end_step,
+        ranks=tuple(profile.ranks),
+        gen_shape=profile.gen_shape,
+        memory_snapshot_on_oom=trainer.memory_snapshot_on_oom,
+    )
+
+
+def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
     params = manager.checkpoint_callback_params
-    if not manager.create_checkpoint_callback:
+    if trial or not manager.create_checkpoint_callback:
         return CheckpointSpec(
             every_n_train_steps=None,
             train_time_interval_seconds=None,
             save_last=False,
             keep=params.keep,
+            save_top_k=params.save_top_k,
+            monitor=params.monitor,
+            mode=params.mode,  # type: ignore[arg-type]  # validated
         )
     return CheckpointSpec(
         every_n_train_steps=params.every_n_train_steps,
         train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
         save_last=params.save_last,
         keep=params.keep,
+        save_top_k=params.save_top_k,
+        monitor=params.monitor,
+        mode=params.mode,  # type: ignore[arg-type]  # validated
     )
 
 
-def _observe(manager: ExpManager, model: Model) -> ObserveSpec:
+def _observe(tree: Config, model: Model) -> ObserveSpec:
+    """A trial (`fast_dev_run`) never works in a run's own directory."""
+    manager, trainer = tree.exp_manager, tree.trainer
+    trial = bool(trainer.fast_dev_run)
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
-        name=manager.name,
+        name=None if trial else manager.name,
         explicit_log_dir=manager.explicit_log_dir,
-        resume_if_exists=manager.resume_if_exists,
-        create_tensorboard_logger=manager.create_tensorboard_logger,
-        create_wandb_logger=manager.create_wandb_logger,
+        resume_if_exists=manager.resume_if_exists and not trial,
+        create_tensorboard_logger=manager.create_tensorboard_logger and not trial,
+        create_wandb_logger=manager.create_wandb_logger and not trial,
+        progress_bar=trainer.enable_progress_bar,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
         health=HealthSpec(

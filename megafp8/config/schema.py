@@ -129,6 +129,38 @@ class Trainer:
         kind="policy",
         valid=one_of("stop", "skip", "rollback"),
     )
+    fast_dev_run: bool | int = key(
+        False,
+        "A trial of this many steps (True for one), with short validations and neither checkpoints "
+        "nor loggers, in a directory of its own.",
+        kind="length",
+        valid=Valid("True, False or a number of steps", lambda v: v >= 0),
+    )
+    overfit_batches: int = key(
+        0,
+        "Train on the first N global batches over and over; 0 for all data.",
+        kind="data",
+        valid=at_least(0),
+    )
+    num_sanity_val_steps: int = key(
+        0,
+        "Global batches validated before the first step, so that a failure comes early.",
+        kind="logging",
+        valid=at_least(0),
+    )
+    enable_progress_bar: bool = key(
+        True, "Draw a live block on a terminal; without it, plain lines.", kind="logging"
+    )
+    deterministic: bool = key(
+        False,
+        "Refuse operations that have no deterministic algorithm (torch, cuBLAS).",
+        kind="layout",
+    )
+    memory_snapshot_on_oom: bool = key(
+        False,
+        "With CUDA: when memory runs out, write what held it into the run's directory.",
+        kind="logging",
+    )
 
 
 @dataclass
@@ -159,6 +191,28 @@ class CheckpointCallback:
         "Newest checkpoints kept; older ones go once a newer one is verified.",
         kind="logging",
         valid=at_least(1),
+    )
+    save_top_k: int = key(
+        0,
+        "Best checkpoints kept besides the newest `keep`, by `monitor`; -1 keeps all.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(-1),
+    )
+    monitor: str = key(
+        "val_loss",
+        "What ranks checkpoints: `val_loss`, or `reduced_train_loss`, the last one logged before "
+        "the save.",
+        nemo="val_loss",
+        kind="logging",
+        valid=one_of("val_loss", "reduced_train_loss"),
+    )
+    mode: str = key(
+        "min",
+        "Whether the smallest or the largest `monitor` is best.",
+        nemo="min",
+        kind="logging",
+        valid=one_of("min", "max"),
     )
 
 
@@ -367,6 +421,33 @@ class Optim:
     )
     eps: float = key(1e-8, "Added to the root of the second moment.", kind="optim", valid=above(0))
     sched: Sched = field(default_factory=Sched)
+
+
+@dataclass
+class NsysProfile:
+    """A profile of some steps: NVTX ranges for Nsight Systems, a Chrome trace without CUDA."""
+
+    enabled: bool = key(
+        False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
+    )
+    start_step: int = key(
+        10, "First step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    end_step: int = key(
+        10, "Last step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    ranks: list[int] = key(
+        [0],
+        "Ranks that are profiled.",
+        nemo=[0],
+        kind="logging",
+        valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
+    )
+    gen_shape: bool = key(
+        False, "Record the shapes of operations' inputs.", nemo=False, kind="logging"
+    )
 
 
 @dataclass
@@ -616,6 +697,7 @@ class Model:
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
+    nsys_profile: NsysProfile = field(default_factory=NsysProfile)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, optim_rules
+from megafp8.config import fp8_rules, optim_rules, profile_rules
+from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
@@ -51,6 +52,7 @@ FP8_DETAILS = (
 CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.every_n_train_steps",
     "exp_manager.checkpoint_callback_params.train_time_interval",
+    "exp_manager.checkpoint_callback_params.save_top_k",
 )
 """What means nothing unless checkpoints are written."""
 
@@ -102,7 +104,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, fp8_rules.rule, optim_rules.rule):
+    for rules in (rule, fp8_rules.rule, optim_rules.rule, profile_rules.rule):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -304,6 +306,10 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
             asked = key in v and v[key] != keys[key].default
             if asked and _strength(key, origins) >= _strength(switch, origins):
                 yield Finding(key, f"means nothing with {switch}=False", "Leave one of the two out")
+    for detail, feature in without_effect(v):
+        if _strength(detail, origins) >= _strength(feature.key, origins):
+            off = f"means nothing with {feature.key}={feature.off}"
+            yield Finding(detail, off, f"{feature.way_out}, or leave it out")
     if v.get("exp_manager.explicit_log_dir") is not None:
         log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
         if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):
