@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ MAX_FILE_BYTES = 5 << 30
 
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
 _LLAMA_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # old files' buffers
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
 
@@ -275,6 +277,26 @@ def _llama_tensors(spec: GPTSpec) -> Iterator[Mapped]:
     yield Mapped("model.norm.weight", ("final_norm.weight",))
 
 
+def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
+    """Of one of our tensors, by its logical name."""
+    hidden, ffn, *_, part, kind = (spec.hidden_size, spec.ffn_hidden_size, *name.split("."))
+    linears = {
+        "query": (spec.query_size, hidden),
+        "key": (spec.kv_size, hidden),
+        "value": (spec.kv_size, hidden),
+        "projection": (hidden, spec.query_size),
+        "fc1": (ffn, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "fc2": (hidden, ffn),
+        "word": (spec.vocab_size, hidden),
+        "head": (spec.vocab_size, hidden),
+        "position": (spec.max_position_embeddings, hidden),
+    }
+    shape = linears.get(part, (hidden,))  # else a norm's
+    return shape if kind == "weight" else shape[:1]
+
+
 def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """One tensor of theirs; `read` gives ours by logical name."""
     whole = torch.cat([read(name) for name in entry.ours])
@@ -298,9 +320,13 @@ def write_folder(
     *,
     dtype: torch.dtype,
     eod_id: int | None,
+    num_tokens: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Config, generation config and weights into a new or empty folder; returns the files."""
+    """Config, generation config and weights into a new or empty folder; returns the files.
+
+    Rows of the vocabulary from `num_tokens` on are padding, which generation is told to suppress.
+    """
     config = to_config(spec, dtype, eod_id)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: is there already. Give a new or an empty folder")
@@ -309,6 +335,8 @@ def write_folder(
         files = _write_weights(folder, spec, read, dtype, max_file_bytes)
         generation: dict[str, Any] = {"do_sample": False, "eos_token_id": eod_id}
         generation |= {"bos_token_id": eod_id, "pad_token_id": eod_id}
+        if num_tokens is not None and num_tokens < spec.vocab_size:
+            generation["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
         write_json_atomically(folder / GENERATION_CONFIG, generation)
         write_json_atomically(folder / CONFIG, config)
     return [*files, folder / GENERATION_CONFIG, folder / CONFIG]
@@ -343,7 +371,8 @@ def _write_weights(
     write()
     if len(written) == 1:
         return [written[0][0].rename(folder / WEIGHTS)]
-    count, files, weight_map = len(written), [], {}
+    count, files = len(written), list[Path]()
+    weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(written, start=1):
         files.append(path.rename(folder / f"model-{number:05}-of-{count:05}.safetensors"))
         weight_map |= dict.fromkeys(names, files[-1].name)
@@ -374,14 +403,40 @@ def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tenso
     for entry in wanted:
         if entry.theirs.removeprefix(prefix) not in where:
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
+    known = {entry.theirs.removeprefix(prefix) for entry in wanted} | {"lm_head.weight"}
+    if extra := sorted(n for n in where.keys() - known if not n.endswith(_NOT_WEIGHTS)):
+        raise CheckpointError(
+            folder, f"has {extra[0]}, which config.json does not tell of", "Give a whole model"
+        )
+    for entry in wanted:
+        _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
     for entry in wanted:
         name = entry.theirs.removeprefix(prefix)
-        try:
-            with safe_open(str(where[name]), framework="pt") as file:
-                tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(where[name], f"{name}: {error}", "Download it again") from error
+        with _opened(where[name]) as file:
+            tensor = file.get_tensor(name)
         yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
+
+
+def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
+    name = entry.theirs.removeprefix(prefix)
+    with _opened(path) as file:
+        actual = tuple(file.get_slice(name).get_shape())
+    first, *rest = logical_shape(spec, entry.ours[0])
+    expected = (len(entry.ours) * first, *rest)
+    if entry.transposed:
+        expected = expected[::-1]
+    if actual != expected:
+        reason = f"{name} has shape {actual}, by config.json {expected}"
+        raise CheckpointError(path, reason, "Give a model's own config.json and weights")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(path, f"cannot be read ({error})", "Download it again") from error
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
@@ -392,10 +447,10 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
             names = {str(name): str(file) for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(index, f"cannot be read ({error})", "Download it again") from None
-        for file in names.values():
-            if Path(file).name != file:
-                raise CheckpointError(index, f"{file!r} is no plain name", "Download it again")
-        return {name: folder / file for name, file in names.items()}
+        for value in names.values():
+            if Path(value).name != value:
+                raise CheckpointError(index, f"{value!r} is no plain name", "Download it again")
+        return {name: folder / value for name, value in names.items()}
     file = folder / WEIGHTS
     if not file.is_file():
         raise CheckpointError(
@@ -403,8 +458,5 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
             "is not there",
             "Only safetensors are read: pickled weights (.bin, .pt) can run code",
         )
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), file)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(file, f"cannot be read ({error})", "Download it again") from error
+    with _opened(file) as opened:
+        return dict.fromkeys(opened.keys(), file)

@@ -7,22 +7,32 @@ value is reported once and not again by every rule that it would break.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megafp8.config.keys import Key
+from megafp8.config.model_rules import MODEL_RULES
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
+from megafp8.config.rules import (
+    FP8_MULTIPLE,
+    Finding,
+    Rules,
+    Values,
+    hidden_step,
+    nearest_divisors,
+    nearest_multiples,
+    registrar,
+)
 from megafp8.config.schema import all_keys
 
-Values = Mapping[str, Any]
 Origins = Mapping[str, str]
 
-FP8_MULTIPLE = 16
-"""FP8 tensor cores take operands whose sizes are multiples of it."""
+_RULES: Rules = []
+rule = registrar(_RULES)
 
 FP8_DETAILS = (
     "model.fp8_e4m3",
@@ -41,30 +51,6 @@ CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.train_time_interval",
 )
 """What means nothing unless checkpoints are written."""
-
-_SEARCH_LIMIT = 10_000
-
-
-class Finding(NamedTuple):
-    """What a rule has to say about one key."""
-
-    key: str
-    reason: str
-    way_out: str
-
-
-Rule = Callable[[Values], Iterator[Finding]]
-_RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a check of values alone; it reads exactly these keys."""
-
-    def register(check: Rule) -> Rule:
-        _RULES.append((keys, check))
-        return check
-
-    return register
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -112,7 +98,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for keys, check in _RULES:
+    for keys, check in [*MODEL_RULES, *_RULES]:
         if all(key in good for key in keys):
             findings += check(good)
     if origins is not None:
@@ -124,17 +110,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.hidden_size", "model.num_attention_heads")
-def _heads_share_hidden(v: Values) -> Iterator[Finding]:
-    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
-    if hidden % heads:
-        yield Finding(
-            "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
-            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
 
 
 @rule("model.tensor_model_parallel_size", "trainer.devices")
@@ -272,7 +247,7 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
 
 @rule("model.fp8", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
 
 
 @rule("model.fp8", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
@@ -352,28 +327,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"
-
-
-def _hidden_step(v: Values) -> int:
-    """What a hidden size must be a multiple of, as far as the other keys are known."""
-    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, FP8_MULTIPLE * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

@@ -145,6 +145,9 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     assert shape_of(back) == shape_of(spec)
     tensors = dict(hf.read_tensors(tmp_path / "m", back))
     assert tensors.keys() == own.keys()
+    assert {name: hf.logical_shape(spec, name) for name in own} == {
+        name: tuple(tensor.shape) for name, tensor in own.items()
+    }
     assert all(torch.equal(tensors[name], own[name]) for name in own)
     # and what transformers itself writes
     loaded.save_pretrained(tmp_path / "theirs")
