@@ -27,14 +27,15 @@ def sample(
 ) -> list[int]:
     """Continue `prompt` by up to `num_tokens` tokens drawn at `temperature`; returns them alone."""
     generator = torch.Generator().manual_seed(seed)
-    window = state.model.spec.max_position_embeddings
+    limit = state.model.spec.max_position_embeddings
+    window = limit // ROUND_TO * ROUND_TO or limit
     tokens = list(prompt)
     state.model.eval()
     with state.scaling.evaluation():
         for _ in range(num_tokens):
             context = tokens[-window:]
             # Padding at the end changes nothing before it: attention is causal.
-            padded = context + [0] * (-len(context) % ROUND_TO)
+            padded = context + [0] * min(-len(context) % ROUND_TO, window - len(context))
             batch = torch.tensor([padded], device=state.mesh.device)
             logits_V = state.model.logits(batch)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
