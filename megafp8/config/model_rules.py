@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config.rules import (
-    FP8_MULTIPLE,
-    Finding,
-    Rules,
-    Values,
-    hidden_step,
-    nearest_divisors,
-    nearest_multiples,
-    registrar,
-)
+from megafp8.config.fp8_rules import size_multiple
+from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
 
-MODEL_RULES: Rules = []
-rule = registrar(MODEL_RULES)
-
-GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "fast-geglu", "fast-swiglu", "fast-reglu")
+rule = Rules()
 
 
 @rule("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
@@ -59,6 +49,7 @@ def _tp_divides_groups(v: Values) -> Iterator[Finding]:
 
 @rule(
     "model.fp8",
+    "model.fp8_recipe",
     "model.hidden_size",
     "model.num_attention_heads",
     "model.num_query_groups",
@@ -69,6 +60,7 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
     """The projection's input, and QKV's output, on each rank. Without `kv_channels` the queries
     are `hidden_size` wide, which has a rule of its own."""
     heads, tp = v["model.num_attention_heads"], v["model.tensor_model_parallel_size"]
+    multiple = size_multiple(v)
     groups = v["model.num_query_groups"] or heads
     if not v["model.fp8"] or heads % groups or groups % tp:
         return  # off, or said already
@@ -77,26 +69,26 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
     width = v["model.kv_channels"] or v["model.hidden_size"] // heads
     queries, qkv = heads * width // tp, (heads + 2 * groups) * width // tp
     if v["model.kv_channels"] is None:
-        if queries % FP8_MULTIPLE == 0 and qkv % FP8_MULTIPLE:
+        if queries % multiple == 0 and qkv % multiple:
             fits = [
                 g
                 for g in range(tp, heads + 1, tp)
-                if heads % g == 0 and (heads + 2 * g) * width // tp % FP8_MULTIPLE == 0
+                if heads % g == 0 and (heads + 2 * g) * width // tp % multiple == 0
             ]
             below, above = [g for g in fits if g < groups][-1:], [g for g in fits if g > groups][:1]
             yield Finding(
                 "model.num_query_groups",
-                f"FP8 GEMMs need multiples of {FP8_MULTIPLE} on each rank; queries, keys and "
+                f"FP8 GEMMs need multiples of {multiple} on each rank; queries, keys and "
                 f"values of {width} each make {qkv}",
                 f"Nearest values: {' or '.join(map(str, below + above))}; or model.fp8=False",
             )
         return
-    if queries % FP8_MULTIPLE or qkv % FP8_MULTIPLE:
-        step = math.lcm(*(FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, n) for n in
+    if queries % multiple or qkv % multiple:
+        step = math.lcm(*(multiple // math.gcd(multiple, n) for n in
                           (heads // tp, (heads + 2 * groups) // tp)))  # fmt: skip
         yield Finding(
             "model.kv_channels",
-            f"FP8 GEMMs need multiples of {FP8_MULTIPLE} on each rank; {heads // tp} query heads "
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {heads // tp} query heads "
             f"and {groups // tp} groups of this width make {queries} and {qkv}",
             f"Nearest values: {nearest_multiples(width, step)}; or model.fp8=False",
         )

@@ -9,7 +9,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import NativeParts, linears_of
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
@@ -39,7 +39,13 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     ).to(mesh.device)
     if scaling is not None:
         scaling.to(mesh.device)
-    masters = Masters(model.parameters())
+    stores = {
+        linear.weight: linear.store_weight
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    masters = Masters(model.parameters(), stores)
+    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
     return TrainState(

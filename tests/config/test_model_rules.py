@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.config.architecture import spec_of_tree, tree_of_spec
-from megafp8.config.model_rules import MODEL_RULES
+from megafp8.config.model_rules import rule
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -84,11 +84,15 @@ def test_refused(overrides: list[str], key: str, offer: str) -> None:
 def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> None:
     """With heads of their own width, FP8 is refused if and only if a share is no multiple of 16."""
     values = {
-        "model.fp8": True, "model.hidden_size": 64, "model.num_attention_heads": heads,
-        "model.num_query_groups": groups, "model.kv_channels": width,
+        "model.fp8": True,
+        "model.fp8_recipe": "delayed",
+        "model.hidden_size": 64,
+        "model.num_attention_heads": heads,
+        "model.num_query_groups": groups,
+        "model.kv_channels": width,
         "model.tensor_model_parallel_size": tp,
-    }  # fmt: skip
-    found = [f for keys, rule in MODEL_RULES if values.keys() >= set(keys) for f in rule(values)]
+    }
+    found = list(rule.findings(values))
     shares = [heads * width / tp, (heads + 2 * groups) * width / tp]
     fits = heads % groups == 0 and groups % tp == 0 and all(n % 16 == 0 for n in shares)
     assert fits == (not found)
@@ -97,10 +101,7 @@ def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> N
             near = finding.way_out.partition(": ")[2].partition(";")[0].split(" or ")
             for offer in near:
                 again = values | {"model.kv_channels": int(offer)}
-                assert not [
-                    f for keys, rule in MODEL_RULES if again.keys() >= set(keys)
-                    for f in rule(again)
-                ]  # fmt: skip
+                assert not list(rule.findings(again))
 
 
 def test_heads_of_their_own_width_need_not_share_hidden() -> None:

@@ -26,7 +26,7 @@ SMALL = [
 ]
 ROPE = "model.position_embedding_type=rope"
 SWIGLU = "model.activation=swiglu"
-STEEP = ["model.num_layers=3", "model.init_method_std=0.3"]  # to divide by 1 and 2 is exact
+STEEP = ["trainer.precision=bf16", "model.num_layers=3", "model.init_method_std=0.3"]
 CHECKPOINT = "model.activations_checkpoint"
 LLAMA = [
     "model.normalization=rmsnorm",
@@ -91,7 +91,7 @@ def test_keys_of_the_tensors(before: list[str], key: str) -> None:
         ([ROPE], "model.rotary_percentage=0.5"),
         ([ROPE], "model.rotary_base=100.0"),
         ([ROPE], "model.seq_len_interpolation_factor=2.0"),
-        ([*STEEP], "model.apply_query_key_layer_scaling=True"),
+        (STEEP, "model.apply_query_key_layer_scaling=True"),
         (["trainer.precision=bf16"], "model.fp32_residual_connection=True"),
         ([], "model.layernorm_epsilon=0.1"),
         ([], "model.use_scaled_init_method=False"),
