@@ -139,10 +139,6 @@ def nemo_sections() -> frozenset[str]:
 def _root(t: _Table) -> None:
     t.prefix = ""
     t.add("name", "megatron_gpt", "a label, for ${name} in other keys", any_text=True)
-    t.add(
-        "restore_from_path", None, "training starts from new weights or continues its own run",
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
 
 
 def _trainer(t: _Table) -> None:
@@ -241,38 +237,16 @@ def _model(t: _Table) -> None:
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
           way_out=tp)  # fmt: skip
     t.add(
-        "kv_channels", None, "it is hidden_size / num_attention_heads",
-        same_as=lambda v: v["model.hidden_size"] / v["model.num_attention_heads"],
-        way_out="Leave it out, or choose model.num_attention_heads to match",
-    )  # fmt: skip
-    t.add(
-        "num_query_groups", None, "each head has keys and values of its own", status=NOT_YET,
-        same_as=lambda v: v["model.num_attention_heads"],
-    )  # fmt: skip
-    t.add("apply_query_key_layer_scaling", False, "scores are scaled by 1 / sqrt(head size) alone")
-    t.add("normalization", "layernorm", "the norm is LayerNorm", status=NOT_YET)
-    t.add(
         "do_layer_norm_weight_decay", False, "norms and biases do not decay",
         why="has no equivalent here",
     )  # fmt: skip
     t.add("pre_process", True, "the embedding is always there")
     t.add("post_process", True, "the head is always there")
     t.add("persist_layer_norm", True, "torch chooses the kernel")
-    t.add("bias", True, "all linears have biases", status=NOT_YET)
-    t.add("activation", "gelu", "the MLP's activation is GELU", status=NOT_YET)
     t.add("headscale", False, "heads are not scaled", why="has no equivalent here")
-    t.add("transformer_block_type", "pre_ln", "norms come before attention and MLP",
-          why="has no equivalent here")  # fmt: skip
-    t.add("openai_gelu", False, "GELU is the one of model.activation", status=NOT_YET)
     t.add("normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
           why="has no equivalent here")  # fmt: skip
-    t.add("position_embedding_type", "learned_absolute", "positions are learned", status=NOT_YET)
-    rotary = "positions are learned"
-    t.add("rotary_percentage", 1.0, rotary, status=NOT_YET)
-    t.add("seq_len_interpolation_factor", None, rotary, status=NOT_YET)
     t.add("attention_type", "multihead", "attention is multi-head", why="has no equivalent here")
-    t.add("share_embeddings_and_output_weights", True, "input and output share one embedding",
-          status=NOT_YET)  # fmt: skip
     builtin = "the built-in tokenizer has no files"
     tokenizer = "Leave it out; an indexed dataset brings its tokenizer.json along"
     for name, nemo in (
@@ -281,8 +255,6 @@ def _model(t: _Table) -> None:
     ):  # fmt: skip
         ours = (None, nemo) if name == "type" else None
         t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
-    t.add("fp32_residual_connection", False, "the residual stream has trainer.precision's dtype",
-          status=NOT_YET)  # fmt: skip
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
     t.add(
@@ -321,7 +293,7 @@ def _model_memory_and_speed(t: _Table) -> None:
     for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion",
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
-    t.add("apply_rope_fusion", False, "positions are learned", status=NOT_YET)
+    t.add("apply_rope_fusion", False, "torch chooses the kernels", status=NOT_YET)
     whole = "each rank has whole weights, but for tensor parallelism"
     way = "Use model.tensor_model_parallel_size to share weights"
     t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
@@ -333,8 +305,6 @@ def _model_memory_and_speed(t: _Table) -> None:
     t.add("dist_ckpt_load_on_device", True, own)
     memory = "Use a smaller model.micro_batch_size, or model.tensor_model_parallel_size"
     for name in (
-        "activations_checkpoint_granularity", "activations_checkpoint_method",
-        "activations_checkpoint_num_layers",
         "num_micro_batches_with_partial_activation_checkpoints",
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.config.architecture import canonical_activation, gpt_spec
 from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
@@ -33,7 +34,6 @@ from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
     Fp8Recipe,
-    GPTSpec,
     HealthSpec,
     LossScaleSpec,
     ObserveSpec,
@@ -49,9 +49,6 @@ from megafp8.specs import (
 )
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
 
-VOCAB_SIZE_UNKNOWN = 0
-"""Stands in `RunSpec.model` until the tokenizer is there."""
-
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
     """The run that a tree asks for. `accelerator_available` is asked only where it matters."""
@@ -61,7 +58,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     assert isinstance(tree, Config)
     trainer, model = tree.trainer, tree.model
     return RunSpec(
-        model=_gpt(model),
+        model=gpt_spec(model),
         precision=_precision(trainer, model),
         parallel=ParallelSpec(
             num_nodes=trainer.num_nodes,
@@ -90,6 +87,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         observe=_observe(tree, model),
         profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
+        restore_from_path=tree.restore_from_path,
         resolved=resolved,
     )
 
@@ -112,6 +110,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
+    values["model.activation"] = canonical_activation(values["model.activation"])
     values |= {key: all_keys()[key].default for key in unread_keys(values)}
     if values["trainer.precision"] == 32:
         values["model.megatron_amp_O2"] = True  # either way weights are FP32
@@ -150,23 +149,6 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
         asked,
         "PyTorch finds no GPU here",
         "Use trainer.accelerator=cpu or auto, or mend the driver or container (nvidia-smi helps)",
-    )
-
-
-def _gpt(model: Model) -> GPTSpec:
-    return GPTSpec(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        max_position_embeddings=model.max_position_embeddings,
-        vocab_size=VOCAB_SIZE_UNKNOWN,
-        init_method_std=model.init_method_std,
-        use_scaled_init_method=model.use_scaled_init_method,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        ffn_dropout=model.ffn_dropout,
-        layernorm_epsilon=model.layernorm_epsilon,
     )
 
 

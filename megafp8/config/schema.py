@@ -499,6 +499,20 @@ class Model:
     num_attention_heads: int = key(
         MISSING, "Attention heads.", nemo=12, kind="model", valid=at_least(1)
     )
+    kv_channels: int | None = key(
+        None,
+        "Width of a head; null for `hidden_size / num_attention_heads`.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    num_query_groups: int | None = key(
+        None,
+        "Heads of keys and values, each shared by a group of query heads; null for one each.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
     init_method_std: float = key(
         0.02, "Standard deviation of initial weights.", nemo=0.02, kind="model", valid=above(0)
     )
@@ -521,8 +535,120 @@ class Model:
     ffn_dropout: float = key(
         0.0, "Dropout inside the MLP.", nemo=0.0, kind="model", valid=from_to_below(0, 1)
     )
+    normalization: str = key(
+        "layernorm",
+        "LayerNorm, or RMSNorm, which has no mean and no bias.",
+        nemo="layernorm",
+        kind="model",
+        valid=one_of(
+            "layernorm",
+            "rmsnorm",
+            later=("layernorm1p", "low_precision_layernorm"),
+            suggestion="Use layernorm or rmsnorm",
+        ),
+    )
     layernorm_epsilon: float = key(
-        1e-5, "Added to the variance in LayerNorm.", nemo=1e-5, kind="model", valid=above(0)
+        1e-5,
+        "Added to the variance, or mean square, in norms.",
+        nemo=1e-5,
+        kind="model",
+        valid=above(0),
+    )
+    bias: bool = key(True, "Biases of the linears; norms keep theirs.", nemo=True, kind="model")
+    activation: str = key(
+        "gelu",
+        "Of the MLP. geglu, swiglu and reglu are gated: FC1 makes `2 * ffn_hidden_size` features. "
+        "`fast-` ones are the same (NeMo: one GEMM instead of two; here it is always one).",
+        nemo="gelu",
+        kind="model",
+        valid=one_of(
+            "gelu",
+            "geglu",
+            "swiglu",
+            "reglu",
+            "squared-relu",
+            "fast-geglu",
+            "fast-swiglu",
+            "fast-reglu",
+        ),
+    )
+    openai_gelu: bool = key(
+        False, "GELU by tanh, as GPT-2 has it, instead of erf.", nemo=False, kind="model"
+    )
+    transformer_block_type: str = key(
+        "pre_ln",
+        "Norms before attention and MLP, or (`post_ln`) after each residual addition.",
+        nemo="pre_ln",
+        kind="model",
+        valid=one_of(
+            "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
+        ),
+    )
+    position_embedding_type: str = key(
+        "learned_absolute",
+        "Learned positions, rotary ones (RoPE), linear biases (ALiBi), or none.",
+        nemo="learned_absolute",
+        kind="model",
+        valid=one_of(
+            "learned_absolute",
+            "rope",
+            "alibi",
+            "none",
+            later=("kerple", "xpos", "sandwich", "learned_parameters"),
+            suggestion="Use rope or alibi",
+        ),
+    )
+    rotary_percentage: float = key(
+        1.0,
+        "Part of a head's width that RoPE turns.",
+        nemo=1.0,
+        kind="model",
+        valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
+    )
+    rotary_base: float = key(
+        10000.0, "RoPE's base: larger ones turn more slowly.", kind="model", valid=above(1)
+    )
+    seq_len_interpolation_factor: float | None = key(
+        None,
+        "RoPE's positions are divided by it, to reach longer sequences; null for no division.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    share_embeddings_and_output_weights: bool = key(
+        True, "Input and output have one embedding.", nemo=True, kind="model"
+    )
+    apply_query_key_layer_scaling: bool = key(
+        False,
+        "Divide queries by the layer's number and multiply scores by it in the softmax: the same "
+        "but for rounding (made for FP16 softmax; here it is FP32).",
+        nemo=False,
+        kind="model",
+    )
+    fp32_residual_connection: bool = key(
+        False, "Keep the residual stream in FP32.", nemo=False, kind="model"
+    )
+    activations_checkpoint_granularity: str | None = key(
+        None,
+        "What backward computes again instead of keeping it: attention's core (`selective`), "
+        "whole layers (`full`), or nothing.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("selective", "full")),
+    )
+    activations_checkpoint_method: str | None = key(
+        None,
+        "`uniform`: all layers, in groups; `block`: only the first layers.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("uniform", "block")),
+    )
+    activations_checkpoint_num_layers: int | None = key(
+        None,
+        "With uniform, the layers of a group (null: 1); with block, how many are computed again.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(at_least(1)),
     )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded to a multiple.", nemo=128, kind="model", valid=at_least(1)
@@ -704,6 +830,14 @@ class Model:
 class Config:
     """The whole tree."""
 
+    restore_from_path: str | None = key(
+        None,
+        "Weights to start from: a run's directory, one of its checkpoints, or what "
+        "`megafp8.cli.import_hf` wrote. A run that has a checkpoint of its own continues it.",
+        nemo=None,
+        kind="model",
+        valid=or_null(_PATH),
+    )
     trainer: Trainer = field(default_factory=Trainer)
     exp_manager: ExpManager = field(default_factory=ExpManager)
     model: Model = field(default_factory=Model)
@@ -718,7 +852,7 @@ def all_keys() -> dict[str, Key]:
 @cache
 def all_sections() -> frozenset[str]:
     """Every inner node by its dotted path: `model`, `model.optim`, …"""
-    parents = (path.rpartition(".")[0] for path in all_keys())
+    parents = (path.rpartition(".")[0] for path in all_keys() if "." in path)
     return frozenset(p[:end] for p in parents for end in _ends(p))
 
 

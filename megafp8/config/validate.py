@@ -12,14 +12,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, optim_rules, profile_rules
+from megafp8.config import fp8_rules, model_rules, optim_rules, profile_rules
 from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
-from megafp8.config.rules import Finding, Origins, Rules, Values, nearest_multiples
+from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
+from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
 
 rule = Rules()
 
@@ -55,8 +56,6 @@ CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.save_top_k",
 )
 """What means nothing unless checkpoints are written."""
-
-_SEARCH_LIMIT = 10_000
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -104,7 +103,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, fp8_rules.rule, optim_rules.rule, profile_rules.rule):
+    for rules in (rule, model_rules.rule, fp8_rules.rule, optim_rules.rule, profile_rules.rule):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -115,17 +114,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.hidden_size", "model.num_attention_heads")
-def _heads_share_hidden(v: Values) -> Iterator[Finding]:
-    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
-    if hidden % heads:
-        yield Finding(
-            "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
-            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
 
 
 @rule("model.tensor_model_parallel_size", "trainer.devices")
@@ -236,7 +224,7 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
 
 @rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
@@ -329,21 +317,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"
-
-
-def _hidden_step(v: Values) -> int:
-    """What a hidden size must be a multiple of, as far as the other keys are known."""
-    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

@@ -45,3 +45,4 @@ class RunSpec:
     vocab_divisible_by: int
     profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
+    restore_from_path: str | None = None  # where a new run takes its weights from

@@ -38,6 +38,8 @@ from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.tokenizer_files import save_tokenizer
+from megafp8.train.weights import start_from
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64
@@ -111,10 +113,13 @@ def _pretrain(
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
     saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     _load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.restore_from_path is not None:
+        start_from(spec, state, console.event)
     first_step = state.step
     metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
+        save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
         metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
         trackers = open_trackers(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn

@@ -224,7 +224,8 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cfg_prints_the_composed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["--cfg", "job", "model.seed=7"], never) == 0
     composed = OmegaConf.create(capsys.readouterr().out)
-    assert composed.model.seed == 7 and set(composed) == {"trainer", "exp_manager", "model"}
+    sections = {"restore_from_path", "trainer", "exp_manager", "model"}
+    assert composed.model.seed == 7 and set(composed) == sections
     assert run_app(["-c", "job", "--resolve"], never) == 0
     assert "${" not in capsys.readouterr().out
     assert run_app(["-c", "job", "model.seed=7", "model.sequence_parallel=False"], never) == 0
