@@ -70,7 +70,76 @@ class ShownBy:
 Effect = Trains | Runs | Refused | ShownBy
 
 
+MODEL_KEYS = "tests/train/test_model_keys.py"
+OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_weights_elsewhere")
+ROPE = ("model.position_embedding_type=rope",)
+RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
+LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
+CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
+
+
 EFFECTS: dict[str, Effect] = {
+    "restore_from_path": ShownBy("tests/train/test_weights.py::test_run_to_transformers_and_back"),
+    "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
+    "model.rampup_batch_size": ShownBy(
+        "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"
+    ),
+    "model.kv_channels": Trains(16),
+    "model.num_query_groups": Trains(1),
+    "model.normalization": Trains("rmsnorm"),
+    "model.activation": Trains("swiglu"),
+    "model.openai_gelu": Trains(True),
+    "model.bias": Trains(False),
+    "model.transformer_block_type": Trains("post_ln"),
+    "model.position_embedding_type": Trains("rope"),
+    "model.rotary_percentage": Trains(0.5, ROPE),
+    "model.rotary_base": Trains(100.0, ROPE),
+    "model.seq_len_interpolation_factor": Trains(2, ROPE),
+    "model.share_embeddings_and_output_weights": Trains(False),
+    "model.apply_query_key_layer_scaling": ShownBy(f"{MODEL_KEYS}::test_keys_of_the_function"),
+    "model.fp32_residual_connection": Trains(True),
+    "model.activations_checkpoint_granularity": RECOMPUTES,
+    "model.activations_checkpoint_method": RECOMPUTES,
+    "model.activations_checkpoint_num_layers": ShownBy(
+        f"{MODEL_KEYS}::test_layers_of_a_block_and_of_a_group_count"
+    ),
+    "model.native_amp_init_scale": ShownBy(
+        "tests/train/test_fp16.py::test_a_run_overflows_stops_and_goes_on"
+    ),
+    "model.native_amp_growth_interval": ShownBy(
+        "tests/train/test_fp16.py::test_growth_interval_and_hysteresis_of_a_run"
+    ),
+    "model.hysteresis": ShownBy(
+        "tests/train/test_fp16.py::test_growth_interval_and_hysteresis_of_a_run"
+    ),
+    "model.megatron_amp_O2": Trains(False),
+    "model.fp8_recipe": Trains("tensorwise", ("model.fp8_amax_history_len=1024",)),
+    "model.fp8_power_2_scale": Trains(True, CURRENT),
+    "model.fp8_params": Trains(True),
+    "model.fp8_wgrad": Trains(False),
+    "model.override_linear_precision": Trains([True, False, False]),
+    "model.fp8_split_accumulator": Refused([True, True, True]),
+    "model.first_last_layers_bf16": Trains(True, ("model.num_layers_at_end_in_bf16=0",)),
+    "model.num_layers_at_start_in_bf16": Trains(
+        2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
+    ),
+    "model.num_layers_at_end_in_bf16": Trains(
+        2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
+    ),
+    "model.fp8_modules": Trains('["*.fc2:high_precision"]'),
+    "model.use_autocast_during_eval": Runs(False, sees="metrics"),
+    "model.pad_inner_dim": ShownBy("tests/config/test_fp8_rules.py::test_padding_allows_odd_sizes"),
+    "model.fp8_health": Runs("off"),
+    "model.fp8_health_max_underflow": LIMITS,
+    "model.fp8_health_max_overflow": LIMITS,
+    "model.fp8_health_min_snr_db": LIMITS,
+    "model.optim.sched.warmup_ratio": OPTIM_KEYS,
+    "model.optim.sched.constant_ratio": OPTIM_KEYS,
+    "model.optim.sched.hold_steps": OPTIM_KEYS,
+    "model.optim.sched.hold_ratio": OPTIM_KEYS,
+    "model.optim.sched.power": OPTIM_KEYS,
+    "model.optim.sched.decay_rate": OPTIM_KEYS,
+    "model.optim.sched.d_model": OPTIM_KEYS,
     "trainer.devices": ShownBy(
         "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
     ),
@@ -156,12 +225,12 @@ EFFECTS: dict[str, Effect] = {
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
     "model.data.splits_string": Trains([500, 500, 0]),
     "model.data.seq_length": Refused(16),
-    "model.optim.name": Refused("sgd"),
+    "model.optim.name": Trains("adam"),
     "model.optim.lr": Trains(0.01),
     "model.optim.weight_decay": Trains(0.5),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
-    "model.optim.sched.name": Refused("NoamAnnealing"),
+    "model.optim.sched.name": Trains("PolynomialDecayAnnealing"),
     "model.optim.sched.warmup_steps": Trains(2),
     "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
     "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),
