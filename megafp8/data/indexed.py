@@ -18,6 +18,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -179,8 +180,17 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return int(self.lengths_N.sum(dtype=np.int64))
 
+    @cached_property
+    def has_one_sequence_per_document(self) -> bool:
+        """Whether document d is sequence d, as every writer for language models has it."""
+        return self.num_documents == self.num_sequences and bool(
+            (np.diff(self.documents_D1) == 1).all()
+        )
+
     def tokens_per_document(self) -> NDArray[np.int64]:
         """Number of tokens of each document, [num_documents]."""
+        if self.has_one_sequence_per_document:
+            return self.lengths_N.astype(np.int64)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths_N, dtype=np.int64)])
         counts: NDArray[np.int64] = np.diff(ends[self.documents_D1])
         return counts
