@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from megafp8.data.samples import FiniteSource, SampleSource
 
-CHUNK = 1 << 16  # samples scheduled at once
-CHUNKS_KEPT = 4
+CHUNK = 1 << 13  # samples scheduled at once
+CHUNKS_KEPT = 8
 
 
 class BlendSchedule:

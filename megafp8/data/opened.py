@@ -75,8 +75,9 @@ def open_prefix(
 
 
 def _tokenizer_beside(prefix: Path) -> Path | None:
-    found = (find_beside(prefix, name) for name in TOKENIZER_FILES)
-    return next((path for path in found if path is not None), None)
+    mine = [prefix.with_name(f"{prefix.name}.{name}") for name in TOKENIZER_FILES]
+    of_folder = [prefix.with_name(name) for name in TOKENIZER_FILES]
+    return next((path for path in [*mine, *of_folder] if path.is_file()), None)
 
 
 def _check_vocabulary_size(prefix: Path, tokenizer: Tokenizer) -> None:

@@ -29,7 +29,12 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-CANNOT_BE_HONOURED = {"trainer.precision", "model.data.data_prefix", "model.tokenizer.library"}
+CANNOT_BE_HONOURED = {
+    "trainer.precision",
+    "model.data.data_prefix",
+    "model.tokenizer.vocab_file",
+    "model.tokenizer.merge_file",
+}
 """NeMo's own defaults that are refused."""
 
 
