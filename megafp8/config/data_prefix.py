@@ -81,7 +81,7 @@ def _blend(value: object) -> tuple[Weighted, ...] | None:
 
 
 def _weight(value: object) -> str | None:
-    """The decimal as it was written; None if it is not a number above 0."""
+    """The decimal in its shortest spelling; None if it is not a number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -91,7 +91,7 @@ def _weight(value: object) -> str | None:
     if not number.is_finite() or number <= 0 or not math.isfinite(float(number)):
         return None
     # Beyond these nothing is meant, and exact arithmetic would take its time.
-    return str(number) if abs(number.adjusted()) <= 30 else None
+    return format(number.normalize(), "f") if abs(number.adjusted()) <= 30 else None
 
 
 def _plain(blend: Sequence[Weighted]) -> list[object]:
