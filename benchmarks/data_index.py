@@ -40,7 +40,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     # Long-tailed, as texts are, with the asked mean.
     lengths = rng.lognormal(0.0, 1.0, args.documents)
-    lengths = np.maximum(1, lengths * (args.tokens / lengths.sum())).astype(np.int32)
+    lengths = np.maximum(1, np.rint(lengths * (args.tokens / lengths.sum()))).astype(np.int32)
     total = int(lengths.sum())
     order = shuffled(args.documents, 1, 2).astype(np.int32)
     ours, theirs = [], []
