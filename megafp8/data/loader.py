@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -83,7 +83,7 @@ class Loader:
         source: SampleSource,
         *,
         micro_batch_size: int,
-        num_microbatches: int,
+        num_microbatches: int | Callable[[int], int],
         dp_rank: int,
         dp_size: int,
         consumed_samples: int = 0,
@@ -95,7 +95,8 @@ class Loader:
         Args:
             source: The endless training stream; several threads may read it at once.
             micro_batch_size: Samples per microbatch and rank.
-            num_microbatches: Microbatches per rank and step.
+            num_microbatches: Microbatches per rank and step; a function tells those of the step
+                that begins after so many consumed samples.
             dp_rank: This rank's place on the data-parallel axis.
             dp_size: Ranks on that axis.
             consumed_samples: Samples that all ranks together have trained on already.
@@ -104,8 +105,9 @@ class Loader:
         """
         assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
         self._source, self._rules = source, rules
-        self._layout = (num_microbatches, micro_batch_size, dp_rank, dp_size)
-        self.global_batch_size = num_microbatches * micro_batch_size * dp_size
+        self._num_microbatches = num_microbatches
+        self._layout = (micro_batch_size, dp_rank, dp_size)
+        self._round_size = micro_batch_size * dp_size
         self.consumed_samples = consumed_samples  # by the steps handed out so far
         self._asked_for = consumed_samples  # by the steps that threads have been given
         self._ready: deque[Future[list[Microbatch]]] = deque()
@@ -132,7 +134,7 @@ class Loader:
             except BaseException as error:
                 self._failure = error
             else:
-                self.consumed_samples += self.global_batch_size
+                self.consumed_samples += len(step) * self._round_size
                 return step
         raise self._failure
 
@@ -163,12 +165,18 @@ class Loader:
     def _read_ahead(self) -> None:
         assert self._threads is not None
         self._ready.append(self._threads.submit(self._step, self._asked_for))
-        self._asked_for += self.global_batch_size
+        self._asked_for += self._count(self._asked_for) * self._round_size
+
+    def _count(self, consumed_samples: int) -> int:
+        """Microbatches of the step that begins there."""
+        count = self._num_microbatches
+        return count if isinstance(count, int) else count(consumed_samples)
 
     def _step(self, consumed_samples: int) -> list[Microbatch]:
+        count = self._count(consumed_samples)
         return [
             microbatch([self._source[int(number)] for number in numbers], self._rules)
-            for numbers in rank_samples(consumed_samples, *self._layout)
+            for numbers in rank_samples(consumed_samples, count, *self._layout)
         ]
 
 
