@@ -247,14 +247,9 @@ def _model(t: _Table) -> None:
     t.add("normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
           why="has no equivalent here")  # fmt: skip
     t.add("attention_type", "multihead", "attention is multi-head", why="has no equivalent here")
-    builtin = "the built-in tokenizer has no files"
-    tokenizer = "Leave it out; an indexed dataset brings its tokenizer.json along"
-    for name, nemo in (
-        ("type", "GPT2BPETokenizer"), ("model", None), ("vocab_file", None),
-        ("merge_file", None), ("delimiter", None), ("sentencepiece_legacy", False),
-    ):  # fmt: skip
-        ours = (None, nemo) if name == "type" else None
-        t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
+    other = "the tokenizer's own files say how it cuts text"
+    for name, nemo in (("delimiter", None), ("sentencepiece_legacy", False)):
+        t.add(f"tokenizer.{name}", nemo, other, why="has no equivalent here")
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
     t.add(
@@ -342,20 +337,9 @@ def _model_sections(t: _Table) -> None:
     t.add("data_impl", "mmap", indexed, why="has no equivalent here")
     t.add("mmap_bin_files", True, indexed, why="has no equivalent here")
     t.add("skip_warmup", True, "mapped files are not read ahead")
-    t.add("num_workers", 2, "samples are cut out of mapped files, without workers", also=(0,))
-    t.add("dataloader_type", "single", "samples come in one order, each once an epoch",
-          why="has no equivalent here")  # fmt: skip
-    cross = "attention and positions run over the documents in a sample"
-    t.add("reset_position_ids", False, cross, status=NOT_YET)
-    t.add("reset_attention_mask", False, cross, status=NOT_YET)
-    t.add("eod_mask_loss", False, "the end of a document is predicted too", status=NOT_YET)
-    t.add("validation_drop_last", True, "validation in training counts whole global batches",
-          why="has no equivalent here")  # fmt: skip
     t.add("no_seqlen_plus_one_input_tokens", False, "a sample has one token more than its targets",
           why="has no equivalent here")  # fmt: skip
     t.add("pad_samples_to_global_batch_size", False, "training never ends within a batch")
-    t.add("shuffle_documents", True, "documents are shuffled anew each epoch",
-          why="has no equivalent here")  # fmt: skip
     t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
     t.prefix = "model.optim.sched"
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",

@@ -83,7 +83,7 @@ def setting_problem(setting: Setting) -> SettingError | None:
             return _section_problem(setting)
         return unknown_key(setting)
     try:
-        OmegaConf.update(_scratch(), setting.key, setting.value)
+        OmegaConf.update(_scratch(), setting.key, setting.value, merge=False)
     except (OmegaConfBaseException, ValueError, OverflowError):
         reason = f"{_show(setting.value)} is not {key.type_text}"
         return SettingError(

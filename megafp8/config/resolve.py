@@ -8,6 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.architecture import canonical_activation, gpt_spec
+from megafp8.config.data_prefix import parse_data_prefix, plain_data_prefix
 from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
@@ -107,6 +108,10 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     splits = parse_splits(values["model.data.splits_string"])
     assert splits is not None
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
+    prefix = "model.data.data_prefix"
+    values[prefix] = plain_data_prefix(values[prefix])
+    if values["model.tokenizer.library"] in ("builtin", "megatron"):
+        values["model.tokenizer.type"] = None  # NeMo's files give it always
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
@@ -251,15 +256,30 @@ def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
 
 
 def _data(model: Model) -> DataSpec:
+    data, tokenizer = model.data, model.tokenizer
+    prefix = parse_data_prefix(data.data_prefix)
+    assert prefix is not None, "validated"
     return DataSpec(
-        prefix=model.data.data_prefix,
+        prefix=prefix,
         cache_dir=model.data.index_mapping_dir,
         splits=parse_splits(model.data.splits_string) or (),
         seq_length=model.data.seq_length,
         tokenizer=TokenizerSpec(
-            library=model.tokenizer.library, vocab_size=model.tokenizer.vocab_size
+            library=tokenizer.library,
+            vocab_size=tokenizer.vocab_size,
+            type=tokenizer.type,
+            model=tokenizer.model,
+            vocab_file=tokenizer.vocab_file,
+            merge_file=tokenizer.merge_file,
         ),
         seed=model.seed,
+        shuffle_documents=data.shuffle_documents,
+        dataloader_type=data.dataloader_type,  # type: ignore[arg-type]  # validated
+        num_workers=data.num_workers,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        validation_drop_last=data.validation_drop_last,
     )
 
 

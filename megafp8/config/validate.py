@@ -21,6 +21,11 @@ from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError,
 from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
 from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
+from megafp8.config.validate_data import (
+    TOKENIZER_KEYS,
+    builtin_has_its_tokenizer,
+    tokenizer_is_named,
+)
 
 rule = Rules()
 
@@ -196,6 +201,16 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
             f"is less than model.encoder_seq_length={length}",
             f"Give at least {length}, or leave it out",
         )
+
+
+@rule(*TOKENIZER_KEYS)
+def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in tokenizer_is_named(v))
+
+
+@rule("model.tokenizer.library", "model.data.data_prefix")
+def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in builtin_has_its_tokenizer(v))
 
 
 # --- FP8 ---------------------------------------------------------------------------------------

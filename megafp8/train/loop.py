@@ -98,6 +98,8 @@ def open_loader(run: Run) -> Loader:
         dp_rank=dp.rank,
         dp_size=dp.size,
         consumed_samples=run.state.consumed_samples,
+        rules=run.data.rules,
+        num_workers=run.spec.data.num_workers,
     )
 
 
@@ -178,13 +180,17 @@ def validate(run: Run, *, whole: bool = False) -> float:
     """Nats per token over `limit_val_batches` global batches, or over all validation text."""
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
-    limit = (
-        None
-        if whole and not train.fast_dev_run
-        else train.limit_val_batches * train.global_batch_size
-    )
+    is_whole = whole and not train.fast_dev_run
+    limit = None if is_whole else train.limit_val_batches * train.global_batch_size
+    drops_last = run.spec.data.validation_drop_last and not whole
     batches = validation_batches(
-        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+        run.data.validation if whole else run.data.periodic_validation,
+        train.micro_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        limit,
+        multiple_of=train.global_batch_size if drops_last else 1,
+        rules=run.data.rules,
     )
     val_loss, _ = evaluate(run.state, batches)
     bits = bits_per_byte(val_loss, run.bytes_per_token)

@@ -79,7 +79,7 @@ def forward_backward(
         tokens_BS, targets_BS = to_device(microbatch, device)
         state.streams.begin_microbatch(state.step + 1, index * dp.size + dp.rank)
         state.scaling.begin_microbatch(index)
-        loss = state.model(tokens_BS, targets_BS)
+        loss = state.model(tokens_BS, targets_BS, **document_inputs(microbatch, device))
         state.scaling.end_forward()
         loss.backward()
         state.scaling.end_backward()
@@ -93,3 +93,12 @@ def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tenso
     tokens_BS = torch.from_numpy(microbatch.tokens_BS)
     targets_BS = torch.from_numpy(microbatch.targets_BS)
     return tokens_BS.to(device), targets_BS.to(device)
+
+
+def document_inputs(microbatch: Microbatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """What tells a sample's documents apart, as the model's keywords; empty where nothing does."""
+    arrays = {
+        "position_ids_BS": microbatch.position_ids_BS,
+        "document_ids_BS": microbatch.document_ids_BS,
+    }
+    return {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a is not None}

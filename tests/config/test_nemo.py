@@ -30,7 +30,11 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-CANNOT_BE_HONOURED = {"model.data.data_prefix", "model.tokenizer.library"}
+CANNOT_BE_HONOURED = {
+    "model.data.data_prefix",
+    "model.tokenizer.vocab_file",
+    "model.tokenizer.merge_file",
+}
 """NeMo's own defaults that are refused."""
 
 

@@ -45,7 +45,7 @@ FP8 = "model.fp8=True"
         "model.ffn_dropout=nan",
         "model.layernorm_epsilon=0",
         "model.make_vocab_size_divisible_by=0",
-        "model.tokenizer.library=sentencepiece",
+        "model.tokenizer.library=nope",
         "model.tokenizer.vocab_size=256",
         "model.seed=-1",
         "model.data.data_prefix=''",

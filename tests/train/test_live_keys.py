@@ -74,6 +74,7 @@ MODEL_KEYS = "tests/train/test_model_keys.py"
 OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_weights_elsewhere")
 ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
+NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
@@ -207,6 +208,21 @@ EFFECTS: dict[str, Effect] = {
     "model.layernorm_epsilon": Trains(1e-2),
     "model.make_vocab_size_divisible_by": Trains(64),
     "model.tokenizer.library": Refused("sentencepiece"),
+    "model.tokenizer.type": NAMED,
+    "model.tokenizer.model": NAMED,
+    "model.tokenizer.vocab_file": NAMED,
+    "model.tokenizer.merge_file": NAMED,
+    "model.data.dataloader_type": Trains("cyclic"),
+    "model.data.shuffle_documents": Trains(False),
+    "model.data.eod_mask_loss": Trains(True),
+    "model.data.reset_attention_mask": Trains(True),
+    "model.data.reset_position_ids": Trains(True),
+    "model.data.num_workers": ShownBy(
+        "tests/data/test_loader.py::test_workers_change_who_reads_and_not_what"
+    ),
+    "model.data.validation_drop_last": ShownBy(
+        "tests/data/test_forms.py::test_validation_drop_last"
+    ),
     "model.tokenizer.vocab_size": ShownBy("tests/data/test_prepare.py::test_what_was_prepared"),
     "model.seed": Trains(7),
     "model.transformer_engine": Refused(False),
@@ -269,6 +285,7 @@ def two_steps(*more: str) -> Observed:
         dp_rank=0,
         dp_size=1,
         consumed_samples=0,
+        rules=data.rules,
     ) as loader:
         for step in (1, 2):
             microbatches = next(loader)
