@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.config.backends import backend, refuse_backend
 from megafp8.config.problems import SettingError
 from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
@@ -46,7 +47,12 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     trainer, model = tree.trainer, tree.model
     return RunSpec(
         model=_gpt(model),
-        precision=PrecisionSpec(compute=PRECISIONS[trainer.precision], fp8=_fp8(model)),
+        precision=PrecisionSpec(
+            compute=PRECISIONS[trainer.precision],
+            fp8=_fp8(model),
+            backend=backend(model.fp8_backend),
+            pad_inner_dim=model.fp8_pad_inner_dim,
+        ),
         parallel=ParallelSpec(
             num_nodes=trainer.num_nodes,
             devices_per_node=trainer.devices,
@@ -84,6 +90,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["trainer.accelerator"] = _accelerator(
         values["trainer.accelerator"], accelerator_available
     )
+    refuse_backend(values)
     splits = parse_splits(values["model.data.splits_string"])
     assert splits is not None
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)

@@ -436,9 +436,20 @@ class Model:
     )
     fp8_backend: str = key(
         "auto",
-        "Who runs FP8: `native` is our own, on any device; `auto` chooses and reports.",
+        "Who runs the layers: `native` is our own, on any device; `te` (Transformer Engine, BF16 "
+        "too), `torchao`; `auto` is `native`.",
         kind="layout",
-        valid=one_of("auto", "native", later=("te", "torchao"), suggestion="Use auto or native"),
+        valid=one_of("auto", "native", "te", "torchao"),
+    )
+    fp8_pad_inner_dim: bool = key(
+        False,
+        "torchao's `pad_inner_dim`: zeros up to what FP8 GEMMs need. `torchao` only.",
+        kind="layout",
+    )
+    fp8_fsdp_all_gather: bool = key(
+        False,
+        "torchao's `enable_fsdp_float8_all_gather`. Needs FSDP, which there is none of yet.",
+        kind="layout",
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

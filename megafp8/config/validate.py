@@ -32,7 +32,6 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
-    "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Parts
 
 
@@ -18,9 +17,7 @@ class GPT(nn.Module):
         super().__init__()
         self.spec = parts.spec
         self.embedding = parts.embedding()
-        self.layers = nn.ModuleList(
-            TransformerLayer(parts, index) for index in range(parts.spec.num_layers)
-        )
+        self.layers = nn.ModuleList(parts.layer(index) for index in range(parts.spec.num_layers))
         self.final_norm = parts.norm("final_norm")
         self.head_loss = parts.head_loss()
 

@@ -39,6 +39,12 @@ class Parts:
     ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
 
+    def layer(self, index: int) -> nn.Module:
+        """[B, S, D] -> [B, S, D]: one transformer layer; layers count from 0."""
+        from megafp8.models.block import TransformerLayer  # which needs this module
+
+        return TransformerLayer(self, index)
+
     def embedding(self) -> Embedding:
         return Embedding(self)
 

@@ -45,9 +45,18 @@ class Masters:
     def write_back(self) -> None:
         """Round the masters into the compute weights."""
         pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
+        for param, master in pairs:
+            if is_quantized(param):
+                param.copy_(master)  # its own way to FP8, tensor by tensor
+        pairs = [(p, m) for p, m in pairs if not is_quantized(p)]
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Whether a backend keeps the weight in a format of its own, as a subclass of the tensor."""
+    return type(param) not in (torch.Tensor, nn.Parameter)
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:

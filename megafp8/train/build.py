@@ -9,11 +9,11 @@ from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.precision.scaling import ScalingState
 from megafp8.specs import RunSpec
+from megafp8.train import backends
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -23,34 +23,29 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
-    scaling = build_scaling(spec, mesh)
     sink, counter = MainGradSink(), GemmCounter()
-    model = GPT(
-        NativeParts(
-            spec.model,
-            COMPUTE_DTYPES[spec.precision.compute],
-            spec.train.seed,
-            streams,
-            scaling=scaling,
-            tp=mesh.tp,
-            sink=sink,
-            counter=counter,
-        )
-    ).to(mesh.device)
-    if scaling is not None:
-        scaling.to(mesh.device)
+    engine = backends.make(
+        spec,
+        mesh,
+        streams,
+        sink,
+        counter,
+        COMPUTE_DTYPES[spec.precision.compute],
+        build_scaling(spec, mesh),
+    )
+    model = GPT(engine.parts).to(mesh.device)
+    if isinstance(engine.scaling, ScalingState):
+        engine.scaling.to(mesh.device)
     masters = Masters(model.parameters())
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
-    return TrainState(
-        model, masters, optimizer, scaling or NoScaling(), streams, sink, counter, mesh
-    )
+    return TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
-    """The scaling state, its amaxes reduced over every rank that holds part of the same tensors."""
+    """Our own engine's, its amaxes reduced over every rank that holds part of the same tensors."""
     recipe = spec.precision.fp8
-    if recipe is None:
+    if recipe is None or spec.precision.backend != "native":
         return None
     reduce_max = mesh.world.all_reduce_max if mesh.world.size > 1 else None
     return ScalingState(recipe, reduce_max)
