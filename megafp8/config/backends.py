@@ -1,17 +1,24 @@
-"""What `model.fp8_backend` may be asked for: rules between it and the other keys."""
+"""What `model.fp8_backend` may be asked for beside the other keys.
+
+What depends on the machine or on a package's version is checked where the run begins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megafp8.config.problems import SettingError, raise_if_any
+from megafp8.config.fp8_rules import recipes_in
+from megafp8.config.problems import SettingError
+from megafp8.config.rules import Finding, Rules, Values
 from megafp8.specs.precision import BackendName
 
-KEY = "model.fp8_backend"
-NATIVE = "Use model.fp8_backend=native (our own engine, on any device)"
+rule = Rules()
 
-Finding = tuple[str, str, str]  # key, reason, way out
+KEY = "model.fp8_backend"
+NATIVE = "model.fp8_backend=native is our own engine, on any device"
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE_RECIPES = ("delayed", "tensorwise", "blockwise")
 
 
 def backend(asked: str) -> BackendName:
@@ -20,65 +27,118 @@ def backend(asked: str) -> BackendName:
     return names.get(asked, "native")
 
 
-def refuse_backend(values: Mapping[str, Any]) -> None:
-    """Raise what the asked backend cannot do, all at once. `trainer.accelerator` is resolved."""
-    problems = [
-        SettingError(key, values[key], reason, way_out) for key, reason, way_out in findings(values)
-    ]
-    raise_if_any(problems)
+def refuse_te_on_cpu(values: Mapping[str, Any]) -> None:
+    """`trainer.accelerator` is resolved."""
+    if values[KEY] == "te" and values["trainer.accelerator"] == "cpu":
+        reason = "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
+        raise SettingError(KEY, "te", reason, NATIVE)
 
 
-def findings(v: Mapping[str, Any]) -> Iterator[Finding]:
-    asked = v[KEY]
-    if asked == "te":
-        yield from _te(v)
-    elif asked == "torchao":
-        yield from _torchao(v)
-    if asked != "torchao" and v["model.fp8_pad_inner_dim"]:
-        yield (
-            "model.fp8_pad_inner_dim",
-            f"is torchao's, and model.fp8_backend={asked}",
-            "Use model.fp8_backend=torchao, or leave it out",
-        )
-    if v["model.fp8_fsdp_all_gather"]:
-        yield "model.fp8_fsdp_all_gather", "needs FSDP, which is not supported yet", "Leave it out"
+@rule(KEY, "model.fp8")
+def _torchao_needs_fp8(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "torchao" and not v["model.fp8"]:
+        yield Finding(KEY, "torchao runs FP8 alone", f"Set model.fp8=True. {NATIVE}")
 
 
-def _te(v: Mapping[str, Any]) -> Iterator[Finding]:
-    if v["trainer.accelerator"] == "cpu":
-        yield KEY, "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU", NATIVE
-    if not v["model.transformer_engine"]:
-        yield (
+@rule(KEY, "model.transformer_engine")
+def _te_is_transformer_engine(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and not v["model.transformer_engine"]:
+        yield Finding(
             KEY,
-            "model.transformer_engine=False asks for no Transformer Engine",
-            "Set model.transformer_engine=True",
+            "model.transformer_engine=False says that it is not wanted",
+            f"Set model.transformer_engine=True. {NATIVE}",
         )
-    if v["model.ffn_dropout"]:
-        yield (
-            "model.ffn_dropout",
-            "Transformer Engine's layer has no dropout inside the MLP",
-            f"Use model.ffn_dropout=0. {NATIVE}",
+
+
+@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_modules")
+def _recipe_is_there(v: Values) -> Iterator[Finding]:
+    known = {"te": TE_RECIPES, "torchao": TORCHAO_RECIPES}.get(v[KEY])
+    if not v["model.fp8"] or known is None:
+        return
+    foreign = sorted(recipes_in(v) - set(known))
+    if foreign:
+        yield Finding(
+            "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
+            f"model.fp8_backend={v[KEY]} has no {foreign[0]} recipe",
+            f"It has {', '.join(known)}. {NATIVE}",
         )
-    if v["model.fp8"] and v["model.fp8_interval"] != 1:
-        yield (
+
+
+@rule(KEY, "model.fp8", "model.fp8_interval")
+def _te_has_no_interval(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.fp8"] and v["model.fp8_interval"] != 1:
+        yield Finding(
             "model.fp8_interval",
             "Transformer Engine makes scales anew at every update",
             f"Use model.fp8_interval=1. {NATIVE}",
         )
 
 
-def _torchao(v: Mapping[str, Any]) -> Iterator[Finding]:
-    if not v["model.fp8"]:
-        yield KEY, "torchao runs FP8 alone", "Set model.fp8=True, or use native or auto"
-    elif (recipe := v.get("model.fp8_recipe", "delayed")) in ("delayed", "blockwise"):
-        yield (
-            KEY,
-            f"torchao has no {recipe} recipe",
-            "Use model.fp8_recipe=tensorwise, rowwise or rowwise_with_gw_hp. " + NATIVE,
+@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_wgrad", "model.override_linear_precision")
+def _te_overrides_backward_alone(v: Values) -> Iterator[Finding]:
+    """`backward_override` of later versions keeps both products of backward in high precision."""
+    if v[KEY] != "te" or not v["model.fp8"]:
+        return
+    output, grad_input, grad_weight = v["model.override_linear_precision"]
+    grad_weight = grad_weight or not v["model.fp8_wgrad"]
+    if (output, grad_input, grad_weight) == (False, False, False):
+        return
+    if v["model.fp8_recipe"] == "delayed" or output or not (grad_input and grad_weight):
+        key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
+        yield Finding(
+            key,
+            "Transformer Engine has no such thing: it would take the flag and ignore it",
+            "Leave it out (with tensorwise and blockwise, [false, true, true] keeps both products "
+            f"of backward in high precision). {NATIVE}",
         )
-    if (tp := v["model.tensor_model_parallel_size"]) > 1:
-        yield (
+
+
+@rule(KEY, "model.fp8", "model.pad_inner_dim")
+def _te_does_not_pad(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.fp8"] and v["model.pad_inner_dim"]:
+        yield Finding(
+            "model.pad_inner_dim",
+            "Transformer Engine's layers do not pad",
+            f"Leave it out, or use model.fp8_backend=torchao. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.ffn_dropout")
+def _te_has_no_mlp_dropout(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.ffn_dropout"]:
+        yield Finding(
+            "model.ffn_dropout",
+            "Transformer Engine's layer has no dropout inside the MLP",
+            f"Use model.ffn_dropout=0. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_params")
+def _torchao_has_no_fp8_params(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "torchao" and v["model.fp8"] and v["model.fp8_params"]:
+        yield Finding(
+            "model.fp8_params",
+            "torchao keeps weights in high precision",
+            f"Leave it out. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.tensor_model_parallel_size")
+def _torchao_is_not_tensor_parallel(v: Values) -> Iterator[Finding]:
+    tp = v["model.tensor_model_parallel_size"]
+    if v[KEY] == "torchao" and tp > 1:
+        yield Finding(
             "model.tensor_model_parallel_size",
-            f"torchao's linears are not tensor-parallel here, and {tp} ranks share each",
+            "torchao's linears are not tensor-parallel here",
             f"Use model.tensor_model_parallel_size=1. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.enable_fsdp_float8_all_gather")
+def _no_fsdp(v: Values) -> Iterator[Finding]:
+    if v["model.enable_fsdp_float8_all_gather"]:
+        yield Finding(
+            "model.enable_fsdp_float8_all_gather",
+            "needs FSDP, which is not supported yet",
+            "Leave it out",
         )

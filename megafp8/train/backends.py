@@ -13,6 +13,7 @@ import torch
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.parallel import te_parts
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts
 from megafp8.parallel.te_parts import TransformerEngineParts
@@ -42,6 +43,7 @@ def check(spec: RunSpec, device: torch.device) -> None:
     reason: str | None = None
     if asked == "te":
         reason = te_names.why_not(device, fp8=recipe is not None)
+        reason = reason or te_parts.why_not(spec.model, recipe)
         if reason is None and recipe is not None:
             try:
                 te_recipe.make(recipe, te_names.load().recipe)
@@ -93,7 +95,6 @@ def make(
                 *given,
                 recipe=recipe,
                 emulate=mesh.device.type == "cpu",
-                pad_inner_dim=spec.precision.pad_inner_dim,
                 **shared,
             ),
             NoScaling(),
@@ -106,7 +107,7 @@ def make(
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Which other engine runs, its version, and how: for a run's header and summary."""
     if spec.precision.backend == "te":
-        return f"Transformer Engine {te_names.load().version} layers, GELU by its tanh form"
+        return f"Transformer Engine {te_names.load().version} layers"
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
-    kept = "the first QKV and the last FC2 in high precision"
+    kept = "first and last linear in high precision unless model.fp8_modules names them"
     return f"torchao {torchao_linear.version()}{emulated}; {kept}"

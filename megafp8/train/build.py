@@ -9,6 +9,8 @@ from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.parts import linears_of
+from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import ScalingState
@@ -36,7 +38,13 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     model = GPT(engine.parts).to(mesh.device)
     if isinstance(engine.scaling, ScalingState):
         engine.scaling.to(mesh.device)
-    masters = Masters(model.parameters())
+    stores = {
+        linear.weight: linear.store_weight
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    masters = Masters(model.parameters(), stores | te_stores(model))
+    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
     return TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)

@@ -10,7 +10,7 @@ backends; its pickled `_extra_state` is never read nor written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,12 @@ class TeRegion:
                 yield
         finally:
             self.is_first_microbatch, self.in_fp8 = before, True
+
+    def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
+        """Around one layer: a region within the region for one that stays in high precision."""
+        if in_fp8 or self.recipe is None or not self.in_fp8:
+            return nullcontext()
+        return self._autocast(enabled=False)
 
     def _autocast(self, *, enabled: bool) -> AbstractContextManager[Any]:
         return self.names.autocast(enabled=enabled, recipe=self.recipe, group=self.group)

@@ -21,12 +21,11 @@ from torch import nn
 
 from megafp8.precision.gemm import GemmCounter
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GemmPlace
+from megafp8.specs.precision import GemmName
 
 OLDEST = (0, 14)
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-PLACES: tuple[GemmPlace, ...] = ("output", "grad_input", "grad_weight")
 
 
 def load() -> ModuleType:
@@ -63,11 +62,11 @@ def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
     return None
 
 
-def make_config(recipe: Fp8Recipe, *, emulate: bool, pad_inner_dim: bool) -> Any:
+def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
     """The `Float8LinearConfig` that says the same as `recipe`.
 
-    It starts from torchao's recipe of that name; formats, power-of-two scales and GEMMs in high
-    precision are then what ours says.
+    It starts from torchao's recipe of that name; formats, power-of-two scales, accumulation,
+    padding and GEMMs in high precision are then what ours says.
     """
     float8 = load()
     config = importlib.import_module("torchao.float8.config")
@@ -75,10 +74,13 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool, pad_inner_dim: bool) -> Any
     forward, backward = _dtype(recipe.forward_format), _dtype(recipe.backward_format)
     high = set(recipe.high_precision_gemms)
 
-    def cast(base: Any, dtype: torch.dtype, place: GemmPlace) -> Any:
+    def cast(base: Any, dtype: torch.dtype, place: GemmName) -> Any:
         if place in high:
             return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
         return dataclasses.replace(base, target_dtype=dtype)
+
+    def accumulation(place: GemmName) -> Any:
+        return config.Float8GemmConfig(use_fast_accum=place in recipe.fast_accumulation)
 
     return float8.Float8LinearConfig(
         cast_config_input=cast(named.cast_config_input, forward, "output"),
@@ -93,11 +95,11 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool, pad_inner_dim: bool) -> Any
         cast_config_grad_output_for_grad_weight=cast(
             named.cast_config_grad_output_for_grad_weight, backward, "grad_weight"
         ),
-        gemm_config_output=named.gemm_config_output,
-        gemm_config_grad_input=named.gemm_config_grad_input,
-        gemm_config_grad_weight=named.gemm_config_grad_weight,
-        round_scales_to_power_of_2=recipe.pow2_scales,
-        pad_inner_dim=pad_inner_dim,
+        gemm_config_output=accumulation("output"),
+        gemm_config_grad_input=accumulation("grad_input"),
+        gemm_config_grad_weight=accumulation("grad_weight"),
+        round_scales_to_power_of_2=recipe.power_2_scale,
+        pad_inner_dim=recipe.pad_inner_dim,
         emulate=emulate,
     )
 
@@ -152,6 +154,6 @@ class TorchaoLinear(nn.Module):
             output.register_hook(count_backward)
         return output
 
-    def _count(self, place: GemmPlace, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
+    def _count(self, place: GemmName, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
         wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         self.counter.add("fp8" if in_fp8 and place not in self._high else wide, place, flops)

@@ -13,11 +13,12 @@ pytest.importorskip("torchao.float8")
 
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.torchao_parts import high_precision_names
+from megafp8.parallel.torchao_parts import first_and_last
 from megafp8.precision.backends.torchao_linear import TorchaoLinear, load, make_config, why_not
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
 from megafp8.train.build import build
 from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
@@ -28,12 +29,11 @@ CPU = torch.device("cpu")
 RECIPES = {
     "tensorwise": Fp8Recipe(name="tensorwise"),
     "tensorwise e4m3": Fp8Recipe(name="tensorwise", backward_format="e4m3"),
-    "rowwise": Fp8Recipe(name="rowwise", backward_format="e4m3", pow2_scales=True),
+    "rowwise": Fp8Recipe(name="rowwise", backward_format="e4m3", power_2_scale=True),
     "rowwise_with_gw_hp": Fp8Recipe(
         name="rowwise_with_gw_hp",
         backward_format="e4m3",
-        pow2_scales=True,
-        high_precision_gemms=frozenset({"grad_weight"}),
+        power_2_scale=True,
     ),
 }
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -53,18 +53,22 @@ def run_of(recipe: Fp8Recipe, compute: str = "bf16", num_layers: int = 2) -> Tra
 def test_torchao_s_own_recipes_are_reached(name: str) -> None:
     """The config equals `from_recipe_name`'s in every field but `emulate`."""
     own = load().Float8LinearConfig.from_recipe_name(name)
-    ours = make_config(RECIPES[name], emulate=True, pad_inner_dim=False)
+    ours = make_config(RECIPES[name], emulate=True)
     assert dataclasses.replace(ours, emulate=False) == own
 
 
 def test_flags_reach_the_config() -> None:
     recipe = dataclasses.replace(
         RECIPES["tensorwise e4m3"],
-        pow2_scales=True,
+        power_2_scale=True,
+        pad_inner_dim=True,
+        fast_accumulation=frozenset({"grad_weight"}),
         high_precision_gemms=frozenset({"grad_input"}),
     )
-    config = make_config(recipe, emulate=False, pad_inner_dim=True)
+    config = make_config(recipe, emulate=False)
     assert config.pad_inner_dim and config.round_scales_to_power_of_2 and not config.emulate
+    fast = {name: getattr(config, f"gemm_config_{name}").use_fast_accum for name in GEMMS}
+    assert fast == {"output": False, "grad_input": False, "grad_weight": True}
     assert config.cast_config_grad_output.scaling_type.value == "disabled"
     assert config.cast_config_weight_for_grad_input.scaling_type.value == "disabled"
     assert config.cast_config_grad_output_for_grad_weight.scaling_type.value == "dynamic"
@@ -90,7 +94,7 @@ def test_emulation_is_the_recipe_that_was_asked_for(recipe: Fp8Recipe) -> None:
     """Output and gradients against FP64 products of independently cast operands: 1e-6 relative."""
     torch.manual_seed(0)
     weight, bias = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.randn(48))
-    config = make_config(recipe, emulate=True, pad_inner_dim=False)
+    config = make_config(recipe, emulate=True)
     layer = TorchaoLinear(weight, bias, config, GemmCounter(), fp8_in_evaluation=True)
     x = (torch.randn(64, 32) * torch.logspace(-2, 2, 64)[:, None]).requires_grad_()
     grad = torch.randn(64, 48) * torch.logspace(1, -3, 64)[:, None]
@@ -99,7 +103,7 @@ def test_emulation_is_the_recipe_that_was_asked_for(recipe: Fp8Recipe) -> None:
     rows = recipe.name != "tensorwise"
     e4m3 = torch.float8_e4m3fn
     back = e4m3 if recipe.backward_format == "e4m3" else torch.float8_e5m2
-    p = recipe.pow2_scales
+    p = recipe.power_2_scale
     gw_hp = recipe.name == "rowwise_with_gw_hp"
     dim0, dim1 = (0, 1) if rows else (None, None)
     w = weight.detach()
@@ -137,8 +141,25 @@ def test_it_trains(recipe: Fp8Recipe, compute: str) -> None:
 def test_first_and_last_linear_stay_in_high_precision() -> None:
     state = run_of(RECIPES["tensorwise"], num_layers=3)
     ours = {m.name for m in state.model.modules() if isinstance(m, Linear)}
-    assert ours == set(high_precision_names(3))
+    assert ours == set(first_and_last(3))
     assert sum(isinstance(m, TorchaoLinear) for m in state.model.modules()) == 4 * 3 - 2
+
+
+def test_rules_over_names_decide() -> None:
+    """One linear out of FP8, the first one into it, another under rowwise."""
+    rules = (
+        ModuleRule("layers.0.attention.qkv", "tensorwise"),
+        ModuleRule("*.mlp.fc1", HIGH_PRECISION),
+        ModuleRule("*.projection", "rowwise"),
+    )
+    state = run_of(dataclasses.replace(RECIPES["tensorwise"], modules=rules), num_layers=1)
+    layer = state.model.layers[0]
+    assert isinstance(layer.fc1[1], Linear) and isinstance(layer.fc2[2], Linear)
+    qkv, projection = layer.qkv[1], layer.projection
+    assert isinstance(qkv, TorchaoLinear) and isinstance(projection, TorchaoLinear)
+    granularity = [m.linear.config.cast_config_input.scaling_granularity.value
+                   for m in (qkv, projection)]  # fmt: skip
+    assert granularity == ["tensorwise", "axiswise"]
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
@@ -192,6 +213,6 @@ def test_what_torchao_cannot_do_is_said() -> None:
 def test_a_linear_in_high_precision_evaluation_is_torch_s() -> None:
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(16, 32)), torch.randn(16, 32)
-    config = make_config(RECIPES["tensorwise"], emulate=True, pad_inner_dim=False)
+    config = make_config(RECIPES["tensorwise"], emulate=True)
     layer = TorchaoLinear(weight, None, config, GemmCounter(), fp8_in_evaluation=False).eval()
     assert torch.equal(layer(x), F.linear(x, weight))
