@@ -29,16 +29,19 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def load() -> ModuleType:
-    """`torchao.float8`. What torchao says at import of kernels that it cannot load is not ours."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """`torchao.float8`. What is logged at its import, of kernels that it cannot load and of enums
+    that torch knows by now, is not about this run."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module("torchao.float8")
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def version() -> str:

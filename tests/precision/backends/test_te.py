@@ -19,8 +19,10 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.backends import te_names
 from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
+from megafp8.precision.backends.te_trace import RecordedTeScaling
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
@@ -443,3 +445,26 @@ def test_modules_of_a_layer_are_all_known(double: Double) -> None:
     object.__setattr__(te_names.load(), "transformer_layer", names.transformer_layer)
     with pytest.raises(RuntimeError, match="extra"):
         te_run(None)
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, RECIPES["most recent, margin"]])
+def test_a_trace_of_it_replays(double: Double, recipe: Fp8Recipe) -> None:
+    """What the recorder reads out of its tensors runs through our tables bit for bit."""
+    state = te_run(recipe)
+    assert isinstance(state.scaling, TeScaling)
+    recorded = RecordedTeScaling(state.scaling, history_every=2)
+    state.scaling = recorded  # type: ignore[assignment]
+    for number in range(4):
+        step(state, number)
+        evaluate(state, [microbatch(99)])
+    trace = recorded.trace
+    assert (trace.engine, trace.version) == ("transformer_engine", NEWEST)
+    assert {d: len(a) for d, a in trace.amax.items()} == {"forward": 8, "backward": 8}
+    weight = trace.names["forward"].index("layers.1.mlp.fc2.weight")
+    assert [bool(amax[weight] > 0) for amax in trace.amax["forward"]] == [True, False] * 4
+    assert replay(trace) == []
+    trace.amax["backward"][3][0] *= 1.01
+    assert replay(trace)

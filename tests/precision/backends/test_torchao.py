@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
+from megafp8.train import saving
 from megafp8.train.build import build
 from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
@@ -143,6 +145,26 @@ def test_first_and_last_linear_stay_in_high_precision() -> None:
     ours = {m.name for m in state.model.modules() if isinstance(m, Linear)}
     assert ours == set(first_and_last(3))
     assert sum(isinstance(m, TorchaoLinear) for m in state.model.modules()) == 4 * 3 - 2
+
+
+def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    recipe = RECIPES["tensorwise"]
+    whole, begun, continued = (run_of(recipe) for _ in range(3))
+
+    def step(state: TrainState, number: int) -> None:
+        train_step(state, [microbatch(2 * number), microbatch(2 * number + 1)])
+        state.step += 1
+
+    for number in range(5):
+        step(whole, number)
+    for number in range(3):
+        step(begun, number)
+    saver = saving.Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
+    saving.load(saver.save(begun), continued, print)
+    for number in range(3, 5):
+        step(continued, number)
+    for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rules_over_names_decide() -> None:
