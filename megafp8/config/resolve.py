@@ -185,7 +185,7 @@ def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
     first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
     for layer in range(model.num_layers):
         if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
-            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION)
+            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")
 
 
 def warmup_steps(given: int | None, max_steps: int) -> int:

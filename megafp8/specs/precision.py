@@ -24,6 +24,7 @@ class ModuleRule:
 
     pattern: str
     precision: ModulePrecision
+    source: str = "model.fp8_modules"  # the setting that it comes from
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)

@@ -31,6 +31,7 @@ from megafp8.train import backends, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
@@ -77,6 +78,7 @@ def _pretrain(
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
+    share = share_of(spec, state)
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
     saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
     _load_newest(saver, state, data, console)
@@ -101,6 +103,13 @@ def _pretrain(
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
+    if share is not None:
+        console.header(
+            [
+                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
+                + "; ".join(share.higher)
+            ]
+        )
     if first_step >= spec.train.max_steps:
         console.event(f"step {first_step} of {spec.train.max_steps}: nothing is left to do")
     console.start(spec.train.max_steps, first_step)
@@ -124,6 +133,16 @@ def _pretrain(
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
+
+
+def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
+    """How much of a step is FP8, where it was asked for; raises if it is nothing."""
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return None
+    share = precision_share(state.model, spec.model, recipe)
+    require_fp8(share)
+    return share
 
 
 def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
@@ -188,7 +207,7 @@ def summarize(
             data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
         )
         xz = xz_bits_per_byte(text)
-    report, counter = run.last_report, state.counter
+    report, counter, share = run.last_report, state.counter, share_of(spec, state)
     name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
@@ -218,6 +237,8 @@ def summarize(
         extra={
             # Counted where the products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+            "fp8_share_planned": 0.0 if share is None else share.share,
+            "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
             "fp8_share_with_attention": counter.share("fp8"),
             "num_skipped_steps": state.num_skipped,
