@@ -15,10 +15,11 @@ from megafp8.models.attention import AttentionContext
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
+from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.backends.te_state import TeGemm, TeRegion, TeScaling
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
-from megafp8.specs.precision import HIGH_PRECISION
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
 
 # Transformer Engine's parameters by our logical names, less `layers.N.`. A fused one goes by the
 # first of its pieces: query, key and value; gate and up.
@@ -39,7 +40,7 @@ PARAMETERS = {
     "mlp.fc2.bias": "layernorm_mlp.fc2_bias",
 }
 # (our name, module, which of its GEMMs, how many it has)
-GEMMS = (
+LINEARS = (
     ("attention.qkv", "self_attention.layernorm_qkv", 1, 1),
     ("attention.projection", "self_attention.proj", 1, 1),
     ("mlp.fc1", "layernorm_mlp", 1, 2),
@@ -78,7 +79,7 @@ def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
 
 
 def names_in_layer(index: int) -> list[str]:
-    return [f"layers.{index}.{name}" for name, *_ in GEMMS]
+    return [f"layers.{index}.{name}" for name, *_ in LINEARS]
 
 
 def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
@@ -111,7 +112,7 @@ class TransformerEngineParts(NativeParts):
             layer = names.transformer_layer(**self.arguments(index))
         self._adopt(layer, index, super().layer(index))
         if self.te_scaling is not None and in_fp8:
-            for name, path, number, num_gemms in GEMMS:
+            for name, path, number, num_gemms in LINEARS:
                 module = layer.get_submodule(path)
                 gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
                 self.te_scaling.register(gemm)
@@ -242,14 +243,24 @@ class TeLayer(nn.Module):
         else:
             yield
 
-    def _count(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
-        """The FLOPs of four linears and of causal attention on this rank, by their shapes."""
-        spec, tokens = self.spec, x_BSD.shape[0] * x_BSD.shape[1]
+    def planned(self) -> PlannedGemms:
+        """Its four linears together."""
+        spec = self.spec
         width, ffn = spec.hidden_size, spec.ffn_hidden_size
         attention = width * (2 * spec.query_size + 2 * spec.kv_size)
         mlp = width * ffn * (3 if spec.is_gated else 2)
-        flops = 2 * tokens * (attention + mlp) // self.tp_size
-        causal = 2 * tokens * x_BSD.shape[1] * spec.query_size // self.tp_size
+        flops = 2 * (attention + mlp) // self.tp_size
+        fp8: tuple[GemmName, ...] = ()
+        if self.in_fp8:
+            fp8 = GEMMS if self.backward_in_fp8 else ("output",)
+        reason = "chosen by product" if self.in_fp8 else "chosen by name"
+        return PlannedGemms(f"layers.{self.index}", flops, fp8, reason)
+
+    def _count(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
+        """The FLOPs of four linears and of causal attention on this rank, by their shapes."""
+        tokens = x_BSD.shape[0] * x_BSD.shape[1]
+        flops = tokens * self.planned().flops
+        causal = 2 * tokens * x_BSD.shape[1] * self.spec.query_size // self.tp_size
         in_fp8 = self.in_fp8 and self.region.in_fp8
         backward = "fp8" if in_fp8 and self.backward_in_fp8 else self.wide
         self.counter.add("fp8" if in_fp8 else self.wide, "output", flops)

@@ -44,6 +44,7 @@ class TorchaoParts(NativeParts):
             bias,
             make_config(dataclasses.replace(self.recipe, name=chosen), emulate=self.emulate),
             self.counter,
+            name=name,
             fp8_in_evaluation=self.recipe.fp8_in_evaluation,
         )
 

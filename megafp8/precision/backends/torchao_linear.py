@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.gemm import GemmCounter
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GemmName
+from megafp8.specs.precision import GEMMS, GemmName
 
 OLDEST = (0, 14)
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"
@@ -121,9 +122,11 @@ class TorchaoLinear(nn.Module):
         config: Any,
         counter: GemmCounter,
         *,
+        name: str,
         fp8_in_evaluation: bool,
     ) -> None:
         super().__init__()
+        self.name = name
         out_features, in_features = weight_OI.shape
         plain = nn.Linear(in_features, out_features, bias=False, device="meta")
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
@@ -156,6 +159,10 @@ class TorchaoLinear(nn.Module):
 
             output.register_hook(count_backward)
         return output
+
+    def planned(self) -> PlannedGemms:
+        fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
+        return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, "chosen by product")
 
     def _count(self, place: GemmName, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
         wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

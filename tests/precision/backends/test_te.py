@@ -29,6 +29,7 @@ from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
 from megafp8.train import backends, saving
 from megafp8.train.build import build
 from megafp8.train.evaluate import evaluate
+from megafp8.train.precision_share import precision_share
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from tests.precision.backends.te_double import VERSIONS, Double, signature
@@ -149,10 +150,13 @@ def test_a_layer_out_of_fp8_runs_in_a_region_of_its_own(double: Double) -> None:
     assert regions == [True, False, True, False]
     assert {name.split(".")[1] for name in state.scaling.tables["forward"].names} == {"0"}
     flops = state.counter.flops
+    share = precision_share(state.model, MODEL, DELAYED)
     linears = 2 * (2 * 2 * 16) * (4 * 32 * 32 + 2 * 32 * 64)  # of one layer, two microbatches
     assert flops["fp8", "output"] == linears
-    head = 2 * (2 * 2 * 16) * 32 * 96
-    assert flops["fp32", "output"] == linears + flops.get(("fp32", "head"), head) - head
+    assert flops["fp32", "output"] == linears
+    gemms = sum(n for (_, place), n in flops.items() if place != "attention")
+    assert share.share == pytest.approx(3 * linears / gemms, rel=1e-9)
+    assert any("layers.1 (output, grad_input, grad_weight, chosen" in t for t in share.higher)
 
 
 @pytest.mark.parametrize("double", VERSIONS, indirect=True)

@@ -23,6 +23,7 @@ from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
 from megafp8.train import saving
 from megafp8.train.build import build
 from megafp8.train.evaluate import evaluate
+from megafp8.train.precision_share import precision_share, require_fp8
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import SEQ, build_run, gpt_spec, microbatch, run_spec
@@ -97,7 +98,9 @@ def test_emulation_is_the_recipe_that_was_asked_for(recipe: Fp8Recipe) -> None:
     torch.manual_seed(0)
     weight, bias = nn.Parameter(torch.randn(48, 32)), nn.Parameter(torch.randn(48))
     config = make_config(recipe, emulate=True)
-    layer = TorchaoLinear(weight, bias, config, GemmCounter(), fp8_in_evaluation=True)
+    layer = TorchaoLinear(
+        weight, bias, config, GemmCounter(), name="linear", fp8_in_evaluation=True
+    )
     x = (torch.randn(64, 32) * torch.logspace(-2, 2, 64)[:, None]).requires_grad_()
     grad = torch.randn(64, 48) * torch.logspace(1, -3, 64)[:, None]
     output = layer(x)
@@ -212,6 +215,18 @@ def test_gemms_are_counted_by_what_they_ran_in(name: str) -> None:
     assert flops["fp8", "grad_weight"] == (2 * tokens * linears if name == "tensorwise" else 0)
 
 
+@EACH
+def test_the_planned_share_is_the_counted_one(recipe: Fp8Recipe) -> None:
+    state = run_of(recipe)
+    share = precision_share(state.model, gpt_spec(), recipe)
+    require_fp8(share)
+    assert any("layers.0.attention.qkv, layers.1.mlp.fc2 (first or last" in t for t in share.higher)
+    train_step(state, [microbatch(1)])
+    flops = {key: n for key, n in state.counter.flops.items() if key[1] != "attention"}
+    counted = sum(n for (precision, _), n in flops.items() if precision == "fp8")
+    assert share.share == pytest.approx(counted / sum(flops.values()), rel=1e-9)
+
+
 def test_evaluation_in_fp8_or_not() -> None:
     """`fp8_in_evaluation` False evaluates in the compute dtype: as a model without FP8 does."""
     batches = [microbatch(5)]
@@ -236,5 +251,7 @@ def test_a_linear_in_high_precision_evaluation_is_torch_s() -> None:
     torch.manual_seed(0)
     weight, x = nn.Parameter(torch.randn(16, 32)), torch.randn(16, 32)
     config = make_config(RECIPES["tensorwise"], emulate=True)
-    layer = TorchaoLinear(weight, None, config, GemmCounter(), fp8_in_evaluation=False).eval()
+    layer = TorchaoLinear(
+        weight, None, config, GemmCounter(), name="linear", fp8_in_evaluation=False
+    ).eval()
     assert torch.equal(layer(x), F.linear(x, weight))
