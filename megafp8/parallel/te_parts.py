@@ -219,7 +219,9 @@ class TeLayer(nn.Module):
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
         self.count_attention_flops = parts.count_attention_flops
         self.backward_in_fp8 = parts.recipe is None or not parts.recipe.high_precision_gemms
-        self.wide = {torch.float32: "fp32", torch.bfloat16: "bf16"}[parts.dtype]
+        self.wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
+            parts.dtype
+        ]
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]. It knows causal attention over whole sequences alone."""

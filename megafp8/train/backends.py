@@ -44,6 +44,8 @@ def check(spec: RunSpec, device: torch.device) -> None:
     if asked == "te":
         reason = te_names.why_not(device, fp8=recipe is not None)
         reason = reason or te_parts.why_not(spec.model, recipe)
+        if reason is None and not spec.precision.half_weights and spec.precision.compute != "fp32":
+            reason = "its layers have one dtype: use model.megatron_amp_O2=True"
         if reason is None and recipe is not None:
             try:
                 te_recipe.make(recipe, te_names.load().recipe)
@@ -67,7 +69,12 @@ def make(
 ) -> Engine:
     """The chosen backend's parts; `native_scaling` is used by our own alone."""
     given = (spec.model, dtype, spec.train.seed, streams)
-    shared: dict[str, Any] = {"tp": mesh.tp, "sink": sink, "counter": counter}
+    shared: dict[str, Any] = {
+        "tp": mesh.tp,
+        "sink": sink,
+        "counter": counter,
+        "half_weights": spec.precision.half_weights,
+    }
     recipe = spec.precision.fp8
     if spec.precision.backend == "te":
         names = te_names.load()

@@ -7,6 +7,7 @@ import torch
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
@@ -18,7 +19,7 @@ from megafp8.specs import RunSpec
 from megafp8.train import backends
 from megafp8.train.state import TrainState
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
@@ -47,7 +48,18 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
-    return TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
+    loss_scale = spec.precision.loss_scale
+    return TrainState(
+        model,
+        masters,
+        optimizer,
+        engine.scaling,
+        streams,
+        sink,
+        counter,
+        mesh,
+        loss_scale=None if loss_scale is None else LossScale(loss_scale),
+    )
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:

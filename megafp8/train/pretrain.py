@@ -25,11 +25,12 @@ from megafp8.parallel.launch import follow_launcher
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
-from megafp8.specs import RunSpec
+from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import backends, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
+from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, save, train, validate
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.runtime import prepare_process
@@ -91,7 +92,11 @@ def _pretrain(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
         )
     text_bytes = len(data.validation_text())
+    health = HealthLog(
+        state, spec.observe.health, path if mesh.is_main else None, first_step, console.warn
+    )
     run = Run(
+        health=health,
         spec=spec,
         state=state,
         data=data,
@@ -123,6 +128,7 @@ def _pretrain(
     finally:
         if metrics is not None:
             metrics.close()
+        health.close()
         trackers.close()
     if mesh.is_main:
         try:
@@ -167,18 +173,33 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
         f"precision: {precision_of(spec, state)}",
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
-        f"{train.micro_batch_size}; {layout}",
+        f"{train.micro_batch_size}{_rampup(train)}; {layout}",
+        f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
+        f"learning rate: {spec.optim.schedule.name}",
     ]
+
+
+def _rampup(train: TrainSpec) -> str:
+    ramp = train.rampup
+    if ramp is None:
+        return ""
+    return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """The formats, and the means by which they run here."""
-    compute = {"bf16": "BF16", "fp32": "FP32"}[spec.precision.compute]
+    compute = spec.precision.compute.upper()
+    if not spec.precision.half_weights:
+        compute += " GEMMs over FP32 weights and residual stream"
+    elif spec.precision.compute != "fp32" and spec.precision.fp8 is None:
+        compute += ", FP32 masters"
+    if spec.precision.loss_scale is not None:
+        compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
         if spec.precision.backend == "te":
-            return f"{compute}, FP32 masters; {backends.describe(spec, state.mesh.device)}"
-        return f"{compute}, FP32 masters"
+            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
+        return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
     if spec.precision.backend != "native":
