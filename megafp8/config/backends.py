@@ -134,6 +134,17 @@ def _torchao_is_not_tensor_parallel(v: Values) -> Iterator[Finding]:
         )
 
 
+@rule(KEY, "model.fp8", "model.fp8_health")
+def _health_is_native(v: Values) -> Iterator[Finding]:
+    """The default, `scales`, gives way; a run's header says so."""
+    if v[KEY] in ("te", "torchao") and v["model.fp8"] and v["model.fp8_health"] == "full":
+        yield Finding(
+            "model.fp8_health",
+            f"the casts of model.fp8_backend={v[KEY]} are not seen",
+            f"Use model.fp8_health=off. {NATIVE}",
+        )
+
+
 @rule(KEY, "model.enable_fsdp_float8_all_gather")
 def _no_fsdp(v: Values) -> Iterator[Finding]:
     if v["model.enable_fsdp_float8_all_gather"]:

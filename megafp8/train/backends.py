@@ -114,7 +114,8 @@ def make(
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Which other engine runs, its version, and how: for a run's header and summary."""
     if spec.precision.backend == "te":
-        return f"Transformer Engine {te_names.load().version} layers"
+        return f"Transformer Engine {te_names.load().version} layers; FP8 health is not measured"
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
-    return f"torchao {torchao_linear.version()}{emulated}; {kept}"
+    version = torchao_linear.version()
+    return f"torchao {version}{emulated}; {kept}; FP8 health is not measured"

@@ -31,6 +31,7 @@ RECIPE = "model.fp8_recipe=tensorwise"
         ([TE, FP8, "model.fp8_recipe=rowwise"], "model.fp8_recipe", "no rowwise recipe"),
         ([TE, FP8, "model.pad_inner_dim=True"], "model.pad_inner_dim", "do not pad"),
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
+        ([TORCHAO, FP8, RECIPE, "model.fp8_health=full"], "model.fp8_health", "not seen"),
         (["model.enable_fsdp_float8_all_gather=True"],
          "model.enable_fsdp_float8_all_gather", "FSDP"),
     ],
