@@ -8,6 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.architecture import canonical_activation, gpt_spec
+from megafp8.config.backends import backend, refuse_te_on_cpu
 from megafp8.config.data_prefix import parse_data_prefix, plain_data_prefix
 from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.optim_rules import unread_keys
@@ -105,6 +106,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["trainer.accelerator"] = _accelerator(
         values["trainer.accelerator"], accelerator_available
     )
+    refuse_te_on_cpu(values)
     splits = parse_splits(values["model.data.splits_string"])
     assert splits is not None
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
@@ -215,6 +217,7 @@ def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,
+        backend=backend(model.fp8_backend),
     )
 
 

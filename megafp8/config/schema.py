@@ -879,9 +879,15 @@ class Model:
     )
     fp8_backend: str = key(
         "auto",
-        "Who runs FP8: `native` is our own, on any device; `auto` chooses and reports.",
+        "Who runs the layers: `native` is our own, on any device; `te` (Transformer Engine, BF16 "
+        "too), `torchao`; `auto` is `native`.",
         kind="layout",
-        valid=one_of("auto", "native", later=("te", "torchao"), suggestion="Use auto or native"),
+        valid=one_of("auto", "native", "te", "torchao"),
+    )
+    enable_fsdp_float8_all_gather: bool = key(
+        False,
+        "torchao's FP8 all-gather of weights that FSDP shards; there is no FSDP yet.",
+        kind="layout",
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

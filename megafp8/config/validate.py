@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, model_rules, optim_rules, profile_rules
+from megafp8.config import backends, fp8_rules, model_rules, optim_rules, profile_rules
 from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
@@ -51,7 +51,6 @@ FP8_DETAILS = (
     "model.fp8_health",
     *fp8_rules.HEALTH_LIMITS,
     "model.pad_inner_dim",
-    "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
 
@@ -108,7 +107,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, model_rules.rule, fp8_rules.rule, optim_rules.rule, profile_rules.rule):
+    modules = (model_rules, fp8_rules, optim_rules, profile_rules, backends)
+    for rules in (rule, *(module.rule for module in modules)):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)

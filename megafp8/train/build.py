@@ -10,11 +10,13 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts, linears_of
+from megafp8.parallel.parts import linears_of
+from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.precision.scaling import ScalingState
 from megafp8.specs import RunSpec
+from megafp8.train import backends
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -24,29 +26,25 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
-    scaling = build_scaling(spec, mesh)
     sink, counter = MainGradSink(), GemmCounter()
-    model = GPT(
-        NativeParts(
-            spec.model,
-            COMPUTE_DTYPES[spec.precision.compute],
-            spec.train.seed,
-            streams,
-            scaling=scaling,
-            tp=mesh.tp,
-            sink=sink,
-            counter=counter,
-            half_weights=spec.precision.half_weights,
-        )
-    ).to(mesh.device)
-    if scaling is not None:
-        scaling.to(mesh.device)
+    engine = backends.make(
+        spec,
+        mesh,
+        streams,
+        sink,
+        counter,
+        COMPUTE_DTYPES[spec.precision.compute],
+        build_scaling(spec, mesh),
+    )
+    model = GPT(engine.parts).to(mesh.device)
+    if isinstance(engine.scaling, ScalingState):
+        engine.scaling.to(mesh.device)
     stores = {
         linear.weight: linear.store_weight
         for linear in linears_of(model)
         if linear.weight_compute_dtype is not None
     }
-    masters = Masters(model.parameters(), stores)
+    masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
@@ -55,7 +53,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         model,
         masters,
         optimizer,
-        scaling or NoScaling(),
+        engine.scaling,
         streams,
         sink,
         counter,
@@ -65,9 +63,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
-    """The scaling state, its amaxes reduced over every rank that holds part of the same tensors."""
+    """Our own engine's, its amaxes reduced over every rank that holds part of the same tensors."""
     recipe = spec.precision.fp8
-    if recipe is None:
+    if recipe is None or spec.precision.backend != "native":
         return None
     reduce_max = mesh.world.all_reduce_max if mesh.world.size > 1 else None
     return ScalingState(recipe, reduce_max)

@@ -28,7 +28,7 @@ from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import rundirs, saving
+from megafp8.train import backends, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
@@ -75,6 +75,7 @@ def pretrain(
     with StopRequest() as stop:
         mesh = join(spec.parallel)
         try:
+            backends.check(spec, mesh.device)
             prepare_process(
                 mesh.device,
                 fp32=spec.precision.compute == "fp32",
@@ -250,9 +251,14 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
         compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
+        if spec.precision.backend == "te":
+            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
         return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
+    if spec.precision.backend != "native":
+        what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
+        return f"{what}; {backends.describe(spec, device)}"
     wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
     product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
     in_c = device.type == "cpu" and library().lib is not None

@@ -31,6 +31,7 @@ from megafp8.errors import CheckpointError, NonFiniteError, UserError
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision.backends.te_state import TeScaling
 from megafp8.precision.scaling import ScalingState
 from megafp8.train.state import TrainState
 
@@ -118,6 +119,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
     if isinstance(state.scaling, ScalingState):
         _load_scaling(reader, state, notify)
+        if isinstance(state.scaling, TeScaling):
+            state.scaling.push()
     if "rng/torch" in reader.names():
         torch.set_rng_state(reader.read("rng/torch"))
     meta = reader.meta

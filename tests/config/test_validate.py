@@ -97,8 +97,7 @@ def test_value_out_of_range(override: str) -> None:
         "model.fp8_amax_history_len=0",
         "model.fp8_amax_history_len=65537",
         "model.fp8_amax_compute_algo=min",
-        "model.fp8_backend=te",
-        "model.fp8_backend=torchao",
+        "model.fp8_backend=apex",
     ],
 )
 def test_fp8_value_out_of_range(override: str) -> None:
@@ -216,7 +215,6 @@ def test_what_fits_together(overrides: list[str]) -> None:
         "model.fp8_amax_history_len=16",
         "model.fp8_amax_compute_algo=most_recent",
         "model.reduce_amax=False",
-        "model.fp8_backend=native",
     ],
 )
 def test_fp8_detail_without_fp8(detail: str) -> None:
