@@ -237,6 +237,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),
     "model.fp8_backend": Refused("te"),
+    "model.enable_fsdp_float8_all_gather": Refused(True),
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
     "model.data.splits_string": Trains([500, 500, 0]),
