@@ -8,6 +8,8 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
 ARG TORCH_PIN=2.13.0
+# "dev" brings the tests' tools along.
+ARG EXTRAS=""
 # The image's own Python is used, also where a distribution marks it as its own (PEP 668).
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -21,7 +23,7 @@ WORKDIR /workspace/megafp8
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
-RUN TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place
+RUN TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place ${EXTRAS:+"--${EXTRAS}"}
 
 COPY . .
 

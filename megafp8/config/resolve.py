@@ -57,6 +57,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         data=_data(model),
         train=TrainSpec(
             max_steps=trainer.max_steps,
+            max_time_seconds=parse_interval_seconds(trainer.max_time),
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
@@ -89,6 +90,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
+    values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
     values["model.optim.name"] = ADAMW_NAMES[0]
     if not values["model.fp8"]:

@@ -27,13 +27,14 @@ from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import rundirs, saving
+from megafp8.train import restarts, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.loop import Run, save, train, validate
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.timelimit import TimeLimit
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64
@@ -80,6 +81,7 @@ def _pretrain(
     saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
     _load_newest(saver, state, data, console)
     first_step = state.step
+    _check_progress_on_main(path, state)
     metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
@@ -97,6 +99,7 @@ def _pretrain(
         metrics=metrics,
         trackers=trackers,
         stop=stop,
+        limit=TimeLimit(spec.train.max_time_seconds, began),
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
@@ -184,6 +187,8 @@ def summarize(
         xz = xz_bits_per_byte(text)
     report, counter = run.last_report, state.counter
     name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    if run.stopped_by_time:
+        name = "trainer.max_time"
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
     gemms = sum(totals.values()) - attention
@@ -274,6 +279,18 @@ def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
     assert shared is not None
     path, continues, reason = shared
     return RunChoice(path, continues, reason, lock=None)
+
+
+def _check_progress_on_main(path: Path, state: TrainState) -> None:
+    error: UserError | None = None
+    if state.mesh.is_main:
+        try:
+            restarts.check_progress(path, state.step)
+        except UserError as failure:
+            error = failure
+    error = saving.from_main(state.mesh, error)
+    if error is not None:
+        saving.raise_on_all(error)
 
 
 def _load_newest(
