@@ -17,7 +17,7 @@ from megafp8.config.app import AppInfo, run_app
 from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
 from megafp8.parallel.launch import is_rank, launch, leave_process
-from megafp8.parallel.slurm import adopt_step, given_gpus
+from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 
 DEFAULT_CONFIG = "pretrain_gpt"
 
@@ -50,8 +50,6 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
     if is_rank():
-        from megafp8.parallel.rendezvous import check_ranks
-
         check_ranks(spec.parallel, os.environ)
     elif spec.parallel.num_nodes > 1:
         raise SettingError(

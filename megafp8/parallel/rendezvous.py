@@ -18,34 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafp8.errors import ConfigError, RunError
-from megafp8.specs import ParallelSpec
+from megafp8.errors import RunError
 
 Store = Any  # torch's stubs lack its stores
 UNREACHABLE_SECONDS = 20.0  # a name that does not resolve, a network without a way there
 JOIN_SECONDS = 600.0  # for all ranks to come: the first one may wait for the slowest file system
 _NOTICE_SECONDS = 30.0
-
-
-def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
-    """Raises `ConfigError` unless as many ranks were started as the settings make."""
-    size, local = (environment.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if size != str(spec.world_size):
-        key, value = "trainer.devices", spec.devices_per_node
-        found = f"with trainer.num_nodes={spec.num_nodes} the layout has {spec.world_size} rank(s)"
-        found += f", but {size} were started"
-    elif local is not None and local != str(spec.devices_per_node):
-        key, value = "trainer.devices", spec.devices_per_node
-        found = f"{local} ranks were started on this node"
-    else:
-        return
-    raise ConfigError(
-        key,
-        value,
-        found,
-        "Make trainer.num_nodes and trainer.devices what srun (--nodes, --ntasks-per-node) or "
-        "torchrun (--nnodes, --nproc_per_node) starts",
-    )
 
 
 def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
@@ -90,7 +68,11 @@ def serve(host: str, port: int) -> Store:
     """Rank 0's store; others may connect from now on."""
     place = f"MASTER_ADDR={host} MASTER_PORT={port}"
     listener = _listen(port, place)
-    _check_is_here(host, port, place)
+    try:
+        _check_is_here(host, port, place)
+    except RunError:
+        listener.close()
+        raise
     return _store(host, port, is_master=True, listen_fd=listener.detach())
 
 

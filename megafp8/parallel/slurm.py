@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, MutableMapping
 
-from megafp8.errors import RunError
+from megafp8.errors import ConfigError, RunError
+from megafp8.specs import ParallelSpec
 
 _FIRST_PORT, _NUM_PORTS = 15000, 10000  # below the range that Linux gives to clients
 _WAY_OUT = "Start the tasks with srun, or unset the SLURM_STEP variables"
@@ -57,6 +58,27 @@ def adopt_step(environment: MutableMapping[str, str]) -> bool:
     }
     environment.update(ours | {k: environment.get(k, v) for k, v in defaults.items()})
     return True
+
+
+def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
+    """Raises `ConfigError` unless as many ranks were started as the settings make."""
+    size, local = (environment.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if size != str(spec.world_size):
+        key, value = "trainer.devices", spec.devices_per_node
+        found = f"with trainer.num_nodes={spec.num_nodes} the layout has {spec.world_size} rank(s)"
+        found += f", but {size} were started"
+    elif local is not None and local != str(spec.devices_per_node):
+        key, value = "trainer.devices", spec.devices_per_node
+        found = f"{local} ranks were started on this node"
+    else:
+        return
+    raise ConfigError(
+        key,
+        value,
+        found,
+        "Make trainer.num_nodes and trainer.devices what srun (--nodes, --ntasks-per-node) or "
+        "torchrun (--nnodes, --nproc_per_node) starts",
+    )
 
 
 def master_port(environment: Mapping[str, str]) -> int:

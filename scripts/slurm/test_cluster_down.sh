@@ -21,7 +21,7 @@ tac "$dir/pids" | while read -r name pid; do
 done
 # A step's own daemon outlives slurmd if its task hangs: it names its node and this configuration.
 for pid in $(pgrep -x slurmstepd); do
-    if tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qxF "SLURM_CONF=$dir/slurm.conf"; then
+    if { tr '\0' '\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF "SLURM_CONF=$dir/slurm.conf"; then
         kill -KILL "$pid"
     fi
 done

@@ -7,7 +7,7 @@
 #
 # Each node is a slurmd in its own network and UTS namespace on the bridge megafp8br0 (10.88.0.0/24).
 # No systemd, no cgroups, no accounting; GPUS are pretended ones (null devices). Partition `high`
-# preempts partition `batch`. Root, and on Debian 12:
+# preempts partition `batch`, after a GraceTime. Root, and on Debian 12:
 #   apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 # All it writes is in DIR; process ids are in DIR/pids.
 set -euo pipefail
@@ -103,7 +103,7 @@ KillWait=30
 MaxArraySize=1001
 $gres_types
 NodeName=node[1-$nodes] NodeHostname=node[1-$nodes] NodeAddr=$net.[11-$((10 + nodes))] Port=$((port + 1)) CPUs=$cpus Boards=1 SocketsPerBoard=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$memory $node_gres State=UNKNOWN
-PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30 State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
 
