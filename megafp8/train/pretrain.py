@@ -125,6 +125,10 @@ def _pretrain(
         if finished:
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
+    if not finished:
+        saving.from_main(
+            mesh, None
+        )  # a launcher may end the others as soon as one has left with 75
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
 

@@ -161,3 +161,18 @@ class Job:
                 if command.split(b"\0")[0].endswith(b"python"):
                     found[int(named[b"SLURM_PROCID"])] = int(path.parent.name)
         return found
+
+    def pids_of_submitit(self) -> list[int]:
+        """The processes of a sweep's job."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_bytes()
+                variables = (path.parent / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            here = b"SLURM_CONF=" + self.cluster.environment["SLURM_CONF"].encode() in variables
+            ours = f"SLURM_JOB_ID={self.number}".encode() in variables
+            if here and ours and b"submitit.core._submit" in command and b"srun" not in command:
+                found.append(int(path.parent.name))
+        return found
