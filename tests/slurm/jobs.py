@@ -16,17 +16,17 @@ from tests.train.runs import TIMING_KEYS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/pretrain.sbatch"
-STEPS = 40
+STEPS = 16
 JOB = [
     "trainer.accelerator=cpu",
     f"trainer.max_steps={STEPS}",
     "trainer.log_every_n_steps=1",
-    "trainer.val_check_interval=20",
+    "trainer.val_check_interval=8",
     "trainer.limit_val_batches=1",
     "exp_manager.create_tensorboard_logger=False",
-    "exp_manager.checkpoint_callback_params.every_n_train_steps=8",
+    "exp_manager.checkpoint_callback_params.every_n_train_steps=4",
     "model.micro_batch_size=2",
-    "model.global_batch_size=64",
+    "model.global_batch_size=32",
     "model.encoder_seq_length=32",
     "model.num_layers=2",
     "model.hidden_size=64",
@@ -40,6 +40,16 @@ JOB = [
     "model.tensor_model_parallel_size=2",
 ]
 TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--mem=0", "--time=10"]
+
+
+def has_pending(pid: int, number: int) -> bool:
+    """Whether a stopped process has been sent this signal meanwhile."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    assert mask is not None
+    return bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 
@@ -161,6 +171,13 @@ class Job:
                 if command.split(b"\0")[0].endswith(b"python"):
                     found[int(named[b"SLURM_PROCID"])] = int(path.parent.name)
         return found
+
+    def signal_ranks(self, number: int) -> list[int]:
+        ranks = self.pids_of_ranks()
+        assert sorted(ranks) == [0, 1, 2, 3]
+        for pid in ranks.values():
+            os.kill(pid, number)
+        return list(ranks.values())
 
     def pids_of_submitit(self) -> list[int]:
         """The processes of a sweep's job."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 
 import pytest
 
-from tests.slurm.jobs import STEPS, Cluster, Job
+from tests.slurm.jobs import STEPS, Cluster, Job, has_pending
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
 Metrics = list[list[tuple[str, str]]]
@@ -31,7 +32,10 @@ def test_two_nodes_with_two_ranks_each(cluster: Cluster, undisturbed: Metrics) -
 def test_the_time_limit_saves_and_requeues(cluster: Cluster, undisturbed: Metrics) -> None:
     job = cluster.submit("limit", sbatch=("--signal=B:USR1@30",))
     job.until_step(2)
+    ranks = job.signal_ranks(signal.SIGSTOP)  # Slurm looks at the time every 30 s only
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+    job.until(lambda: all(has_pending(rank, signal.SIGUSR1) for rank in ranks), "the signal")
+    job.signal_ranks(signal.SIGCONT)
     job.until(lambda: job.restarts == 1, "the restart")
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     assert "the step has ended with code 75 after USR1" in job.log
@@ -42,7 +46,7 @@ def test_the_time_limit_saves_and_requeues(cluster: Cluster, undisturbed: Metric
 
 def test_preemption(cluster: Cluster, undisturbed: Metrics) -> None:
     job = cluster.submit("preempted")
-    job.until_step(3)
+    job.until_step(2)
     other = cluster.run(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive",
         "--output=/dev/null", "--wrap=sleep 1",
@@ -57,17 +61,21 @@ def test_preemption(cluster: Cluster, undisturbed: Metrics) -> None:
 
 def test_kill_9_of_a_rank(cluster: Cluster, undisturbed: Metrics) -> None:
     job = cluster.submit("killed")
-    job.until_step(10)
+    job.until_step(5)
     ranks = job.pids_of_ranks()
     assert sorted(ranks) == [0, 1, 2, 3]
     os.kill(ranks[3], signal.SIGKILL)
     job.until(lambda: job.restarts == 1, "the restart")
-    assert "the step has ended with code 137" in job.log
+    assert "the step has ended with code 137\n" in job.log, job.log
     assert_finished_as(job, undisturbed)
 
 
 def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics) -> None:
-    job = cluster.submit("max_time", "trainer.max_time=12")
+    job = cluster.submit("max_time", "trainer.max_time=00:00:30")
+    job.until_step(1)
+    job.signal_ranks(signal.SIGSTOP)
+    time.sleep(20)
+    job.signal_ranks(signal.SIGCONT)
     job.until(lambda: job.restarts == 1, "the restart")
     assert "saved on trainer.max_time" in job.log, job.log
     assert "ended with code 75\n" in job.log
