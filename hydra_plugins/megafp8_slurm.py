@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,9 @@ try:
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 except ImportError:  # the extra `sweep` is not installed: Hydra says so when it is asked for
     SlurmLauncher = None
+
+# conf/hydra/launcher/submitit_slurm.yaml takes the place of submitit's own settings on purpose.
+warnings.filterwarnings("ignore", message=r"\n'hydra/launcher/submitit_slurm' is validated against")
 
 CRASHED = 1
 CHECK_SECONDS = 20

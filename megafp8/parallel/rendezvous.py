@@ -94,7 +94,7 @@ def reach(host: str, port: int, seconds: float) -> Store:
             waited = time.monotonic() - unreachable_since
         if waited > limit:
             raise RunError(
-                f"rank {os.environ.get('RANK')} on {socket.gethostname()} does not reach rank 0 at "
+                f"{socket.gethostname()} does not reach rank 0 at "
                 f"MASTER_ADDR={host} MASTER_PORT={port}: {last}. Set MASTER_ADDR to a name or "
                 "address of rank 0's machine that this one reaches"
             )
@@ -143,8 +143,9 @@ def _listen_v4(port: int, place: str) -> socket.socket:
 
 
 def _cannot_listen(place: str, error: OSError) -> RunError:
+    reason = os.strerror(error.errno or 0)
     return RunError(
-        f"{place}: rank 0 cannot listen there on {socket.gethostname()} ({error.strerror}). "
+        f"{place}: rank 0 cannot listen there on {socket.gethostname()} ({reason}). "
         "Another job may use the port, or two tasks are rank 0: choose another MASTER_PORT"
     )
 

@@ -47,8 +47,8 @@ def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
     """
     began = time.monotonic()
     follow_launcher()
+    mesh = join(spec.parallel)  # a signal ends what still waits for others: nothing has begun
     with StopRequest() as stop:
-        mesh = join(spec.parallel)
         try:
             prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
             with open_console(main_rank=mesh.is_main) as console:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
 from datetime import datetime
 
 import pytest
 
-from tests.slurm.jobs import Cluster, Job
+from tests.slurm.jobs import ROOT, Cluster, Job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -47,8 +49,21 @@ def test_the_script_says_it(cluster: Cluster, environment: dict[str, str], said:
 
 
 def test_gpus_that_are_not_there(cluster: Cluster) -> None:
-    line = error_of(cluster.submit("bad", "trainer.accelerator=gpu"))
-    assert line.startswith("0: error: trainer.accelerator=gpu: PyTorch finds no GPU here")
+    """Asked for by the run, not by the job. Without the script, which takes whole nodes."""
+    began = time.monotonic()
+    done = subprocess.run(
+        ["srun", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=1", "--label", sys.executable]
+        + [str(ROOT / "pretrain_gpt.py"), *cluster.argv("bad", "trainer.accelerator=gpu")]
+        + ["trainer.devices=2"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode != 0 and time.monotonic() - began < 30
+    lines = [line for line in done.stderr.splitlines() if re.match(r"\d: error: ", line)]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("0: error: trainer.accelerator=gpu: PyTorch finds no GPU here")
 
 
 def test_gpus_that_slurm_gave_and_torch_does_not_see(cluster: Cluster) -> None:

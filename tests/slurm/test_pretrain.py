@@ -30,10 +30,10 @@ def test_two_nodes_with_two_ranks_each(cluster: Cluster, undisturbed: Metrics) -
 
 
 def test_the_time_limit_saves_and_requeues(cluster: Cluster, undisturbed: Metrics) -> None:
-    job = cluster.submit("limit", sbatch=("--signal=B:USR1@30",))
+    job = cluster.submit("limit", sbatch=("--signal=B:USR1@80",))
     job.until_step(2)
     ranks = job.signal_ranks(signal.SIGSTOP)  # Slurm looks at the time every 30 s only
-    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=1")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=2")
     job.until(lambda: all(has_pending(rank, signal.SIGUSR1) for rank in ranks), "the signal")
     job.signal_ranks(signal.SIGCONT)
     job.until(lambda: job.restarts == 1, "the restart")
