@@ -34,6 +34,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         subprocess.run([DOWN, folder / "cluster"], check=False, timeout=60)
 
 
+@pytest.fixture(autouse=True)
+def no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves its job to nobody."""
+    yield
+    if "cluster" in request.fixturenames:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        if numbers := cluster.run("squeue", "--noheader", "--format=%A").split():
+            cluster.run("scancel", *numbers)
+
+
 @pytest.fixture(scope="session")
 def undisturbed(cluster: Cluster) -> list[list[tuple[str, str]]]:
     """What the metrics of the job are when nothing happens to it."""
