@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Where the container scripts keep images, and how they call buildah and podman. Sourced, not run.
 # Works as root on a machine without Docker, systemd and cgroup delegation, as in most CI.
 IMAGE=${IMAGE:-localhost/megafp8:cpu}
