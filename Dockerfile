@@ -19,11 +19,13 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace/megafp8
 
-# Dependencies first, from the two files that decide them: editing the code keeps this layer.
-COPY pyproject.toml README.md LICENSE ./
+# Dependencies first, from the two files that decide them: editing the code or a text keeps this
+# layer. (The package's metadata wants a README and a licence to be there; the real ones follow.)
+COPY pyproject.toml ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
-RUN TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place ${EXTRAS:+"--${EXTRAS}"}
+RUN touch README.md LICENSE \
+    && TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place ${EXTRAS:+"--${EXTRAS}"}
 
 COPY . .
 
