@@ -56,11 +56,9 @@ def make_watcher(delay_seconds: int = CHECK_SECONDS) -> Any:
             if self.has_accounting:
                 super().update()
                 return
-            jobs = sorted({number.partition("_")[0] for number in self._registered})
-            # Several numbers: an unknown one among them is left out; alone it is an error.
+            # All of this user's jobs: a single one that Slurm has forgotten would be an error.
             text = _answer(
-                ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N"]
-                + [f"--jobs={','.join([*jobs, '0'])}"]
+                ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%N"]
             )
             if text is not None:
                 states = parse_queue(text)

@@ -75,7 +75,7 @@ class Cluster:
             env=self.environment | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
