@@ -52,6 +52,14 @@ def test_a_killed_job_is_told(cluster: Cluster) -> None:
         cluster, "killed", "hydra/launcher=submitit_slurm", "trainer.devices=1",
         "model.tensor_model_parallel_size=1", "trainer.max_steps=100000,2",
     )  # fmt: skip
+    try:
+        kill_first_job(cluster, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
     metrics = cluster.folder / "killed" / "0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size):
