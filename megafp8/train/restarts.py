@@ -30,6 +30,9 @@ def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os
     Raises:
         RunError: It is the third restart in a row that begins at the same step; lists them.
     """
+    if "SLURM_JOB_ID" not in environment:
+        (run_dir / RECORD).unlink(missing_ok=True)
+        return
     restart = restart_count(environment)
     record = _record(run_dir) if restart > 0 else {}
     same_job = record.get("job") == environment.get("SLURM_JOB_ID")

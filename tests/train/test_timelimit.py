@@ -70,8 +70,10 @@ def test_progress_begins_a_new_count(tmp_path: Path) -> None:
 
 
 def test_no_restart_no_count(tmp_path: Path) -> None:
+    check_progress(tmp_path, 0, restarted(2))
     for _ in range(5):
         check_progress(tmp_path, 0, {})
+    assert not (tmp_path / "restarts.json").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"starts": 3}', '{"starts": [3]}'])
