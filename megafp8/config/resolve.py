@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.config.architecture import canonical_activation, gpt_spec
+from megafp8.config.fp8_rules import E4M3_RECIPES
+from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
-from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
+from megafp8.config.schema import (
+    Config,
+    ExpManager,
+    Model,
+    NsysProfile,
+    Sched,
+    Trainer,
+    all_keys,
+)
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
-    ADAMW_NAMES,
     DEFAULT_EXP_DIR,
     PRECISIONS,
     format_number,
     parse_interval_seconds,
+    parse_modules,
     parse_splits,
+    share_of,
 )
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
     Fp8Recipe,
-    GPTSpec,
+    HealthSpec,
+    LossScaleSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
     PrecisionSpec,
+    ProfileSpec,
+    RampupSpec,
     RunSpec,
     ScheduleSpec,
     TokenizerSpec,
     TrainSpec,
 )
-
-VOCAB_SIZE_UNKNOWN = 0
-"""Stands in `RunSpec.model` until the tokenizer is there."""
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
 
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
@@ -45,18 +58,18 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     assert isinstance(tree, Config)
     trainer, model = tree.trainer, tree.model
     return RunSpec(
-        model=_gpt(model),
-        precision=PrecisionSpec(compute=PRECISIONS[trainer.precision], fp8=_fp8(model)),
+        model=gpt_spec(model),
+        precision=_precision(trainer, model),
         parallel=ParallelSpec(
             num_nodes=trainer.num_nodes,
             devices_per_node=trainer.devices,
             tp=model.tensor_model_parallel_size,
             accelerator=trainer.accelerator,
         ),
-        optim=_optim(model.optim, trainer.gradient_clip_val, trainer.max_steps),
+        optim=_optim(model, trainer),
         data=_data(model),
         train=TrainSpec(
-            max_steps=trainer.max_steps,
+            max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
             max_time_seconds=parse_interval_seconds(trainer.max_time),
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
@@ -65,10 +78,17 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             limit_val_batches=trainer.limit_val_batches,
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
+            rampup=_rampup(model),
+            overfit_batches=trainer.overfit_batches,
+            num_sanity_val_steps=trainer.num_sanity_val_steps,
+            fast_dev_run=bool(trainer.fast_dev_run),
+            deterministic=trainer.deterministic,
         ),
-        checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager),
+        checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
+        observe=_observe(tree, model),
+        profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
+        restore_from_path=tree.restore_from_path,
         resolved=resolved,
     )
 
@@ -79,7 +99,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     So equal runs have equal identities, and the result loads again as a configuration.
     """
     values, _ = read_values(cfg)
-    values["trainer.precision"] = {"bf16": "bf16", "fp32": 32}[
+    values["trainer.precision"] = {"bf16": "bf16", "fp16": 16, "fp32": 32}[
         PRECISIONS[values["trainer.precision"]]
     ]
     values["trainer.accelerator"] = _accelerator(
@@ -92,11 +112,30 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[interval] = parse_interval_seconds(values[interval])
     values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
-    values["model.optim.name"] = ADAMW_NAMES[0]
+    values["model.activation"] = canonical_activation(values["model.activation"])
+    values |= {key: all_keys()[key].default for key in unread_keys(values)}
+    if values["trainer.precision"] == 32:
+        values["model.megatron_amp_O2"] = True  # either way weights are FP32
+    values["trainer.fast_dev_run"] = int(values["trainer.fast_dev_run"])
+    if values["trainer.memory_snapshot_on_oom"] and values["trainer.accelerator"] == "cpu":
+        raise SettingError(
+            "trainer.memory_snapshot_on_oom",
+            True,
+            "has no effect here: it is CUDA's memory, and the run is on the CPU",
+            "Leave it out",
+        )
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
-    elif values["model.fp8_e4m3"]:
-        values["model.fp8_hybrid"] = False
+    elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
+        values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
+    split = "model.fp8_split_accumulator"
+    if values["trainer.accelerator"] == "cpu" and values[split] != all_keys()[split].default:
+        raise SettingError(
+            split,
+            values[split],
+            "on a CPU there are no FP8 tensor cores: every sum is precise",
+            "Leave it out",
+        )
     return _nested(values)
 
 
@@ -115,36 +154,45 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
     )
 
 
-def _gpt(model: Model) -> GPTSpec:
-    return GPTSpec(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        max_position_embeddings=model.max_position_embeddings,
-        vocab_size=VOCAB_SIZE_UNKNOWN,
-        init_method_std=model.init_method_std,
-        use_scaled_init_method=model.use_scaled_init_method,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        ffn_dropout=model.ffn_dropout,
-        layernorm_epsilon=model.layernorm_epsilon,
-    )
-
-
 def _fp8(model: Model) -> Fp8Recipe | None:
     if not model.fp8:
         return None
+    name = cast(RecipeName, model.fp8_recipe)
+    power_2 = model.fp8_power_2_scale
+    precise = dict(zip(GEMMS, model.fp8_split_accumulator, strict=True))
     return Fp8Recipe(
-        name="delayed",
+        name=name,
         forward_format="e4m3",
-        backward_format="e4m3" if model.fp8_e4m3 else "e5m2",
+        backward_format="e4m3" if model.fp8_e4m3 or name in E4M3_RECIPES else "e5m2",
         margin=model.fp8_margin,
         interval=model.fp8_interval,
         amax_history_len=model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
         reduce_amax=model.reduce_amax,
+        power_2_scale=name not in ("delayed", "tensorwise") if power_2 is None else power_2,
+        params_in_fp8=model.fp8_params,
+        high_precision_gemms=_high_precision_gemms(model),
+        fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
+        fp8_in_evaluation=model.use_autocast_during_eval,
+        pad_inner_dim=model.pad_inner_dim,
+        modules=(*(parse_modules(model.fp8_modules) or ()), *_layers_in_bf16(model)),
     )
+
+
+def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
+    overridden = zip(GEMMS, model.override_linear_precision, strict=True)
+    high = {gemm for gemm, is_high in overridden if is_high}
+    return frozenset(high if model.fp8_wgrad else {*high, "grad_weight"})
+
+
+def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
+    """`first_last_layers_bf16` as rules over names."""
+    if not model.first_last_layers_bf16:
+        return
+    first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
+    for layer in range(model.num_layers):
+        if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
+            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")
 
 
 def warmup_steps(given: int | None, max_steps: int) -> int:
@@ -152,21 +200,55 @@ def warmup_steps(given: int | None, max_steps: int) -> int:
     return max_steps // 10 if given is None else given
 
 
-def _optim(optim: Optim, clip: float | None, max_steps: int) -> OptimSpec:
+def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
+    compute = PRECISIONS[trainer.precision]
+    scale = LossScaleSpec(
+        init_scale=float(model.native_amp_init_scale),
+        growth_interval=model.native_amp_growth_interval,
+        hysteresis=model.hysteresis,
+    )
+    return PrecisionSpec(
+        compute=compute,
+        fp8=_fp8(model),
+        half_weights=model.megatron_amp_O2,
+        loss_scale=scale if compute == "fp16" else None,
+    )
+
+
+def _rampup(model: Model) -> RampupSpec | None:
+    if model.rampup_batch_size is None:
+        return None
+    start, increment, samples = model.rampup_batch_size
+    return RampupSpec(start=start, increment=increment, samples=samples)
+
+
+def _optim(model: Model, trainer: Trainer) -> OptimSpec:
+    optim = model.optim
     return OptimSpec(
         name=optim.name,
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
-        clip_grad_norm=clip or None,
-        schedule=ScheduleSpec(
-            name=optim.sched.name,
-            warmup_steps=warmup_steps(optim.sched.warmup_steps, max_steps),
-            constant_steps=optim.sched.constant_steps,
-            min_lr=optim.sched.min_lr,
-            max_steps=max_steps,
-        ),
+        clip_grad_norm=trainer.gradient_clip_val or None,
+        clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]  # validated
+        schedule=_schedule(optim.sched, trainer.max_steps, model.hidden_size),
+    )
+
+
+def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
+    warmup = share_of(sched.warmup_steps, sched.warmup_ratio, max_steps)
+    constant = share_of(sched.constant_steps, sched.constant_ratio, max_steps)
+    return ScheduleSpec(
+        name=sched.name,
+        warmup_steps=warmup_steps(warmup, max_steps),
+        constant_steps=constant or 0,
+        min_lr=sched.min_lr,
+        max_steps=max_steps,
+        hold_steps=share_of(sched.hold_steps, sched.hold_ratio, max_steps),
+        power=sched.power,
+        decay_rate=sched.decay_rate,
+        d_model=sched.d_model or hidden_size,
     )
 
 
@@ -183,33 +265,60 @@ def _data(model: Model) -> DataSpec:
     )
 
 
-def _checkpoint(manager: ExpManager) -> CheckpointSpec:
+def _profile(profile: NsysProfile, trainer: Trainer) -> ProfileSpec:
+    return ProfileSpec(
+        enabled=profile.enabled,
+        start_step=profile.start_step,
+        end_step=profile.end_step,
+        ranks=tuple(profile.ranks),
+        gen_shape=profile.gen_shape,
+        memory_snapshot_on_oom=trainer.memory_snapshot_on_oom,
+    )
+
+
+def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
     params = manager.checkpoint_callback_params
-    if not manager.create_checkpoint_callback:
+    if trial or not manager.create_checkpoint_callback:
         return CheckpointSpec(
             every_n_train_steps=None,
             train_time_interval_seconds=None,
             save_last=False,
             keep=params.keep,
+            save_top_k=params.save_top_k,
+            monitor=params.monitor,
+            mode=params.mode,  # type: ignore[arg-type]  # validated
         )
     return CheckpointSpec(
         every_n_train_steps=params.every_n_train_steps,
         train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
         save_last=params.save_last,
         keep=params.keep,
+        save_top_k=params.save_top_k,
+        monitor=params.monitor,
+        mode=params.mode,  # type: ignore[arg-type]  # validated
     )
 
 
-def _observe(manager: ExpManager) -> ObserveSpec:
+def _observe(tree: Config, model: Model) -> ObserveSpec:
+    """A trial (`fast_dev_run`) never works in a run's own directory."""
+    manager, trainer = tree.exp_manager, tree.trainer
+    trial = bool(trainer.fast_dev_run)
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
-        name=manager.name,
+        name=None if trial else manager.name,
         explicit_log_dir=manager.explicit_log_dir,
-        resume_if_exists=manager.resume_if_exists,
-        create_tensorboard_logger=manager.create_tensorboard_logger,
-        create_wandb_logger=manager.create_wandb_logger,
+        resume_if_exists=manager.resume_if_exists and not trial,
+        create_tensorboard_logger=manager.create_tensorboard_logger and not trial,
+        create_wandb_logger=manager.create_wandb_logger and not trial,
+        progress_bar=trainer.enable_progress_bar,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
+        health=HealthSpec(
+            mode=model.fp8_health,  # type: ignore[arg-type]  # validated
+            max_underflow=model.fp8_health_max_underflow,
+            max_overflow=model.fp8_health_max_overflow,
+            min_snr_db=model.fp8_health_min_snr_db,
+        ),
     )
 
 

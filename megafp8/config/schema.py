@@ -25,12 +25,17 @@ from megafp8.config.keys import (
     or_null,
 )
 from megafp8.config.values import (
-    ADAMW_NAMES,
-    HALF_PRECISIONS,
+    LATER_OPTIMIZERS,
+    LATER_SCHEDULES,
+    OPTIMIZERS,
     PRECISIONS,
+    SCHEDULES,
+    is_rampup,
     parse_interval_seconds,
+    parse_modules,
     parse_splits,
 )
+from megafp8.specs.precision import RECIPES
 
 
 def _is_interval(value: object) -> bool:
@@ -77,12 +82,11 @@ class Trainer:
     )
     precision: int | str = key(
         "bf16",
-        "Dtype of activations and of the weights that GEMMs read; master weights are FP32.",
+        "Dtype of GEMMs and of the weights that they read; master weights are FP32. 16 comes with "
+        "a dynamic loss scale, bf16 needs none.",
         nemo=16,
         kind="model",
-        valid=one_of(
-            *PRECISIONS, later=HALF_PRECISIONS, suggestion="Use bf16, which needs no loss scale"
-        ),
+        valid=one_of(*PRECISIONS),
     )
     max_steps: int = key(
         MISSING,
@@ -118,12 +122,51 @@ class Trainer:
         kind="policy",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', _is_interval),
     )
+    gradient_clip_algorithm: str = key(
+        "norm",
+        "`norm` shrinks all gradients together until their norm is `gradient_clip_val`; `value` "
+        "cuts each element off at it.",
+        kind="optim",
+        valid=one_of("norm", "value"),
+    )
     nonfinite_policy: str = key(
         "stop",
         "What a NaN or infinity in loss or gradients does: end the run, skip the step, or go back "
         "to the last checkpoint.",
         kind="policy",
         valid=one_of("stop", "skip", "rollback"),
+    )
+    fast_dev_run: bool | int = key(
+        False,
+        "A trial of this many steps (True for one), with short validations and neither checkpoints "
+        "nor loggers, in a directory of its own.",
+        kind="length",
+        valid=Valid("True, False or a number of steps", lambda v: v >= 0),
+    )
+    overfit_batches: int = key(
+        0,
+        "Train on the first N global batches over and over; 0 for all data.",
+        kind="data",
+        valid=at_least(0),
+    )
+    num_sanity_val_steps: int = key(
+        0,
+        "Global batches validated before the first step, so that a failure comes early.",
+        kind="logging",
+        valid=at_least(0),
+    )
+    enable_progress_bar: bool = key(
+        True, "Draw a live block on a terminal; without it, plain lines.", kind="logging"
+    )
+    deterministic: bool = key(
+        False,
+        "Refuse operations that have no deterministic algorithm (torch, cuBLAS).",
+        kind="layout",
+    )
+    memory_snapshot_on_oom: bool = key(
+        False,
+        "With CUDA: when memory runs out, write what held it into the run's directory.",
+        kind="logging",
     )
 
 
@@ -155,6 +198,28 @@ class CheckpointCallback:
         "Newest checkpoints kept; older ones go once a newer one is verified.",
         kind="logging",
         valid=at_least(1),
+    )
+    save_top_k: int = key(
+        0,
+        "Best checkpoints kept besides the newest `keep`, by `monitor`; -1 keeps all.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(-1),
+    )
+    monitor: str = key(
+        "val_loss",
+        "What ranks checkpoints: `val_loss`, or `reduced_train_loss`, the last one logged before "
+        "the save.",
+        nemo="val_loss",
+        kind="logging",
+        valid=one_of("val_loss", "reduced_train_loss"),
+    )
+    mode: str = key(
+        "min",
+        "Whether the smallest or the largest `monitor` is best.",
+        nemo="min",
+        kind="logging",
+        valid=one_of("min", "max"),
     )
 
 
@@ -269,13 +334,13 @@ class Sched:
 
     name: str = key(
         "CosineAnnealing",
-        "Linear warm-up, cosine down to `min_lr`, then `constant_steps` at it.",
+        "NeMo's schedule of this name: a linear warm-up, then what its name says.",
         nemo="CosineAnnealing",
         kind="optim",
         valid=one_of(
-            "CosineAnnealing",
-            later=("WarmupAnnealing", "InverseSquareRootAnnealing", "NoamAnnealing"),
-            suggestion="Use CosineAnnealing",
+            *SCHEDULES,
+            later=LATER_SCHEDULES,
+            suggestion=f"Use {', '.join(list(SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",
         ),
     )
     warmup_steps: int | None = key(
@@ -285,8 +350,49 @@ class Sched:
         kind="optim",
         valid=or_null(at_least(0)),
     )
+    warmup_ratio: float | None = key(
+        None,
+        "Instead of `warmup_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
     constant_steps: int = key(
-        0, "Last steps, all at `min_lr`.", nemo=0, kind="optim", valid=at_least(0)
+        0,
+        "CosineAnnealing's last steps, all at `min_lr`; with them its warm-up starts at 0.",
+        nemo=0,
+        kind="optim",
+        valid=at_least(0),
+    )
+    constant_ratio: float | None = key(
+        None,
+        "Instead of `constant_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    hold_steps: int | None = key(
+        None,
+        "Steps at `model.optim.lr` after the warm-up, for PolynomialHoldDecayAnnealing and "
+        "NoamHoldAnnealing.",
+        kind="optim",
+        valid=or_null(at_least(0)),
+    )
+    hold_ratio: float | None = key(
+        None,
+        "Instead of `hold_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    power: float = key(
+        1.0, "The polynomial schedules' exponent; 1 is a line.", kind="optim", valid=above(0)
+    )
+    decay_rate: float = key(
+        0.5, "NoamHoldAnnealing's exponent of the decay.", kind="optim", valid=above(0)
+    )
+    d_model: int | None = key(
+        None,
+        "NoamAnnealing divides the rate by its root; null for `model.hidden_size`.",
+        kind="optim",
+        valid=or_null(at_least(1)),
     )
     min_lr: float = key(
         MISSING, "Lowest learning rate.", nemo=2e-5, kind="optim", valid=at_least(0)
@@ -299,12 +405,13 @@ class Optim:
 
     name: str = key(
         "adamw",
-        "AdamW, with decoupled weight decay; NeMo's `fused_adam` is the same.",
+        "`adamw` has decoupled weight decay, `adam` adds it to the gradient (L2). `fused_adam` is "
+        "adamw by Apex's or Transformer Engine's kernel where there is one.",
         nemo="fused_adam",
         kind="optim",
         valid=one_of(
-            *ADAMW_NAMES,
-            later=("adam", "distributed_fused_adam", "sgd"),
+            *OPTIMIZERS,
+            later=LATER_OPTIMIZERS,
             suggestion="Use adamw, or fused_adam, which is the same (decoupled weight decay)",
         ),
     )
@@ -324,6 +431,33 @@ class Optim:
 
 
 @dataclass
+class NsysProfile:
+    """A profile of some steps: NVTX ranges for Nsight Systems, a Chrome trace without CUDA."""
+
+    enabled: bool = key(
+        False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
+    )
+    start_step: int = key(
+        10, "First step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    end_step: int = key(
+        10, "Last step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    ranks: list[int] = key(
+        [0],
+        "Ranks that are profiled.",
+        nemo=[0],
+        kind="logging",
+        valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
+    )
+    gen_shape: bool = key(
+        False, "Record the shapes of operations' inputs.", nemo=False, kind="logging"
+    )
+
+
+@dataclass
 class Model:
     """The GPT, its batches, its FP8 recipe, its data and its optimizer."""
 
@@ -340,6 +474,14 @@ class Model:
         nemo=8,
         kind="optim",
         valid=at_least(1),
+    )
+    rampup_batch_size: Any = key(
+        None,
+        "`[start, increment, samples]`: the first step has `start` samples, and the batch grows by "
+        "`increment` to `global_batch_size` over the first `samples` samples; null for no ramp-up.",
+        nemo=None,
+        kind="optim",
+        valid=or_null(Valid("three whole numbers above 0, as [8,8,1000]", is_rampup)),
     )
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
@@ -364,6 +506,20 @@ class Model:
     num_attention_heads: int = key(
         MISSING, "Attention heads.", nemo=12, kind="model", valid=at_least(1)
     )
+    kv_channels: int | None = key(
+        None,
+        "Width of a head; null for `hidden_size / num_attention_heads`.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    num_query_groups: int | None = key(
+        None,
+        "Heads of keys and values, each shared by a group of query heads; null for one each.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
     init_method_std: float = key(
         0.02, "Standard deviation of initial weights.", nemo=0.02, kind="model", valid=above(0)
     )
@@ -386,8 +542,120 @@ class Model:
     ffn_dropout: float = key(
         0.0, "Dropout inside the MLP.", nemo=0.0, kind="model", valid=from_to_below(0, 1)
     )
+    normalization: str = key(
+        "layernorm",
+        "LayerNorm, or RMSNorm, which has no mean and no bias.",
+        nemo="layernorm",
+        kind="model",
+        valid=one_of(
+            "layernorm",
+            "rmsnorm",
+            later=("layernorm1p", "low_precision_layernorm"),
+            suggestion="Use layernorm or rmsnorm",
+        ),
+    )
     layernorm_epsilon: float = key(
-        1e-5, "Added to the variance in LayerNorm.", nemo=1e-5, kind="model", valid=above(0)
+        1e-5,
+        "Added to the variance, or mean square, in norms.",
+        nemo=1e-5,
+        kind="model",
+        valid=above(0),
+    )
+    bias: bool = key(True, "Biases of the linears; norms keep theirs.", nemo=True, kind="model")
+    activation: str = key(
+        "gelu",
+        "Of the MLP. geglu, swiglu and reglu are gated: FC1 makes `2 * ffn_hidden_size` features. "
+        "`fast-` ones are the same (NeMo: one GEMM instead of two; here it is always one).",
+        nemo="gelu",
+        kind="model",
+        valid=one_of(
+            "gelu",
+            "geglu",
+            "swiglu",
+            "reglu",
+            "squared-relu",
+            "fast-geglu",
+            "fast-swiglu",
+            "fast-reglu",
+        ),
+    )
+    openai_gelu: bool = key(
+        False, "GELU by tanh, as GPT-2 has it, instead of erf.", nemo=False, kind="model"
+    )
+    transformer_block_type: str = key(
+        "pre_ln",
+        "Norms before attention and MLP, or (`post_ln`) after each residual addition.",
+        nemo="pre_ln",
+        kind="model",
+        valid=one_of(
+            "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
+        ),
+    )
+    position_embedding_type: str = key(
+        "learned_absolute",
+        "Learned positions, rotary ones (RoPE), linear biases (ALiBi), or none.",
+        nemo="learned_absolute",
+        kind="model",
+        valid=one_of(
+            "learned_absolute",
+            "rope",
+            "alibi",
+            "none",
+            later=("kerple", "xpos", "sandwich", "learned_parameters"),
+            suggestion="Use rope or alibi",
+        ),
+    )
+    rotary_percentage: float = key(
+        1.0,
+        "Part of a head's width that RoPE turns.",
+        nemo=1.0,
+        kind="model",
+        valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
+    )
+    rotary_base: float = key(
+        10000.0, "RoPE's base: larger ones turn more slowly.", kind="model", valid=above(1)
+    )
+    seq_len_interpolation_factor: float | None = key(
+        None,
+        "RoPE's positions are divided by it, to reach longer sequences; null for no division.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    share_embeddings_and_output_weights: bool = key(
+        True, "Input and output have one embedding.", nemo=True, kind="model"
+    )
+    apply_query_key_layer_scaling: bool = key(
+        False,
+        "Divide queries by the layer's number and multiply scores by it in the softmax: the same "
+        "but for rounding (made for FP16 softmax; here it is FP32).",
+        nemo=False,
+        kind="model",
+    )
+    fp32_residual_connection: bool = key(
+        False, "Keep the residual stream in FP32.", nemo=False, kind="model"
+    )
+    activations_checkpoint_granularity: str | None = key(
+        None,
+        "What backward computes again instead of keeping it: attention's core (`selective`), "
+        "whole layers (`full`), or nothing.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("selective", "full")),
+    )
+    activations_checkpoint_method: str | None = key(
+        None,
+        "`uniform`: all layers, in groups; `block`: only the first layers.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("uniform", "block")),
+    )
+    activations_checkpoint_num_layers: int | None = key(
+        None,
+        "With uniform, the layers of a group (null: 1); with block, how many are computed again.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(at_least(1)),
     )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded to a multiple.", nemo=128, kind="model", valid=at_least(1)
@@ -399,6 +667,34 @@ class Model:
         nemo=1234,
         kind="model",
         valid=between(0, 2**32 - 1),
+    )
+    native_amp_init_scale: int = key(
+        4294967296,
+        "FP16's first loss scale.",
+        nemo=4294967296,
+        kind="model",
+        valid=at_least(1),
+    )
+    native_amp_growth_interval: int = key(
+        1000,
+        "Finite steps in a row that double FP16's loss scale.",
+        nemo=1000,
+        kind="model",
+        valid=at_least(1),
+    )
+    hysteresis: int = key(
+        2,
+        "Overflows in a row from which on each halves FP16's loss scale.",
+        nemo=2,
+        kind="model",
+        valid=at_least(1),
+    )
+    megatron_amp_O2: bool = key(  # noqa: N815 (NeMo's name)
+        True,
+        "Embeddings, norms and the residual stream have `trainer.precision` too. Without, they are "
+        "FP32 and only GEMMs and attention have it, as under `torch.autocast`.",
+        nemo=False,
+        kind="model",
     )
     transformer_engine: bool = key(
         True, "Transformer Engine's layer semantics; FP8 needs them.", nemo=False, kind="model"
@@ -441,6 +737,91 @@ class Model:
     reduce_amax: bool = key(
         True, "Largest amax over the ranks that share a tensor.", nemo=True, kind="model"
     )
+    fp8_recipe: str = key(
+        "delayed",
+        "Where scales come from: earlier amaxes of the tensor (`delayed`), its own amax "
+        "(`tensorwise`), those of its rows and columns (`rowwise`; `rowwise_with_gw_hp` keeps "
+        "weight gradients in high precision), those of its blocks (`blockwise`).",
+        kind="model",
+        valid=one_of(
+            *RECIPES, later=("mxfp8", "nvfp4", "custom"), suggestion="Blockwise is nearest to mxfp8"
+        ),
+    )
+    fp8_power_2_scale: bool | None = key(
+        None,
+        "Scales rounded down to powers of two. Null: as the recipe's source has it (not for "
+        "`tensorwise`, else so).",
+        kind="model",
+    )
+    fp8_params: bool = key(
+        False,
+        "Keep the linears' weights in FP8 alone, beside their FP32 masters.",
+        kind="model",
+    )
+    fp8_wgrad: bool = key(True, "Weight gradients are FP8 products too.", kind="model")
+    override_linear_precision: list[bool] = key(
+        [False, False, False],
+        "Which products stay in high precision: output, input gradient, weight gradient.",
+        kind="model",
+        valid=Valid("three of True and False", lambda v: len(v) == 3),
+    )
+    fp8_split_accumulator: list[bool] = key(
+        [False, True, True],
+        "Which products add up precisely on FP8 tensor cores: output, input gradient, weight "
+        "gradient. Elsewhere all do.",
+        kind="model",
+        valid=Valid("three of True and False", lambda v: len(v) == 3),
+    )
+    first_last_layers_bf16: bool = key(
+        False, "Keep the first and the last layers out of FP8.", kind="model"
+    )
+    num_layers_at_start_in_bf16: int = key(
+        1, "How many, at the start.", kind="model", valid=at_least(0)
+    )
+    num_layers_at_end_in_bf16: int = key(
+        1, "How many, at the end.", kind="model", valid=at_least(0)
+    )
+    fp8_modules: list[str] = key(
+        [],
+        "Choices for linears by name, `PATTERN:CHOICE`, the first that matches: a recipe, or "
+        "`high_precision`. An example: `*.mlp.fc2:high_precision`.",
+        kind="model",
+        valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
+    )
+    use_autocast_during_eval: bool = key(
+        True, "Validate in FP8 too, with the scales of training.", kind="model"
+    )
+    fp8_health: str = key(
+        "scales",
+        "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
+        "(`full`: a step then takes up to twice as long). Into health.jsonl and the trackers.",
+        kind="logging",
+        valid=one_of("off", "scales", "full"),
+    )
+    fp8_health_max_underflow: float = key(
+        0.5,
+        "Warn of tensors of which a larger share of non-zero values became zero.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_max_overflow: float = key(
+        0.01,
+        "Warn of tensors of which a larger share of values saturated.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_min_snr_db: float = key(
+        5.0,
+        "Warn of tensors whose worst row has less signal to noise, in decibel.",
+        kind="logging",
+        valid=between(-200, 200),
+    )
+    pad_inner_dim: bool = key(
+        False,
+        "Allow sizes that are no multiple of what FP8 tensor cores take; there, operands are "
+        "padded with zeros.",
+        kind="model",
+    )
     fp8_backend: str = key(
         "auto",
         "Who runs FP8: `native` is our own, on any device; `auto` chooses and reports.",
@@ -449,12 +830,21 @@ class Model:
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
+    nsys_profile: NsysProfile = field(default_factory=NsysProfile)
 
 
 @dataclass
 class Config:
     """The whole tree."""
 
+    restore_from_path: str | None = key(
+        None,
+        "Weights to start from: a run's directory, one of its checkpoints, or what "
+        "`megafp8.cli.import_hf` wrote. A run that has a checkpoint of its own continues it.",
+        nemo=None,
+        kind="model",
+        valid=or_null(_PATH),
+    )
     trainer: Trainer = field(default_factory=Trainer)
     exp_manager: ExpManager = field(default_factory=ExpManager)
     model: Model = field(default_factory=Model)
@@ -469,7 +859,7 @@ def all_keys() -> dict[str, Key]:
 @cache
 def all_sections() -> frozenset[str]:
     """Every inner node by its dotted path: `model`, `model.optim`, …"""
-    parents = (path.rpartition(".")[0] for path in all_keys())
+    parents = (path.rpartition(".")[0] for path in all_keys() if "." in path)
     return frozenset(p[:end] for p in parents for end in _ends(p))
 
 

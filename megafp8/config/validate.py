@@ -1,28 +1,28 @@
 """Which settings fit together. Pure: no device, no file, no torch.
 
-A rule names the keys it reads and runs only where all of them are good by themselves, so one bad
-value is reported once and not again by every rule that it would break.
+Rules of FP8 recipes are in `fp8_rules`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from megafp8.config import fp8_rules, model_rules, optim_rules, profile_rules
+from megafp8.config.dependents import without_effect
+from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
+from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
+from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
 
-Values = Mapping[str, Any]
-Origins = Mapping[str, str]
-
-FP8_MULTIPLE = 16
-"""FP8 tensor cores take operands whose sizes are multiples of it."""
+rule = Rules()
 
 FP8_DETAILS = (
     "model.fp8_e4m3",
@@ -32,6 +32,20 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.fp8_recipe",
+    "model.fp8_power_2_scale",
+    "model.fp8_params",
+    "model.fp8_wgrad",
+    "model.override_linear_precision",
+    "model.fp8_split_accumulator",
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+    "model.fp8_modules",
+    "model.use_autocast_during_eval",
+    "model.fp8_health",
+    *fp8_rules.HEALTH_LIMITS,
+    "model.pad_inner_dim",
     "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
@@ -39,32 +53,9 @@ FP8_DETAILS = (
 CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.every_n_train_steps",
     "exp_manager.checkpoint_callback_params.train_time_interval",
+    "exp_manager.checkpoint_callback_params.save_top_k",
 )
 """What means nothing unless checkpoints are written."""
-
-_SEARCH_LIMIT = 10_000
-
-
-class Finding(NamedTuple):
-    """What a rule has to say about one key."""
-
-    key: str
-    reason: str
-    way_out: str
-
-
-Rule = Callable[[Values], Iterator[Finding]]
-_RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a check of values alone; it reads exactly these keys."""
-
-    def register(check: Rule) -> Rule:
-        _RULES.append((keys, check))
-        return check
-
-    return register
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -112,9 +103,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for keys, check in _RULES:
-        if all(key in good for key in keys):
-            findings += check(good)
+    for rules in (rule, model_rules.rule, fp8_rules.rule, optim_rules.rule, profile_rules.rule):
+        findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
     return [
@@ -124,17 +114,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.hidden_size", "model.num_attention_heads")
-def _heads_share_hidden(v: Values) -> Iterator[Finding]:
-    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
-    if hidden % heads:
-        yield Finding(
-            "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
-            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
 
 
 @rule("model.tensor_model_parallel_size", "trainer.devices")
@@ -219,33 +198,6 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.optim.lr", "model.optim.sched.min_lr")
-def _lr_falls(v: Values) -> Iterator[Finding]:
-    if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:
-        yield Finding(
-            "model.optim.sched.min_lr",
-            f"is above model.optim.lr={v['model.optim.lr']}",
-            f"Give at most {v['model.optim.lr']}",
-        )
-
-
-@rule("trainer.max_steps", "model.optim.sched.warmup_steps", "model.optim.sched.constant_steps")
-def _schedule_fits(v: Values) -> Iterator[Finding]:
-    steps = v["trainer.max_steps"]
-    constant = v["model.optim.sched.constant_steps"]
-    if (v["model.optim.sched.warmup_steps"] or 0) + constant > steps:
-        room = steps - constant
-        way_out = (
-            f"Give at most {room}" if room >= 0 else "Shorten model.optim.sched.constant_steps"
-        )
-        yield Finding(
-            "model.optim.sched.warmup_steps",
-            f"with model.optim.sched.constant_steps={constant} it is longer than "
-            f"trainer.max_steps={steps}",
-            f"{way_out}, or train longer",
-        )
-
-
 # --- FP8 ---------------------------------------------------------------------------------------
 
 
@@ -270,38 +222,40 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.fp8", "model.hidden_size", "model.tensor_model_parallel_size")
+@rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
 
 
-@rule("model.fp8", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
+@rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
 def _fp8_ffn(v: Values) -> Iterator[Finding]:
-    step = FP8_MULTIPLE * v["model.tensor_model_parallel_size"]
+    step = size_multiple(v) * v["model.tensor_model_parallel_size"]
     yield from _fp8_size(v, "model.ffn_hidden_size", step)
 
 
 def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
     tp = v["model.tensor_model_parallel_size"]
-    if v["model.fp8"] and v[key] % (FP8_MULTIPLE * tp):
+    multiple = size_multiple(v)
+    if v["model.fp8"] and v[key] % (multiple * tp):
         share = f" over model.tensor_model_parallel_size={tp}" if tp > 1 else ""
         yield Finding(
             key,
-            f"FP8 GEMMs need multiples of {FP8_MULTIPLE} on each rank; {v[key]}{share} is none",
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{share} is none",
             f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
         )
 
 
-@rule("model.fp8", "model.micro_batch_size", "model.encoder_seq_length")
+@rule("model.fp8", "model.fp8_recipe", "model.micro_batch_size", "model.encoder_seq_length")
 def _fp8_tokens(v: Values) -> Iterator[Finding]:
     micro, length = v["model.micro_batch_size"], v["model.encoder_seq_length"]
-    if v["model.fp8"] and (micro * length) % FP8_MULTIPLE:
-        micro_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
-        length_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, micro)
+    multiple = size_multiple(v)
+    if v["model.fp8"] and (micro * length) % multiple:
+        micro_step = multiple // math.gcd(multiple, length)
+        length_step = multiple // math.gcd(multiple, micro)
         yield Finding(
             "model.micro_batch_size",
             f"times model.encoder_seq_length={length} makes {micro * length} tokens; FP8 GEMMs "
-            f"need multiples of {FP8_MULTIPLE}",
+            f"need multiples of {multiple}",
             f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
             f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
         )
@@ -320,6 +274,13 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
                 yield Finding(
                     key, "means nothing without FP8", "Set model.fp8=True, or leave it out"
                 )
+    for key, switch in optim_rules.unread_keys(v).items():
+        asked = key in v and v[key] != keys[key].default
+        if asked and _strength(key, origins) >= _strength(switch, origins):
+            yield Finding(
+                key, f"means nothing with {switch}={v[switch]}", "Leave one of the two out"
+            )
+    yield from fp8_rules.contradictions(v, origins)
     if v.get("model.fp8_e4m3") and v.get("model.fp8_hybrid"):
         if origins.get("model.fp8_hybrid") == COMMAND_LINE:
             yield Finding(
@@ -333,6 +294,10 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
             asked = key in v and v[key] != keys[key].default
             if asked and _strength(key, origins) >= _strength(switch, origins):
                 yield Finding(key, f"means nothing with {switch}=False", "Leave one of the two out")
+    for detail, feature in without_effect(v):
+        if _strength(detail, origins) >= _strength(feature.key, origins):
+            off = f"means nothing with {feature.key}={feature.off}"
+            yield Finding(detail, off, f"{feature.way_out}, or leave it out")
     if v.get("exp_manager.explicit_log_dir") is not None:
         log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
         if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):
@@ -352,28 +317,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"
-
-
-def _hidden_step(v: Values) -> int:
-    """What a hidden size must be a multiple of, as far as the other keys are known."""
-    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, FP8_MULTIPLE * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

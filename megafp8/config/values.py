@@ -6,17 +6,50 @@ import math
 import re
 from typing import Literal
 
-PRECISIONS: dict[int | str, Literal["bf16", "fp32"]] = {
+from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule
+
+PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
     32: "fp32",
     "32": "fp32",
     "32-true": "fp32",
+    16: "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
 }
-HALF_PRECISIONS: tuple[int | str, ...] = (16, "16", "16-mixed")
 
-ADAMW_NAMES = ("adamw", "fused_adam")
-"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: decoupled decay, on matrices alone."""
+OPTIMIZERS = ("adam", "adamw", "fused_adam")
+"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
+
+LATER_OPTIMIZERS = (
+    "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
+    "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",
+)  # fmt: skip
+"""NeMo's others."""
+
+WARMUP, CONSTANT, HOLD = ("warmup_steps", "warmup_ratio"), ("constant_steps", "constant_ratio"), (
+    "hold_steps", "hold_ratio",
+)  # fmt: skip
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "CosineAnnealing": (*WARMUP, *CONSTANT),
+    "WarmupPolicy": WARMUP,
+    "WarmupHoldPolicy": WARMUP,
+    "WarmupAnnealing": WARMUP,
+    "PolynomialDecayAnnealing": (*WARMUP, "power"),
+    "PolynomialHoldDecayAnnealing": (*WARMUP, *HOLD, "power"),
+    "SquareAnnealing": WARMUP,
+    "SquareRootAnnealing": WARMUP,
+    "InverseSquareRootAnnealing": WARMUP,
+    "NoamAnnealing": (*WARMUP, "d_model"),
+    "NoamHoldAnnealing": (*WARMUP, *HOLD, "decay_rate"),
+}
+"""NeMo's schedules, and which keys of `model.optim.sched` each reads beside `min_lr`."""
+
+LATER_SCHEDULES = (
+    "T5InverseSquareRootAnnealing", "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR",
+)  # fmt: skip
+"""NeMo's others: without model.optim.lr, by epochs, by the loss, or up again."""
 
 DEFAULT_EXP_DIR = "runs"
 
@@ -40,6 +73,32 @@ def parse_splits(value: object) -> tuple[float, ...] | None:
         return None
     numbers = [_finite(part) for part in parts]
     return None if None in numbers else tuple(n for n in numbers if n is not None)
+
+
+def is_rampup(value: object) -> bool:
+    """Whether `value` is [start, increment, samples]."""
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    whole = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return whole and all(0 < v <= 2**53 for v in value)
+
+
+def share_of(steps: int | None, ratio: float | None, max_steps: int) -> int | None:
+    """Steps given as such or as a share of the run (NeMo rounds it down); None if neither is."""
+    return steps if ratio is None else int(ratio * max_steps)
+
+
+def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
+    """The rules of `["*.fc2:high_precision"]`; None if one of them is none."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    rules = []
+    for text in value:
+        pattern, _, choice = str(text).rpartition(":")
+        if not pattern or choice not in (*RECIPES, HIGH_PRECISION):
+            return None
+        rules.append(ModuleRule(pattern, choice))
+    return tuple(rules)
 
 
 def format_number(number: float) -> str:

@@ -32,6 +32,21 @@ class SampleSource(Protocol):
         """Sample `index` >= 0 of the endless stream, [seq_length + 1]."""
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """The first `num_samples` samples of a stream, again and again."""
+
+    source: SampleSource
+    num_samples: int
+
+    @property
+    def num_samples_per_epoch(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        return self.source[index % self.num_samples]
+
+
 class FiniteSource(Protocol):
     """Samples that are each evaluated once."""
 

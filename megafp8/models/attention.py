@@ -1,22 +1,98 @@
 """Causal self-attention's core: what happens between QKV and the projection."""
 
-# B batch  S sequence  D model width (D/tp under tensor parallelism)  H heads (H/tp)  E head width
+# B batch  S sequence  K keys  H heads (H/tp under tensor parallelism)  G key-value heads (G/tp)
+# E head width  F features of a rank's queries, keys and values
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
+from megafp8.specs import GPTSpec
 
 CountFlops = Callable[[int], None]
 
 
+@dataclass
+class KVCache:
+    """Keys and values of the tokens so far, by layer; for generation."""
+
+    length: int = 0  # tokens that all layers hold; `GPT` moves it on
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def extend(
+        self, layer: int, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, those of the new tokens last: [B, G, K, E]."""
+        if layer in self.layers:
+            k_old, v_old = self.layers[layer]
+            k_BGSE, v_BGSE = torch.cat((k_old, k_BGSE), 2), torch.cat((v_old, v_BGSE), 2)
+        self.layers[layer] = k_BGSE, v_BGSE
+        return k_BGSE, v_BGSE
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer's attention knows beside its input; made once for a microbatch.
+
+    `mask` is True where a query may look, or a bias that is added to the scores, broadcast to
+    [B, H, S, K]; None: causal, over the whole sequence.
+    """
+
+    rotary: Rotary | None = None
+    mask: torch.Tensor | None = None
+    cache: KVCache | None = None
+    recompute_attention: bool = False
+
+
+def attention_context(
+    spec: GPTSpec,
+    heads: slice,
+    dtype: torch.dtype,
+    seq: int,
+    device: torch.device,
+    *,
+    position_ids_BS: torch.Tensor | None = None,
+    document_ids_BS: torch.Tensor | None = None,
+    cache: KVCache | None = None,
+) -> AttentionContext:
+    """The context of `seq` tokens for the query heads that this rank holds."""
+    past = 0 if cache is None else cache.length
+    turn = None
+    if spec.position_embedding_type == "rope":
+        positions = position_ids_BS
+        if positions is None:
+            positions = torch.arange(past, past + seq, device=device)
+        turn = rotary(
+            positions, spec.rotary_size, spec.rotary_base, spec.seq_len_interpolation_factor
+        )
+    mask = None
+    if document_ids_BS is not None or past > 0 or spec.position_embedding_type == "alibi":
+        keys = torch.arange(past + seq, device=device)
+        mask = keys <= keys[past:, None]
+        if document_ids_BS is not None:
+            assert past == 0, "generation has no documents"
+            same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+            mask = (mask & same_BSS)[:, None]
+        if spec.position_embedding_type == "alibi":
+            slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
+            bias = alibi_bias(slopes, seq, past + seq).to(dtype)
+            mask = bias.masked_fill(~mask, float("-inf"))
+    return AttentionContext(turn, mask, cache)
+
+
 class AttentionCore(nn.Module):
-    """`scaled_dot_product_attention` over whatever heads this rank holds."""
+    """`scaled_dot_product_attention` over whatever heads this rank holds.
+
+    `layer_scaling` divides the queries by it and multiplies the scores again within the softmax
+    (Megatron's query-key layer scaling): 1, or the layer's number counted from 1.
+    """
 
     def __init__(
         self,
@@ -25,35 +101,77 @@ class AttentionCore(nn.Module):
         site: str,
         streams: RandomStreams,
         count_flops: CountFlops,
+        *,
+        queries_per_group: int = 1,
+        layer: int = 0,
+        layer_scaling: int = 1,
     ) -> None:
         super().__init__()
         self.head_size, self.dropout, self.site = head_size, dropout, site
         self.streams, self.count_flops = streams, count_flops
+        self.queries_per_group, self.layer = queries_per_group, layer
+        self.layer_scaling = layer_scaling
 
-    def forward(self, qkv_BSF: torch.Tensor) -> torch.Tensor:
-        """[B, S, 3D] (query, key, value of all heads, in this order) -> [B, S, D]."""
-        batch, seq, features = qkv_BSF.shape
-        heads = features // (3 * self.head_size)
-        q_BHSE, k_BHSE, v_BHSE = (
-            part.view(batch, seq, heads, self.head_size).transpose(1, 2)
-            for part in qkv_BSF.chunk(3, dim=-1)
+    def forward(
+        self, qkv_BSF: torch.Tensor, context: AttentionContext | None = None
+    ) -> torch.Tensor:
+        """[B, S, (H + 2 G) E] (all queries, then keys, then values) -> [B, S, H E]."""
+        context = context or AttentionContext()
+        features, size = qkv_BSF.shape[-1], self.head_size
+        groups = features // (size * (self.queries_per_group + 2))
+        heads = groups * self.queries_per_group
+        q_BHSE, k_BGSE, v_BGSE = (
+            part.unflatten(-1, (-1, size)).transpose(1, 2)
+            for part in qkv_BSF.split((heads * size, groups * size, groups * size), dim=-1)
         )
+        if context.rotary is not None:
+            q_BHSE, k_BGSE = context.rotary(q_BHSE), context.rotary(k_BGSE)
+        if context.cache is not None:
+            k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
+        causal_flops = self._count_forward(q_BHSE, num_keys=k_BGSE.shape[2])
         if self.training and self.dropout > 0:
             with self.streams.keyed(self.site, qkv_BSF.device, sharded=True):
-                out_BHSE = F.scaled_dot_product_attention(
-                    q_BHSE, k_BHSE, v_BHSE, is_causal=True, dropout_p=self.dropout
-                )
+                out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, self.dropout)
         else:
-            out_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BHSE, v_BHSE, is_causal=True)
-        self._count(out_BHSE, 2 * batch * heads * seq * seq * self.head_size)
-        return out_BHSE.transpose(1, 2).flatten(2)
-
-    def _count(self, out: torch.Tensor, causal_flops: int) -> None:
-        """Two products forward, four backward, half of each because the mask is causal."""
-        self.count_flops(causal_flops)
-        if out.requires_grad:
+            out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, 0.0)
+        if out_BHSE.requires_grad:
 
             def count_backward(grad: torch.Tensor) -> None:
                 self.count_flops(2 * causal_flops)
 
-            out.register_hook(count_backward)
+            out_BHSE.register_hook(count_backward)
+        return out_BHSE.transpose(1, 2).flatten(2)
+
+    def _attend(
+        self,
+        q_BHSE: torch.Tensor,
+        k_BGSE: torch.Tensor,
+        v_BGSE: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        scale = None
+        if self.layer_scaling != 1:
+            q_BHSE = q_BHSE / self.layer_scaling
+            scale = self.layer_scaling / self.head_size**0.5
+        return F.scaled_dot_product_attention(
+            q_BHSE,
+            k_BGSE,
+            v_BGSE,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=self.queries_per_group > 1,
+        )
+
+    def _count_forward(self, q_BHSE: torch.Tensor, num_keys: int) -> int:
+        """Two products, half of each because the mask is causal; backward has four.
+
+        Counted before they run: computing them again for backward stops within the last.
+        """
+        batch, heads, seq, size = q_BHSE.shape
+        seen = seq * (2 * num_keys - seq)  # twice the mean number of keys that a query sees
+        causal_flops = 2 * batch * heads * seen * size
+        self.count_flops(causal_flops)
+        return causal_flops

@@ -1,4 +1,4 @@
-"""One transformer layer, pre-norm."""
+"""One transformer layer, pre-norm or post-norm."""
 
 from __future__ import annotations
 
@@ -7,34 +7,48 @@ import math
 import torch
 from torch import nn
 
+from megafp8.models.attention import AttentionContext
 from megafp8.models.parts import Parts, Rows
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then the same with the MLP. Layers count from 0."""
+    """x + dropout(attention(norm(x))), then the same with the MLP. Layers count from 0.
+
+    Post-norm has norm(x + dropout(attention(x))) instead (and the GPT no final norm).
+    """
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
-        spec, name = parts.spec, f"layers.{index}"
+        self.parts, spec, name = parts, parts.spec, f"layers.{index}"
         std = spec.init_method_std
         # Megatron's scaled init: the layers' outputs add up over 2L residual branches.
         out_std = std / math.sqrt(2 * spec.num_layers) if spec.use_scaled_init_method else std
-        heads = [
-            Rows(f"{name}.attention.{part}", spec.hidden_size) for part in ("query", "key", "value")
-        ]
-        fc1 = Rows(f"{name}.mlp.fc1", spec.ffn_hidden_size)
+        sizes = {"query": spec.query_size, "key": spec.kv_size, "value": spec.kv_size}
+        heads = [Rows(f"{name}.attention.{part}", size) for part, size in sizes.items()]
+        inner = ["gate", "up"] if spec.is_gated else ["fc1"]
+        fc1 = [Rows(f"{name}.mlp.{part}", spec.ffn_hidden_size) for part in inner]
         fc2 = Rows(f"{name}.mlp.fc2", spec.hidden_size)
         proj = Rows(f"{name}.attention.projection", spec.hidden_size)
-        self.qkv = parts.norm_linear(f"{name}.attention_norm", heads, std)
-        self.attention_core = parts.attention_core(f"{name}.attention")
-        self.projection = parts.linear(proj, spec.hidden_size, out_std)
+        norms: list[str] = [f"{name}.attention_norm", f"{name}.mlp_norm"]
+        is_post = spec.transformer_block_type == "post_ln"
+        self.qkv = parts.norm_linear(None if is_post else norms[0], heads, std)
+        self.attention_core = parts.attention_core(f"{name}.attention", index)
+        self.projection = parts.linear(proj, spec.query_size, out_std)
         self.attention_dropout = parts.dropout(spec.hidden_dropout, f"{name}.attention.out_dropout")
-        self.fc1 = parts.norm_linear(f"{name}.mlp_norm", [fc1], std)
+        self.attention_norm = parts.norm(norms[0]) if is_post else nn.Identity()
+        self.fc1 = parts.norm_linear(None if is_post else norms[1], fc1, std)
         self.fc2 = parts.act_linear(fc2, spec.ffn_hidden_size, out_std)
         self.mlp_dropout = parts.dropout(spec.hidden_dropout, f"{name}.mlp.out_dropout")
+        self.mlp_norm = parts.norm(norms[1]) if is_post else nn.Identity()
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        attended_BSD = self.projection(self.attention_core(self.qkv(x_BSD)))
-        x_BSD = x_BSD + self.attention_dropout(attended_BSD)
-        out_BSD: torch.Tensor = x_BSD + self.mlp_dropout(self.fc2(self.fc1(x_BSD)))
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]; the context may say to compute attention again in backward."""
+        context = context or AttentionContext()
+        qkv_BSF = self.qkv(x_BSD)
+        if context.recompute_attention:
+            core_BSF = self.parts.recomputed(self.attention_core, qkv_BSF, context)
+        else:
+            core_BSF = self.attention_core(qkv_BSF, context)
+        x_BSD = self.attention_norm(x_BSD + self.attention_dropout(self.projection(core_BSF)))
+        out_BSD: torch.Tensor = self.mlp_norm(x_BSD + self.mlp_dropout(self.fc2(self.fc1(x_BSD))))
         return out_BSD

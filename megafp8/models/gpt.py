@@ -4,39 +4,145 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
-from megafp8.models.block import TransformerLayer
+from megafp8.models.attention import AttentionContext, KVCache, attention_context
 from megafp8.models.parts import Parts
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with tied input and output embeddings."""
+    """A decoder-only transformer, or the consecutive part of it that a pipeline stage holds.
 
-    def __init__(self, parts: Parts) -> None:
+    `layers` are indices in the whole model: they name the logical tensors. Where input and output
+    share their weight, a stage with the head alone has a copy of the embedding (a replica).
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        layers: range | None = None,
+        *,
+        has_embedding: bool = True,
+        has_head: bool = True,
+    ) -> None:
         super().__init__()
-        self.spec = parts.spec
-        self.embedding = parts.embedding()
-        self.layers = nn.ModuleList(
-            TransformerLayer(parts, index) for index in range(parts.spec.num_layers)
-        )
-        self.final_norm = parts.norm("final_norm")
-        self.head_loss = parts.head_loss()
+        self.spec, self.parts = parts.spec, parts
+        self.has_embedding, self.has_head = has_embedding, has_head
+        if has_embedding:
+            self.embedding = parts.embedding()
+        layers = range(parts.spec.num_layers) if layers is None else layers
+        self.layers = nn.ModuleList(parts.layer(index) for index in layers)
+        if has_head:
+            is_post = parts.spec.transformer_block_type == "post_ln"
+            self.final_norm = nn.Identity() if is_post else parts.norm("final_norm")
+            if not parts.spec.share_embeddings_and_output_weights:
+                self.head_weight = parts.head_weight()
+            elif not has_embedding:
+                self.head_weight = parts.word_weight(replica=1)
+            self.head_loss = parts.head_loss()
 
-    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sum of the cross entropy over counted targets: FP32 scalar, nats.
+
+        Tokens attend to earlier ones with the same document id; positions count from 0 over the
+        sequence unless they are given.
+        """
+        x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
+        x_BSD = self.forward_layers(
+            x_BSD, position_ids_BS=position_ids_BS, document_ids_BS=document_ids_BS
+        )
+        return self.forward_head(x_BSD, targets_BS)
+
+    def forward_embedding(
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, S] int64 -> [B, S, D]."""
+        x_BSD: torch.Tensor = self.embedding(tokens_BS, position_ids_BS)
+        return x_BSD
+
+    def forward_layers(
+        self,
+        x_BSD: torch.Tensor,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D] through the layers that this stage has."""
+        context = attention_context(
+            self.spec,
+            self.parts.local_heads(),
+            self.parts.dtype,
+            self.parts.sequence_length(x_BSD),
+            x_BSD.device,
+            position_ids_BS=position_ids_BS,
+            document_ids_BS=document_ids_BS,
+            cache=cache,
+        )
+        for begin, end, recomputed in self._groups():
+            if recomputed == "full":
+                x_BSD = self.parts.recomputed(self._run, x_BSD, context, begin, end)
+            else:
+                is_selective = recomputed == "selective"
+                own = dataclasses.replace(context, recompute_attention=is_selective)
+                x_BSD = self._run(x_BSD, own, begin, end)
+        return x_BSD
+
+    def forward_head(self, x_BSD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> the sum of the cross entropy over counted targets: FP32 scalar, nats."""
+        loss: torch.Tensor = self.head_loss(self.final_norm(x_BSD), self.output_weight, targets_BS)
+        return loss
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """[V, D]: the head's own weight, or the embedding's."""
+        return self.head_weight if hasattr(self, "head_weight") else self.embedding.word
+
+    def hidden(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """[B, S] int64 -> [B, S, D] after the final norm."""
-        x_BSD: torch.Tensor = self.embedding(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD)
+        position_ids_BS = None
+        if cache is not None and cache.length:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
+            position_ids_BS = positions.expand_as(tokens_BS)
+        x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
+        x_BSD = self.forward_layers(x_BSD, position_ids_BS=position_ids_BS, cache=cache)
+        if cache is not None:
+            cache.length += tokens_BS.shape[1]
         out: torch.Tensor = self.final_norm(x_BSD)
         return out
 
-    def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-        """The sum of the cross entropy over counted targets: FP32 scalar, nats."""
-        loss: torch.Tensor = self.head_loss(self.hidden(tokens_BS), self.embedding.word, targets_BS)
-        return loss
+    def logits(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """[B, S] -> FP32 [B, S, V], for generation; tokens in `cache` come before these."""
+        return self.head_loss.logits(self.hidden(tokens_BS, cache), self.output_weight)
 
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S] -> FP32 [B, S, V], for generation."""
-        return self.head_loss.logits(self.hidden(tokens_BS), self.embedding.word)
+    def _groups(self) -> list[tuple[int, int, str | None]]:
+        """(begin, end, what backward computes again) of consecutive layers of this stage."""
+        count, spec = len(self.layers), self.spec.recompute
+        if spec is None or not (self.training and torch.is_grad_enabled()):
+            return [(0, count, None)]
+        if spec.method == "block":
+            first = min(spec.num_layers, count)
+            size = 1
+        else:
+            first, size = count, spec.num_layers
+        groups: list[tuple[int, int, str | None]] = [
+            (begin, min(begin + size, first), spec.granularity) for begin in range(0, first, size)
+        ]
+        return [*groups, (first, count, None)]
+
+    def _run(
+        self, x_BSD: torch.Tensor, context: AttentionContext, begin: int, end: int
+    ) -> torch.Tensor:
+        for index in range(begin, end):
+            x_BSD = self.layers[index](x_BSD, context)
+        return x_BSD

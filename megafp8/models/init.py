@@ -39,9 +39,12 @@ def constant(value: float) -> Draw:
 def parameter(
     shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
 ) -> torch.nn.Parameter:
-    """A local parameter filled from its logical tensors; remembers its `pieces`."""
+    """A local parameter filled from its logical tensors; remembers its `pieces`.
+
+    On the meta device there is nothing to fill.
+    """
     local = torch.empty(shape)
-    for piece in pieces:
+    for piece in () if local.is_meta else pieces:
         extent = [
             slice(start, start + part.stop - part.start)
             for start, part in zip(piece.offset, piece.local, strict=True)
@@ -51,6 +54,18 @@ def parameter(
     param.pieces = tuple(pieces)  # type: ignore[attr-defined]
     param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
     return param
+
+
+def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A place for `param`'s FP8 payload, with its pieces and its unrounded initialization.
+
+    What it holds before the first write of the master is of no use.
+    """
+    payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype))
+    payload.pieces = pieces_of(param)  # type: ignore[attr-defined]
+    initial = param.initial_master  # type: ignore[attr-defined]
+    payload.initial_master = param.detach() if initial is None else initial  # type: ignore[attr-defined]
+    return payload
 
 
 def pieces_of(param: torch.nn.Parameter) -> tuple[Piece, ...]:

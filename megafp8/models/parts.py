@@ -8,13 +8,17 @@ must, the model stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from megafp8.models.activations import activation
 from megafp8.models.attention import AttentionCore
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
@@ -31,6 +35,13 @@ class Rows:
     out_features: int
 
 
+def fused_name(rows: Sequence[Rows]) -> str:
+    """The name of one linear of several `rows`: `….attention.qkv`, `….mlp.fc1`."""
+    if len(rows) == 1:
+        return rows[0].name
+    return f"{rows[0].name.rpartition('.')[0]}.{'qkv' if len(rows) == 3 else 'fc1'}"
+
+
 class Parts:
     """Makes a GPT's modules. `name`s are the logical names that checkpoints use."""
 
@@ -38,20 +49,47 @@ class Parts:
         self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams
     ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
+        self.whole_dtype = dtype  # of embeddings and norms
+        self.residual_dtype = dtype
+        if spec.fp32_residual_connection:
+            self.residual_dtype = torch.promote_types(dtype, torch.float32)
+
+    def layer(self, index: int) -> nn.Module:
+        """([B, S, D], attention context) -> [B, S, D]: the whole layer `index`, from 0."""
+        from megafp8.models.block import TransformerLayer  # which is made of these parts
+
+        return TransformerLayer(self, index)
 
     def embedding(self) -> Embedding:
         return Embedding(self)
+
+    def word_weight(self, replica: int = 0) -> nn.Parameter:
+        """[V, D], the input's embedding; a replica is another stage's copy of it."""
+        return self._vocabulary_weight("embedding.word.weight", replica)
+
+    def head_weight(self) -> nn.Parameter:
+        """[V, D], the output's own weight."""
+        return self._vocabulary_weight("head.weight", 0)
+
+    def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        draw = normal(self.spec.init_method_std, self.seed)
+        return parameter(shape, whole(name, shape, replica), draw, self.whole_dtype)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Rows of `weight_VD`: [B, S] -> [B, S, D]."""
         return F.embedding(tokens_BS, weight_VD)
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> nn.Module:
         return Norm(self, name)
 
-    def norm_linear(self, norm: str, rows: Sequence[Rows], std: float) -> nn.Module:
-        """[B, S, D] -> [B, S, all rows]: a norm and a linear that follows it (QKV, FC1)."""
-        return nn.Sequential(self.norm(norm), PlainLinear(self, rows, self.spec.hidden_size, std))
+    def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
+        """[B, S, D] -> [B, S, all rows]: a norm, if any, and a linear that follows (QKV, FC1)."""
+        return self._after_norm(norm, PlainLinear(self, rows, self.spec.hidden_size, std))
+
+    def _after_norm(self, norm: str | None, linear: nn.Module) -> nn.Module:
+        before = ToDtype(self.dtype) if norm is None else self.norm(norm)
+        return nn.Sequential(before, linear)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
         """[B, S, in] -> [B, S, out]: the attention's projection."""
@@ -61,20 +99,53 @@ class Parts:
         """[B, S, in] -> [B, S, out]: the activation and the linear that follows it (FC2)."""
         site = f"{rows.name}.dropout"
         return nn.Sequential(
-            nn.GELU(),
+            activation(self.spec.activation),
             self.dropout(self.spec.ffn_dropout, site, sharded=True),
             self.linear(rows, in_features, std),
         )
 
-    def attention_core(self, name: str) -> nn.Module:
-        """[B, S, 3D] -> [B, S, D]."""
+    def attention_core(self, name: str, index: int) -> nn.Module:
+        """([B, S, queries + keys + values], context) -> [B, S, queries]."""
+        spec = self.spec
         return AttentionCore(
-            self.spec.head_size,
-            self.spec.attention_dropout,
+            spec.head_size,
+            spec.attention_dropout,
             f"{name}.dropout",
             self.streams,
             self.count_attention_flops,
+            queries_per_group=spec.num_attention_heads // spec.num_kv_heads,
+            layer=index,
+            layer_scaling=index + 1 if spec.apply_query_key_layer_scaling else 1,
         )
+
+    def local_heads(self) -> slice:
+        """Which query heads this rank holds."""
+        return slice(0, self.spec.num_attention_heads)
+
+    def sequence_length(self, x_BSD: torch.Tensor) -> int:
+        """Tokens of the whole sequence of which `x_BSD` is the residual stream here."""
+        return x_BSD.shape[1]
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> torch.Tensor:
+        """`function(*args)`, whose activations backward computes again instead of keeping them."""
+        out: torch.Tensor = checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # dropout is keyed by its place
+            context_fn=self.recompute_contexts,
+        )
+        return out
+
+    def recompute_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What is entered around a forward pass and, later, around computing it again.
+
+        Evaluated in the forward pass: by the time it is repeated, another microbatch may be the
+        current one, and dropout must draw what it drew.
+        """
+        return nullcontext(), self.streams.at(self.streams.position)
 
     def head_loss(self) -> HeadLoss:
         return HeadLoss()
@@ -91,44 +162,72 @@ class Parts:
         return parameter(shape, pieces, normal(std, self.seed), self.dtype)
 
     def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
-        return parameter(shape, whole(name, shape), draw, self.dtype)
+        return parameter(shape, whole(name, shape), draw, self.whole_dtype)
 
 
 class Embedding(nn.Module):
-    """Word and learned position embeddings, then dropout."""
+    """Word embeddings, learned positions if there are any, then dropout."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         spec = parts.spec
-        draw = normal(spec.init_method_std, parts.seed)
-        self.word = parts.whole_parameter(
-            "embedding.word.weight", (spec.vocab_size, spec.hidden_size), draw
-        )
-        self.position = parts.whole_parameter(
-            "embedding.position.weight", (spec.max_position_embeddings, spec.hidden_size), draw
-        )
+        self.word = parts.word_weight()
+        self.position: nn.Parameter | None = None
+        if spec.position_embedding_type == "learned_absolute":
+            self.position = parts.whole_parameter(
+                "embedding.position.weight",
+                (spec.max_position_embeddings, spec.hidden_size),
+                normal(spec.init_method_std, parts.seed),
+            )
+        self.residual_dtype = parts.residual_dtype
         self.look_up = parts.look_up
         self.dropout = parts.dropout(spec.hidden_dropout, "embedding.dropout")
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S] int64 -> [B, S, D]."""
-        words_BSD = self.look_up(tokens_BS, self.word)
-        out: torch.Tensor = self.dropout(words_BSD + self.position[: tokens_BS.shape[1]])
+    def forward(
+        self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, S] int64 -> [B, S, D]; positions count from 0 unless they are given."""
+        x_BSD = self.look_up(tokens_BS, self.word)
+        if self.position is not None:
+            if position_ids_BS is None:
+                x_BSD = x_BSD + self.position[: tokens_BS.shape[1]]
+            else:
+                x_BSD = x_BSD + F.embedding(position_ids_BS, self.position)
+        out: torch.Tensor = self.dropout(x_BSD.to(self.residual_dtype))
         return out
 
 
 class Norm(nn.Module):
-    """LayerNorm over the model width."""
+    """LayerNorm or RMSNorm over the model width, into the dtype that linears read."""
 
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
-        self.epsilon = parts.spec.layernorm_epsilon
+        self.epsilon, self.dtype = parts.spec.layernorm_epsilon, parts.dtype
         shape = (parts.spec.hidden_size,)
         self.weight = parts.whole_parameter(f"{name}.weight", shape, constant(1.0))
-        self.bias = parts.whole_parameter(f"{name}.bias", shape, constant(0.0))
+        self.bias: nn.Parameter | None = None
+        if parts.spec.normalization == "layernorm":
+            self.bias = parts.whole_parameter(f"{name}.bias", shape, constant(0.0))
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x_BSD, self.weight.shape, self.weight, self.bias, self.epsilon)
+        weight = self.weight.to(x_BSD.dtype)  # another one if the residual stream is FP32
+        if self.bias is None:
+            out_BSD = F.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
+        else:
+            bias = self.bias.to(x_BSD.dtype)
+            out_BSD = F.layer_norm(x_BSD, weight.shape, weight, bias, self.epsilon)
+        return out_BSD.to(self.dtype)
+
+
+class ToDtype(nn.Module):
+    """Stands where a linear has no norm before it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
 
 
 class PlainLinear(nn.Module):
@@ -151,7 +250,9 @@ class PlainLinear(nn.Module):
             bias_pieces.append(Piece(f"{part.name}.bias", shape, (0,), (local,)))
             begin += part.out_features
         self.weight = parts.normal_parameter((total, in_features), pieces, std)
-        self.bias = parameter((total,), bias_pieces, constant(0.0), parts.dtype)
+        self.bias: nn.Parameter | None = None
+        if parts.spec.bias:
+            self.bias = parameter((total,), bias_pieces, constant(0.0), parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)

@@ -26,6 +26,20 @@ class RandomStreams:
         """`global_index` numbers the step's microbatches over all data-parallel ranks."""
         self._position = (step, global_index)
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """(step, global index of the microbatch)."""
+        return self._position
+
+    @contextmanager
+    def at(self, position: tuple[int, int]) -> Iterator[None]:
+        """As if `position` were the current one: a microbatch's layers are computed again."""
+        current, self._position = self._position, position
+        try:
+            yield
+        finally:
+            self._position = current
+
     @contextmanager
     def keyed(self, site: str, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
         """Torch's default generator of `device` starts at this site's key inside the context."""

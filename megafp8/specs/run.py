@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.observe import ObserveSpec
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import PrecisionSpec
@@ -14,17 +15,15 @@ from megafp8.specs.train import TrainSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveSpec:
-    """Where a run's records go."""
+class ProfileSpec:
+    """Which steps are profiled, on which ranks. Steps are counted from 0."""
 
-    exp_dir: str
-    name: str | None
-    explicit_log_dir: str | None
-    resume_if_exists: bool
-    create_tensorboard_logger: bool
-    create_wandb_logger: bool
-    wandb_project: str | None
-    wandb_name: str | None
+    enabled: bool = False
+    start_step: int = 10
+    end_step: int = 10  # profiled too
+    ranks: tuple[int, ...] = (0,)
+    gen_shape: bool = False
+    memory_snapshot_on_oom: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,4 +43,6 @@ class RunSpec:
     checkpoint: CheckpointSpec
     observe: ObserveSpec
     vocab_divisible_by: int
+    profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
+    restore_from_path: str | None = None  # where a new run takes its weights from

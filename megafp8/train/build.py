@@ -7,16 +7,17 @@ import torch
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import NativeParts, linears_of
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 from megafp8.train.state import TrainState
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
@@ -35,15 +36,31 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
             tp=mesh.tp,
             sink=sink,
             counter=counter,
+            half_weights=spec.precision.half_weights,
         )
     ).to(mesh.device)
     if scaling is not None:
         scaling.to(mesh.device)
-    masters = Masters(model.parameters())
+    stores = {
+        linear.weight: linear.store_weight
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    masters = Masters(model.parameters(), stores)
+    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     optimizer = AdamW(masters, spec.optim)
+    loss_scale = spec.precision.loss_scale
     return TrainState(
-        model, masters, optimizer, scaling or NoScaling(), streams, sink, counter, mesh
+        model,
+        masters,
+        optimizer,
+        scaling or NoScaling(),
+        streams,
+        sink,
+        counter,
+        mesh,
+        loss_scale=None if loss_scale is None else LossScale(loss_scale),
     )
 
 

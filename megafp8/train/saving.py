@@ -10,6 +10,7 @@ The manifest's meta keeps the scalars: step, samples, updates, configuration, da
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import megafp8
 from megafp8.checkpoint import store
+from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.disk import os_errors_reported
 from megafp8.checkpoint.layout import set_aside, step_name
 from megafp8.checkpoint.placement import Placement
@@ -36,10 +38,11 @@ Notify = Callable[[str], None]
 
 
 class Saver:
-    """Writes a run's checkpoints under `root` and keeps the newest ones."""
+    """Writes a run's checkpoints under `root` and keeps the newest and the best ones."""
 
-    def __init__(self, root: Path, keep: int, meta: dict[str, Any]) -> None:
-        self.root, self.keep, self.meta = root, keep, meta
+    def __init__(self, root: Path, keep: int, meta: dict[str, Any], best: Best = NONE) -> None:
+        self.root, self.keep, self.meta, self.best = root, keep, meta, best
+        self.metrics: dict[str, float] = {}  # what was measured last, by its name
         self._known_good: Collection[Path] = ()
         self.last_step: int | None = None  # of the newest checkpoint that this run has committed
 
@@ -75,7 +78,9 @@ class Saver:
         if mesh.is_main and error is None and staging is not None:
             try:
                 final = store.commit(staging, self.root, step, entries, self._meta(state))
-                self._known_good = store.prune(self.root, self.keep, self._known_good)
+                self._known_good = store.prune(
+                    self.root, self.keep, self._known_good, best=self.best
+                )
             except UserError as failure:
                 error = failure
         elif mesh.is_main and staging is not None:
@@ -93,9 +98,11 @@ class Saver:
     def _meta(self, state: TrainState) -> dict[str, Any]:
         return {
             **self.meta,
+            METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,
             "num_skipped": state.num_skipped,
+            "loss_scale": None if state.loss_scale is None else state.loss_scale.state(),
             "versions": {
                 "megafp8": megafp8.__version__,
                 "torch": torch.__version__,
@@ -118,6 +125,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     state.consumed_samples = int(meta["consumed_samples"])
     state.num_skipped = int(meta["num_skipped"])
     state.optimizer.set_num_updates(int(meta["num_updates"]))
+    if state.loss_scale is not None:
+        state.loss_scale.set_state(meta["loss_scale"])
     state.masters.write_back()
     return meta
 

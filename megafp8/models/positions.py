@@ -1,0 +1,64 @@
+"""Positions within attention: rotary embedding (RoPE) and linear biases (ALiBi)."""
+
+# B batch  S sequence  K keys  H heads  E head width  R rotated width
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of the angles, [S, R] or [B, 1, S, R], FP32."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, x_BHSE: torch.Tensor) -> torch.Tensor:
+        """Rotate the first R features of each head: pairs are (i, i + R/2), as in GPT-NeoX."""
+        work = torch.promote_types(x_BHSE.dtype, torch.float32)
+        size = self.cos.shape[-1]
+        turned, rest = x_BHSE[..., :size].to(work), x_BHSE[..., size:]
+        first, second = turned.chunk(2, dim=-1)
+        crossed = torch.cat((-second, first), dim=-1)
+        turned = (turned * self.cos + crossed * self.sin).to(x_BHSE.dtype)
+        return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
+
+
+def rotary(
+    positions: torch.Tensor, size: int, base: float, interpolation_factor: float | None
+) -> Rotary:
+    """RoPE (Su et al., arXiv 2104.09864) for positions [S] or [B, S].
+
+    Angles are FP32 in every run: so are those of Megatron and transformers, whose weights then
+    mean the same here. An interpolation factor f (arXiv 2306.15595) divides the positions.
+    """
+    exponents = torch.arange(0, size, 2, device=positions.device).float() / size
+    scaled = positions.float() / (interpolation_factor or 1.0)
+    half = scaled[..., None] * (1.0 / base**exponents)
+    angles = torch.cat((half, half), dim=-1)
+    if positions.dim() == 2:
+        angles = angles[:, None]
+    return Rotary(angles.cos(), angles.sin())
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of each head (Press et al., arXiv 2108.12409).
+
+    For 2^n heads the geometric series from 2^(-8/2^n); others take every second slope of the next
+    series up for the heads beyond the largest power of two.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
+
+
+def alibi_bias(slopes_H: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    """[H, S, K]: -slope * distance for the last S of K positions (above the diagonal it is 0)."""
+    keys = torch.arange(num_keys, device=slopes_H.device)
+    queries = keys[num_keys - num_queries :]
+    distance_SK = (queries[:, None] - keys).clamp(min=0)
+    return -slopes_H[:, None, None] * distance_SK
