@@ -5,7 +5,9 @@ The ordinary path composes by itself, so that errors come fast and in our words.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +53,17 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
         return report(error)
 
 
+OTHER_RANKS_WAIT_SECONDS = 2.0
+"""Rank 0 tells an error that all ranks have; the launcher ends the others before they speak too."""
+
+
 def report(error: UserError) -> int:
     """Print an error that a user can mend; returns its exit code."""
-    print(f"error: {hide(str(error))}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+    who = "" if rank == "0" else f"rank {rank}: "
+    print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
     return int(error.exit_code)
 
 

@@ -156,11 +156,6 @@ def _trainer(t: _Table) -> None:
         "max_epochs", -1, "the length of a run is counted in steps", also=(None,),
         way_out="Use trainer.max_steps",
     )  # fmt: skip
-    t.add(
-        "max_time", None, "a run ends by trainer.max_steps or by a signal, which saves it",
-        status=NOT_YET, extra=True,
-        way_out="Use trainer.max_steps, or send SIGTERM (Slurm: --signal) when time is up",
-    )  # fmt: skip
     t.add("limit_test_batches", 500, "pretraining has no test stage", also=(0,))
     t.add(
         "accumulate_grad_batches", 1, "it follows from the batch sizes",

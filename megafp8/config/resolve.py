@@ -72,6 +72,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         data=_data(model),
         train=TrainSpec(
             max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
+            max_time_seconds=parse_interval_seconds(trainer.max_time),
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
@@ -116,6 +117,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
         values["model.tokenizer.type"] = None  # NeMo's files give it always
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
+    values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
     values["model.activation"] = canonical_activation(values["model.activation"])
     values |= {key: all_keys()[key].default for key in unread_keys(values)}

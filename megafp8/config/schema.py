@@ -72,7 +72,7 @@ class Trainer:
         "Nodes of the run.",
         nemo=1,
         kind="layout",
-        valid=one_of(1, later=range(2, 2**53), suggestion="Run on one node, trainer.num_nodes=1"),
+        valid=at_least(1),
     )
     accelerator: str = key(
         "auto",
@@ -115,6 +115,13 @@ class Trainer:
         nemo=1.0,
         kind="optim",
         valid=or_null(at_least(0)),
+    )
+    max_time: int | float | str | None = key(
+        None,
+        'Time by which this process has saved and left (exit code 75), as "DD:HH:MM:SS", '
+        '"HH:MM:SS" or seconds; null for none. The same command continues.',
+        kind="policy",
+        valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', _is_interval),
     )
     gradient_clip_algorithm: str = key(
         "norm",

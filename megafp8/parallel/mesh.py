@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.specs import ParallelSpec
 
@@ -37,14 +37,13 @@ def single_rank(device: torch.device | None = None) -> Mesh:
 
 def join(spec: ParallelSpec) -> Mesh:
     """Join the ranks that the launcher's environment (RANK, WORLD_SIZE, …) describes."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = spec.accelerator == "gpu"
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    device = rendezvous.local_gpu() if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if spec.world_size == 1:
         return single_rank(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    rendezvous.connect("nccl" if on_gpu else "gloo")
     device_type = "cuda" if on_gpu else "cpu"
     mesh = init_device_mesh(device_type, (spec.dp, spec.tp), mesh_dim_names=("dp", "tp"))
     traffic = Traffic()

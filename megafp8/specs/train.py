@@ -29,6 +29,7 @@ class TrainSpec:
     """Counts are optimizer steps unless named otherwise."""
 
     max_steps: int
+    max_time_seconds: float | None = None  # of one process, from its start
     micro_batch_size: int  # samples per forward pass and data-parallel rank
     global_batch_size: int  # samples per optimizer step over all ranks
     log_every_n_steps: int

@@ -26,6 +26,7 @@ from megafp8.train.profiling import StepProfiler
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
+from megafp8.train.timelimit import TimeLimit
 
 MAX_NONFINITE_IN_A_ROW = 10
 
@@ -42,19 +43,22 @@ class Run:
     metrics: MetricsFile | None  # the main rank's
     trackers: CompositeTracker
     stop: StopRequest
+    limit: TimeLimit
     health: HealthLog
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
     last_report: StepReport | None = None
     last_loss: float | None = None
+    stopped_by_time: bool = False
     last_save: float = field(default_factory=time.monotonic)
     nonfinite_in_a_row: int = 0
     rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
 
 
 def train(run: Run) -> bool:
-    """Train until `max_steps`; False if a signal ended it before (everything is saved then)."""
+    """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
     loader = open_loader(run)
+    run.limit.start()
     try:
         while run.state.step < run.spec.train.max_steps:
             began = time.perf_counter()
@@ -114,7 +118,10 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     interval = spec.checkpoint.every_n_train_steps
     pause = spec.checkpoint.train_time_interval_seconds
     is_time = pause is not None and time.monotonic() - run.last_save >= pause
-    stop, is_time = agree(run.state.mesh, run.stop.signal is not None, is_time)
+    is_late = run.limit.is_due()
+    stop, is_time, is_late = agree(run.state.mesh, run.stop.signal is not None, is_time, is_late)
+    run.stopped_by_time = is_late and not stop
+    stop = stop or is_late
     if stop or (is_last and spec.checkpoint.save_last):
         save(run, must_succeed=True)
     elif is_time or (interval and step % interval == 0):
@@ -226,6 +233,7 @@ def save(run: Run, *, must_succeed: bool) -> Path | None:
             raise
         run.console.warn(f"checkpoint at step {run.state.step} failed, training goes on: {error}")
         return None
+    run.limit.saved(time.monotonic() - run.last_save)
     run.console.event(f"step {run.state.step} saved and verified: {path}")
     return path
 

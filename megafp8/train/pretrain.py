@@ -28,7 +28,7 @@ from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import backends, rundirs, saving
+from megafp8.train import backends, restarts, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
@@ -38,6 +38,7 @@ from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.timelimit import TimeLimit
 from megafp8.train.tokenizer_files import save_tokenizer
 from megafp8.train.weights import start_from
 
@@ -72,8 +73,8 @@ def pretrain(
     typed = Typed(command, tuple(settings), record or {})
     began = time.monotonic()
     follow_launcher()
+    mesh = join(spec.parallel)  # a signal ends what still waits for others: nothing has begun
     with StopRequest() as stop:
-        mesh = join(spec.parallel)
         try:
             backends.check(spec, mesh.device)
             prepare_process(
@@ -117,6 +118,7 @@ def _pretrain(
     if saver.last_step is None and spec.restore_from_path is not None:
         start_from(spec, state, console.event)
     first_step = state.step
+    _check_progress_on_main(path, state)
     metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
@@ -139,6 +141,7 @@ def _pretrain(
         metrics=metrics,
         trackers=trackers,
         stop=stop,
+        limit=TimeLimit(spec.train.max_time_seconds, began),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
@@ -178,6 +181,10 @@ def _pretrain(
         if finished:
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
+    if not finished:
+        saving.from_main(
+            mesh, None
+        )  # a launcher may end the others as soon as one has left with 75
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
 
@@ -282,6 +289,8 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         xz = xz_bits_per_byte(text)
     report, counter, share = run.last_report, state.counter, share_of(spec, state)
     name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    if run.stopped_by_time:
+        name = "trainer.max_time"
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
     gemms = sum(totals.values()) - attention
@@ -375,6 +384,18 @@ def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
     assert shared is not None
     path, continues, reason = shared
     return RunChoice(path, continues, reason, lock=None)
+
+
+def _check_progress_on_main(path: Path, state: TrainState) -> None:
+    error: UserError | None = None
+    if state.mesh.is_main:
+        try:
+            restarts.check_progress(path, state.step)
+        except UserError as failure:
+            error = failure
+    error = saving.from_main(state.mesh, error)
+    if error is not None:
+        saving.raise_on_all(error)
 
 
 def _load_newest(

@@ -17,7 +17,9 @@ FP8 = "model.fp8=True"
     "override",
     [
         "trainer.devices=0",
-        "trainer.num_nodes=2",
+        "trainer.num_nodes=0",
+        "trainer.max_time=0",
+        "trainer.max_time=soon",
         "trainer.accelerator=tpu",
         "trainer.precision=16-true",
         "trainer.gradient_clip_algorithm=both",

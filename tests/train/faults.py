@@ -154,3 +154,8 @@ def in_rank(rank: int, *fault: Any) -> None:
     os.environ["TEST_FAULT"] = json.dumps([rank, *fault])
     script = str(Path(__file__).with_name("rank.py"))
     pretrain_gpt.launch = lambda _, argv, num_ranks: launch(script, argv, num_ranks)
+
+
+def environment(values: dict[str, str]) -> None:
+    """Variables that whoever starts the job has set."""
+    os.environ.update(values)
