@@ -154,6 +154,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.gradient_clip_val": Trains(0.01),
     "trainer.nonfinite_policy": ShownBy("tests/train/test_nonfinite.py::test_skip"),
     "trainer.fast_dev_run": Runs(2),
+    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.overfit_batches": Trains(1),
     "trainer.num_sanity_val_steps": Runs(1, sees="output"),
     "trainer.enable_progress_bar": ShownBy(
@@ -212,7 +213,7 @@ EFFECTS: dict[str, Effect] = {
     "model.tokenizer.model": NAMED,
     "model.tokenizer.vocab_file": NAMED,
     "model.tokenizer.merge_file": NAMED,
-    "model.data.dataloader_type": Trains("cyclic"),
+    "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
     "model.data.shuffle_documents": Trains(False),
     "model.data.eod_mask_loss": Trains(True),
     "model.data.reset_attention_mask": Trains(True),
@@ -247,7 +248,9 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.weight_decay": Trains(0.5),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
-    "model.optim.sched.name": Trains("PolynomialDecayAnnealing"),
+    "model.optim.sched.name": Trains(
+        "PolynomialDecayAnnealing", ("model.optim.sched.warmup_steps=0",)
+    ),
     "model.optim.sched.warmup_steps": Trains(2),
     "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
     "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),
