@@ -4,7 +4,7 @@ from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
-from megafp8.specs.parallel import ParallelSpec
+from megafp8.specs.parallel import ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
 from megafp8.specs.run import ObserveSpec, RunSpec
 from megafp8.specs.train import TrainSpec
@@ -17,6 +17,7 @@ __all__ = [
     "ObserveSpec",
     "OptimSpec",
     "ParallelSpec",
+    "PipelineSpec",
     "PrecisionSpec",
     "RunSpec",
     "ScheduleSpec",

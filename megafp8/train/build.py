@@ -8,12 +8,16 @@ from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
+from megafp8.parallel.data import GradReducer, NotingSink
+from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.grad_sink import GradSink, MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
+from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -24,27 +28,54 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
     scaling = build_scaling(spec, mesh)
-    sink, counter = MainGradSink(), GemmCounter()
-    model = GPT(
-        NativeParts(
-            spec.model,
-            COMPUTE_DTYPES[spec.precision.compute],
-            spec.train.seed,
-            streams,
-            scaling=scaling,
-            tp=mesh.tp,
-            sink=sink,
-            counter=counter,
-        )
-    ).to(mesh.device)
+    sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
+    outer: GradSink = sink
+    noting = NotingSink(outer) if mesh.data.size > 1 else None
+    outer = noting or outer
+    is_split = mesh.pp.size > 1 and parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES
+    deferring = DeferringSink(outer) if is_split else None
+    parts = NativeParts(
+        spec.model,
+        COMPUTE_DTYPES[spec.precision.compute],
+        spec.train.seed,
+        streams,
+        scaling=scaling,
+        tp=mesh.tp,
+        sink=deferring or outer,
+        counter=counter,
+    )
+    model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, parallel, mesh.pp)
+    model.to(mesh.device)
     if scaling is not None:
         scaling.to(mesh.device)
     masters = Masters(model.parameters())
     sink.attach(zip(masters.params, masters.grads, strict=True))
-    optimizer = AdamW(masters, spec.optim)
-    return TrainState(
-        model, masters, optimizer, scaling or NoScaling(), streams, sink, counter, mesh
+    if noting is not None:
+        noting.reducer = GradReducer(
+            masters.flat_grad,
+            masters.params,
+            mesh.data,
+            bucket_bytes=parallel.grad_bucket_bytes,
+            dtype=COMPUTE_DTYPES[parallel.grad_reduce_dtype],
+        )
+    events = scaling or NoScaling()
+    state = TrainState(
+        model, masters, AdamW(masters, spec.optim), events, streams, sink, counter, mesh
     )
+    state.reducer = None if noting is None else noting.reducer
+    if isinstance(model, PipelinedGPT):
+        state.pipeline = PipelineRunner(
+            model,
+            Boundary(
+                (spec.train.micro_batch_size, spec.data.seq_length, spec.model.hidden_size),
+                parts.residual_dtype,
+            ),
+            scaling=events,
+            streams=streams,
+            deferring=deferring,
+            device=mesh.device,
+        )
+    return state
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
@@ -52,5 +83,4 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None:
         return None
-    reduce_max = mesh.world.all_reduce_max if mesh.world.size > 1 else None
-    return ScalingState(recipe, reduce_max)
+    return ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)

@@ -11,6 +11,7 @@ import torch
 from megafp8.data.loader import Microbatch
 from megafp8.optim.clip import grad_norm
 from megafp8.optim.schedules import learning_rate
+from megafp8.parallel.pipeline import Batch, PipelinedGPT
 from megafp8.train.state import TrainState
 
 
@@ -35,10 +36,12 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
     number of counted tokens makes it a mean over the global batch's real tokens.
     """
     loss_sum, num_tokens = forward_backward(state, microbatches)
-    totals = state.mesh.dp.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
-    state.mesh.dp.all_reduce_sum(state.masters.flat_grad)
+    mesh = state.mesh
+    mesh.pp.all_reduce_sum(loss_sum)  # 0 but for the stage with the head
+    totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
+    reduce_gradients(state)
     loss, count = (totals[0] / totals[1]).item(), int(totals[1].item())
-    norm = (grad_norm(state.masters, state.mesh.tp) / totals[1]).item()  # NaN if none counted
+    norm = (grad_norm(state.masters, mesh.tp, mesh.pp) / totals[1]).item()  # NaN if none counted
     spec = state.optimizer.spec
     result = StepResult(loss, norm, learning_rate(spec, state.step + 1), count)
     if result.is_finite:
@@ -56,10 +59,19 @@ def forward_backward(
     device, dp = state.mesh.device, state.mesh.dp
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
     state.sink.begin_step()
+    if state.reducer is not None:
+        state.reducer.begin_step(len(microbatches))
+    if state.pipeline is not None:
+        batches = [to_device(microbatch, device) for microbatch in microbatches]
+        loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices)
+        num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
+        state.sink.end_step()
+        return loss_sum, num_tokens
     for index, microbatch in enumerate(microbatches):
         tokens_BS, targets_BS = to_device(microbatch, device)
-        state.streams.begin_microbatch(state.step + 1, index * dp.size + dp.rank)
+        state.streams.begin_microbatch(state.step + 1, global_indices[index])
         state.scaling.begin_microbatch(index)
         loss = state.model(tokens_BS, targets_BS)
         state.scaling.end_forward()
@@ -71,7 +83,15 @@ def forward_backward(
     return loss_sum, num_tokens
 
 
-def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_gradients(state: TrainState) -> None:
+    """Sum them over replicas, and the tied embedding's over the stages that have it."""
+    if state.reducer is not None:
+        state.reducer.finish()
+    if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
+        state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
+
+
+def to_device(microbatch: Microbatch, device: torch.device) -> Batch:
     tokens_BS = torch.from_numpy(microbatch.tokens_BS)
     targets_BS = torch.from_numpy(microbatch.targets_BS)
-    return tokens_BS.to(device), targets_BS.to(device)
+    return Batch(tokens_BS.to(device), targets_BS.to(device))

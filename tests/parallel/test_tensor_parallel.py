@@ -230,7 +230,7 @@ def test_bytes_on_the_wire(two_ranks: dict[str, Outcomes], case: str) -> None:
     expected = {("tp", "all_reduce_sum", dtype): activations}
     expected["tp", "all_reduce_sum", "float64"] = 8
     if run.fp8:
-        expected["world", "all_reduce_max", "float32"] = run.num_microbatches * layers * 12 * 4
+        expected["amax", "all_reduce_max", "float32"] = run.num_microbatches * layers * 12 * 4
     assert all(rank.traffic == expected for rank in two_ranks[case])
 
 
