@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from megafp8.precision.formats import E4M3, E5M2, Fp8Format
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
-from megafp8.precision.linear import Linear, LinearScaling, NoComm
+from megafp8.precision.linear import Linear, NoComm
+from megafp8.precision.quantizers.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -44,7 +45,7 @@ def differences() -> dict[str, tuple[float, float]]:
         torch.nn.Parameter(weight.clone()),
         torch.nn.Parameter(bias),
         name="linear",
-        scaling=LinearScaling.register(state, "linear"),
+        quantizer=linear_quantizer(state, "linear"),
         comm=NoComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),

@@ -11,10 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.parallel.parts import linears_of
 from megafp8.precision.cast import amax_of
-from megafp8.precision.linear import LinearScaling
-from megafp8.precision.scaling import Slot
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.train.step import train_step
@@ -31,35 +28,28 @@ class Cast(NamedTuple):
     underflow: float  # share of the elements that are not zero and whose FP8 number is
 
 
-class WatchedScaling(LinearScaling):
-    """Quantizes as ever and notes what it did, by the tensor's name."""
+class Watch:
+    """Sees every tensor as it is quantized and notes what was done, by the tensor's name."""
 
-    seen: dict[str, Cast] = {}
+    def __init__(self) -> None:
+        self.seen: dict[str, Cast] = {}
 
-    def quantize(self, x, slot):
-        return self.note(x, slot, super().quantize(x, slot))
-
-    def quantize_and_sum(self, x_MN, slot):  # of an output gradient, for the bias
-        quantized, sums = super().quantize_and_sum(x_MN, slot)
-        return self.note(x_MN, slot, quantized), sums
-
-    def note(self, x: torch.Tensor, slot: Slot, quantized: Fp8Tensor) -> Fp8Tensor:
-        lost = (quantized.numbers(torch.float32) == 0) & (x != 0)
-        scale, underflow = slot.quant_scale.item(), lost.float().mean().item()
-        self.seen[slot.table.names[slot.index]] = Cast(amax_of(x).item(), scale, underflow)
-        return quantized
+    def __call__(self, name: str, x: torch.Tensor, x_fp8: Fp8Tensor, _: Fp8Tensor) -> None:
+        lost = (x_fp8.numbers(torch.float32) == 0) & (x != 0)
+        scale, underflow = 1 / x_fp8.dequant_scale.item(), lost.float().mean().item()
+        self.seen[name] = Cast(amax_of(x).item(), scale, underflow)
 
 
 def watch(steps: int) -> list[dict[str, Cast]]:
     """The casts of each step."""
     state = GPT["start"](Fp8Recipe(amax_history_len=16))
-    for linear in linears_of(state.model):
-        linear.scaling = WatchedScaling(**vars(linear.scaling))
+    watch = Watch()
+    state.scaling.observers.append(watch)
     found = []
     for _, step_batches in zip(range(steps), GPT["batches"](), strict=False):
         train_step(state, step_batches[:1])
         state.step += 1
-        found.append(dict(WatchedScaling.seen))
+        found.append(dict(watch.seen))
     return found
 
 

@@ -99,6 +99,7 @@ def _fp8_block(block: dict[str, Any], m: Migration) -> None:
     given.setdefault("fp8_format", "HYBRID")
     given.setdefault("amax_history_len", 1024)
     given.setdefault("amax_compute_algo", "most_recent")
+    given.setdefault("use_autocast_during_eval", False)
     for key, value in given.items():
         path = f"fp8_config.{key}" if key in block else f"fp8_config.{key} (Accelerate's default)"
         handler = _TE_KEYS.get(key)
@@ -142,28 +143,12 @@ def _override_linear_precision(path: str, value: Any, m: Migration) -> None:
         m.decide(path, value, "is not three of true and false", "Give (false, false, false)")
     elif not any(wanted):
         m.drop(path, value, "all three products run in FP8")
-    elif wanted == [False, False, True]:
-        m.change(path, value, {"model.fp8_wgrad": False})
-        m.decide_written("model.fp8_wgrad")
     else:
-        m.decide(
-            path, value, "forward and input-gradient products run in FP8",
-            "Give (false, false, false), or train without FP8",
-        )  # fmt: skip
+        m.change(path, value, {"model.override_linear_precision": wanted})
 
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, (list, tuple))
-
-
-def _autocast_during_eval(path: str, value: Any, m: Migration) -> None:
-    if value is True:
-        m.drop(path, value, "validation runs in FP8, with the scales of training")
-    else:
-        m.changes.append(
-            f"{path}: {plain(value)} -> nothing: validation runs in FP8 here, with the scales of "
-            "training; Accelerate would validate in high precision"
-        )
 
 
 def _foreign(backend: str) -> Callable[[str, Any, Migration], None]:
@@ -178,7 +163,7 @@ _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "margin": _to("model.fp8_margin"),
     "interval": _to("model.fp8_interval"),
     "override_linear_precision": _override_linear_precision,
-    "use_autocast_during_eval": _autocast_during_eval,
+    "use_autocast_during_eval": _to("model.use_autocast_during_eval"),
     "use_mxfp8_block_scaling": lambda path, value, m: (
         m.decide(path, value, "the recipe is not supported yet", "Give false")
         if value

@@ -123,6 +123,8 @@ def _type_text(hint: Any) -> str:
         str: "a text",
         bool: "True or False",
         list[float]: "a list of numbers",
+        list[bool]: "a list of True and False",
+        list[str]: "a list of texts",
         type(None): "null",
     }
     if hint in names:

@@ -46,12 +46,6 @@ class Migration:
     def decide(self, key: str, value: Any, reason: str, way_out: str) -> None:
         self.undecided.append(f"{key}: {plain(value)}: {reason}. {way_out}")
 
-    def decide_written(self, path: str) -> None:
-        """A key that was written and cannot be honoured."""
-        key = nemo_keys()[path]
-        value = get_in(self.out, path)
-        self.decide(path, value, key.why, key.way_out)
-
     def report(self) -> str:
         """What the command says on stdout."""
         parts = (

@@ -365,18 +365,10 @@ def _model_memory_and_speed(t: _Table) -> None:
 
 def _model_fp8(t: _Table) -> None:
     t.prefix = "model"
-    t.add("fp8_params", False, "weights are kept in trainer.precision's dtype and cast each step",
-          status=NOT_YET, extra=True)  # fmt: skip
-    t.add("fp8_recipe", "delayed", "the recipe is delayed scaling", status=NOT_YET, extra=True)
-    t.add("fp8_wgrad", True, "weight gradients are FP8 products like the others", status=NOT_YET,
-          extra=True)  # fmt: skip
     t.add(
         "tp_only_amax_red", False, "amaxes are reduced over all ranks", status=NOT_YET, extra=True,
         way_out="Leave it out, or use model.reduce_amax=False for no reduction at all",
     )  # fmt: skip
-    t.add("first_last_layers_bf16", False, "all layers are in FP8", status=NOT_YET, extra=True)
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        t.add(name, 1, "all layers are in FP8", status=NOT_YET, ours=(0, 1), extra=True)
     t.add("fp8_dot_product_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("fp8_multi_head_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("use_emha", False, "attention is torch's", why="has no equivalent here")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.problems import SettingError
 from megafp8.config.schema import Config, ExpManager, Model, Optim, all_keys
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
@@ -16,6 +17,7 @@ from megafp8.config.values import (
     PRECISIONS,
     format_number,
     parse_interval_seconds,
+    parse_modules,
     parse_splits,
 )
 from megafp8.specs import (
@@ -32,6 +34,7 @@ from megafp8.specs import (
     TokenizerSpec,
     TrainSpec,
 )
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
 
 VOCAB_SIZE_UNKNOWN = 0
 """Stands in `RunSpec.model` until the tokenizer is there."""
@@ -93,8 +96,16 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["model.optim.name"] = ADAMW_NAMES[0]
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
-    elif values["model.fp8_e4m3"]:
-        values["model.fp8_hybrid"] = False
+    elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
+        values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
+    split = "model.fp8_split_accumulator"
+    if values["trainer.accelerator"] == "cpu" and values[split] != all_keys()[split].default:
+        raise SettingError(
+            split,
+            values[split],
+            "on a CPU there are no FP8 tensor cores: every sum is precise",
+            "Leave it out",
+        )
     return _nested(values)
 
 
@@ -133,16 +144,42 @@ def _gpt(model: Model) -> GPTSpec:
 def _fp8(model: Model) -> Fp8Recipe | None:
     if not model.fp8:
         return None
+    name = cast(RecipeName, model.fp8_recipe)
+    power_2 = model.fp8_power_2_scale
+    precise = dict(zip(GEMMS, model.fp8_split_accumulator, strict=True))
     return Fp8Recipe(
-        name="delayed",
+        name=name,
         forward_format="e4m3",
-        backward_format="e4m3" if model.fp8_e4m3 else "e5m2",
+        backward_format="e4m3" if model.fp8_e4m3 or name in E4M3_RECIPES else "e5m2",
         margin=model.fp8_margin,
         interval=model.fp8_interval,
         amax_history_len=model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
         reduce_amax=model.reduce_amax,
+        power_2_scale=name not in ("delayed", "tensorwise") if power_2 is None else power_2,
+        params_in_fp8=model.fp8_params,
+        high_precision_gemms=_high_precision_gemms(model),
+        fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
+        fp8_in_evaluation=model.use_autocast_during_eval,
+        pad_inner_dim=model.pad_inner_dim,
+        modules=(*(parse_modules(model.fp8_modules) or ()), *_layers_in_bf16(model)),
     )
+
+
+def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
+    overridden = zip(GEMMS, model.override_linear_precision, strict=True)
+    high = {gemm for gemm, is_high in overridden if is_high}
+    return frozenset(high if model.fp8_wgrad else {*high, "grad_weight"})
+
+
+def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
+    """`first_last_layers_bf16` as rules over names."""
+    if not model.first_last_layers_bf16:
+        return
+    first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
+    for layer in range(model.num_layers):
+        if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
+            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION)
 
 
 def warmup_steps(given: int | None, max_steps: int) -> int:

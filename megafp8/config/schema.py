@@ -29,8 +29,10 @@ from megafp8.config.values import (
     HALF_PRECISIONS,
     PRECISIONS,
     parse_interval_seconds,
+    parse_modules,
     parse_splits,
 )
+from megafp8.specs.precision import RECIPES
 
 
 def _is_interval(value: object) -> bool:
@@ -433,6 +435,66 @@ class Model:
     )
     reduce_amax: bool = key(
         True, "Largest amax over the ranks that share a tensor.", nemo=True, kind="model"
+    )
+    fp8_recipe: str = key(
+        "delayed",
+        "Where scales come from: earlier amaxes of the tensor (`delayed`), its own amax "
+        "(`tensorwise`), those of its rows and columns (`rowwise`; `rowwise_with_gw_hp` keeps "
+        "weight gradients in high precision), those of its blocks (`blockwise`).",
+        kind="model",
+        valid=one_of(
+            *RECIPES, later=("mxfp8", "nvfp4", "custom"), suggestion="Blockwise is nearest to mxfp8"
+        ),
+    )
+    fp8_power_2_scale: bool | None = key(
+        None,
+        "Scales rounded down to powers of two. Null: as the recipe's source has it (not for "
+        "`tensorwise`, else so).",
+        kind="model",
+    )
+    fp8_params: bool = key(
+        False,
+        "Keep the linears' weights in FP8 alone, beside their FP32 masters.",
+        kind="model",
+    )
+    fp8_wgrad: bool = key(True, "Weight gradients are FP8 products too.", kind="model")
+    override_linear_precision: list[bool] = key(
+        [False, False, False],
+        "Which products stay in high precision: output, input gradient, weight gradient.",
+        kind="model",
+        valid=Valid("three of True and False", lambda v: len(v) == 3),
+    )
+    fp8_split_accumulator: list[bool] = key(
+        [False, True, True],
+        "Which products add up precisely on FP8 tensor cores: output, input gradient, weight "
+        "gradient. Elsewhere all do.",
+        kind="model",
+        valid=Valid("three of True and False", lambda v: len(v) == 3),
+    )
+    first_last_layers_bf16: bool = key(
+        False, "Keep the first and the last layers out of FP8.", kind="model"
+    )
+    num_layers_at_start_in_bf16: int = key(
+        1, "How many, at the start.", kind="model", valid=at_least(0)
+    )
+    num_layers_at_end_in_bf16: int = key(
+        1, "How many, at the end.", kind="model", valid=at_least(0)
+    )
+    fp8_modules: list[str] = key(
+        [],
+        "Choices for linears by name, `PATTERN:CHOICE`, the first that matches: a recipe, or "
+        "`high_precision`. An example: `*.mlp.fc2:high_precision`.",
+        kind="model",
+        valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
+    )
+    use_autocast_during_eval: bool = key(
+        True, "Validate in FP8 too, with the scales of training.", kind="model"
+    )
+    pad_inner_dim: bool = key(
+        False,
+        "Allow sizes that are no multiple of what FP8 tensor cores take; there, operands are "
+        "padded with zeros.",
+        kind="model",
     )
     fp8_backend: str = key(
         "auto",

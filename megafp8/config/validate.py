@@ -1,28 +1,26 @@
 """Which settings fit together. Pure: no device, no file, no torch.
 
-A rule names the keys it reads and runs only where all of them are good by themselves, so one bad
-value is reported once and not again by every rule that it would break.
+Rules of FP8 recipes are in `fp8_rules`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from megafp8.config import fp8_rules
+from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
+from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
 
-Values = Mapping[str, Any]
-Origins = Mapping[str, str]
-
-FP8_MULTIPLE = 16
-"""FP8 tensor cores take operands whose sizes are multiples of it."""
+rule = Rules()
 
 FP8_DETAILS = (
     "model.fp8_e4m3",
@@ -32,6 +30,18 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.fp8_recipe",
+    "model.fp8_power_2_scale",
+    "model.fp8_params",
+    "model.fp8_wgrad",
+    "model.override_linear_precision",
+    "model.fp8_split_accumulator",
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+    "model.fp8_modules",
+    "model.use_autocast_during_eval",
+    "model.pad_inner_dim",
     "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
@@ -43,28 +53,6 @@ CHECKPOINT_DETAILS = (
 """What means nothing unless checkpoints are written."""
 
 _SEARCH_LIMIT = 10_000
-
-
-class Finding(NamedTuple):
-    """What a rule has to say about one key."""
-
-    key: str
-    reason: str
-    way_out: str
-
-
-Rule = Callable[[Values], Iterator[Finding]]
-_RULES: list[tuple[tuple[str, ...], Rule]] = []
-
-
-def rule(*keys: str) -> Callable[[Rule], Rule]:
-    """Register a check of values alone; it reads exactly these keys."""
-
-    def register(check: Rule) -> Rule:
-        _RULES.append((keys, check))
-        return check
-
-    return register
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -112,9 +100,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for keys, check in _RULES:
-        if all(key in good for key in keys):
-            findings += check(good)
+    for rules in (rule, fp8_rules.rule):
+        findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
     return [
@@ -270,38 +257,40 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.fp8", "model.hidden_size", "model.tensor_model_parallel_size")
+@rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
     yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
 
 
-@rule("model.fp8", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
+@rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
 def _fp8_ffn(v: Values) -> Iterator[Finding]:
-    step = FP8_MULTIPLE * v["model.tensor_model_parallel_size"]
+    step = size_multiple(v) * v["model.tensor_model_parallel_size"]
     yield from _fp8_size(v, "model.ffn_hidden_size", step)
 
 
 def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
     tp = v["model.tensor_model_parallel_size"]
-    if v["model.fp8"] and v[key] % (FP8_MULTIPLE * tp):
+    multiple = size_multiple(v)
+    if v["model.fp8"] and v[key] % (multiple * tp):
         share = f" over model.tensor_model_parallel_size={tp}" if tp > 1 else ""
         yield Finding(
             key,
-            f"FP8 GEMMs need multiples of {FP8_MULTIPLE} on each rank; {v[key]}{share} is none",
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{share} is none",
             f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
         )
 
 
-@rule("model.fp8", "model.micro_batch_size", "model.encoder_seq_length")
+@rule("model.fp8", "model.fp8_recipe", "model.micro_batch_size", "model.encoder_seq_length")
 def _fp8_tokens(v: Values) -> Iterator[Finding]:
     micro, length = v["model.micro_batch_size"], v["model.encoder_seq_length"]
-    if v["model.fp8"] and (micro * length) % FP8_MULTIPLE:
-        micro_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
-        length_step = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, micro)
+    multiple = size_multiple(v)
+    if v["model.fp8"] and (micro * length) % multiple:
+        micro_step = multiple // math.gcd(multiple, length)
+        length_step = multiple // math.gcd(multiple, micro)
         yield Finding(
             "model.micro_batch_size",
             f"times model.encoder_seq_length={length} makes {micro * length} tokens; FP8 GEMMs "
-            f"need multiples of {FP8_MULTIPLE}",
+            f"need multiples of {multiple}",
             f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
             f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
         )
@@ -320,6 +309,7 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
                 yield Finding(
                     key, "means nothing without FP8", "Set model.fp8=True, or leave it out"
                 )
+    yield from fp8_rules.contradictions(v, origins)
     if v.get("model.fp8_e4m3") and v.get("model.fp8_hybrid"):
         if origins.get("model.fp8_hybrid") == COMMAND_LINE:
             yield Finding(
@@ -373,7 +363,7 @@ def nearest_divisors(value: int, wanted: int) -> str:
 def _hidden_step(v: Values) -> int:
     """What a hidden size must be a multiple of, as far as the other keys are known."""
     heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, FP8_MULTIPLE * tp if v.get("model.fp8") else 1)
+    return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

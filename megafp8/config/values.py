@@ -6,6 +6,8 @@ import math
 import re
 from typing import Literal
 
+from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule
+
 PRECISIONS: dict[int | str, Literal["bf16", "fp32"]] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
@@ -40,6 +42,19 @@ def parse_splits(value: object) -> tuple[float, ...] | None:
         return None
     numbers = [_finite(part) for part in parts]
     return None if None in numbers else tuple(n for n in numbers if n is not None)
+
+
+def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
+    """The rules of `["*.fc2:high_precision"]`; None if one of them is none."""
+    if not isinstance(value, (list, tuple)):
+        return None
+    rules = []
+    for text in value:
+        pattern, _, choice = str(text).rpartition(":")
+        if not pattern or choice not in (*RECIPES, HIGH_PRECISION):
+            return None
+        rules.append(ModuleRule(pattern, choice))
+    return tuple(rules)
 
 
 def format_number(number: float) -> str:

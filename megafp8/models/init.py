@@ -53,6 +53,18 @@ def parameter(
     return param
 
 
+def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A place for `param`'s FP8 payload, with its pieces and its unrounded initialization.
+
+    What it holds before the first write of the master is of no use.
+    """
+    payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype))
+    payload.pieces = pieces_of(param)  # type: ignore[attr-defined]
+    initial = param.initial_master  # type: ignore[attr-defined]
+    payload.initial_master = param.detach() if initial is None else initial  # type: ignore[attr-defined]
+    return payload
+
+
 def pieces_of(param: torch.nn.Parameter) -> tuple[Piece, ...]:
     """Where a parameter's parts lie in the logical model."""
     pieces: tuple[Piece, ...] = param.pieces  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,15 +10,22 @@ from torch import nn
 
 from megafp8.models.init import pieces_of
 
+# Puts a master's values into a parameter that a copy would not do for.
+Store = Callable[[torch.Tensor], None]
+
 
 class Masters:
     """One FP32 master per parameter, and all gradients in one flat FP32 buffer.
 
     For FP32 parameters the master *is* the parameter. Sharded parameters come first in the buffer,
     so that the gradient norm needs two ranges; one division, clip and reduction serve all.
+    `stores`: the parameters that are quantized, not copied, when masters are written back.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], stores: Mapping[nn.Parameter, Store] | None = None
+    ) -> None:
+        self._stores = dict(stores or {})
         self.params = sorted(params, key=lambda p: not pieces_of(p)[0].is_sharded)
         device = self.params[0].device
         self.masters = [_master_of(param) for param in self.params]
@@ -44,10 +51,14 @@ class Masters:
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the compute weights."""
-        pairs = [(p, m) for p, m in zip(self.params, self.masters, strict=True) if p is not m]
+        both = zip(self.params, self.masters, strict=True)
+        pairs = [(p, m) for p, m in both if p is not m and p not in self._stores]
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+        for param, master in zip(self.params, self.masters, strict=True):
+            if store := self._stores.get(param):
+                store(master)
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from megafp8.models.init import constant, parameter
+from megafp8.models.init import constant, fp8_parameter, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
 from megafp8.precision.embedding import look_up
+from megafp8.precision.formats import FORMATS
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
-from megafp8.precision.linear import Linear, LinearComm, LinearScaling, NoComm
+from megafp8.precision.linear import Linear, LinearComm, NoComm
+from megafp8.precision.quantizers.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
 from megafp8.specs.placement import Piece
@@ -67,15 +71,31 @@ class NativeParts(Parts):
         std: float,
         comm: LinearComm,
     ) -> Linear:
+        scaling = self.scaling
+        quantizer = None if scaling is None else linear_quantizer(scaling, name, comm.reduce_max)
+        in_fp8 = scaling is not None and scaling.recipe.params_in_fp8 and quantizer is not None
+        weight = self.normal_parameter(shape, weights, std)
+        if scaling is not None and in_fp8:
+            weight = fp8_parameter(weight, FORMATS[scaling.recipe.forward_format].dtype)
         return Linear(
-            self.normal_parameter(shape, weights, std),
+            weight,
             parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None,
             name=name,
-            scaling=None if self.scaling is None else LinearScaling.register(self.scaling, name),
+            quantizer=quantizer,
             comm=comm,
             sink=self.sink,
             counter=self.counter,
+            weight_compute_dtype=self.dtype if in_fp8 else None,
         )
+
+    def recompute_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """A repeated pass also casts with the scales of the first one and records no amax."""
+        first, again = super().recompute_contexts()
+        if self.scaling is None:
+            return first, again
+        return first, _both(again, self.scaling.recomputation())
 
     def local_heads(self) -> slice:
         share = self.spec.num_attention_heads // self.tp.size
@@ -109,6 +129,12 @@ class NativeParts(Parts):
     def count_attention_flops(self, flops: int) -> None:
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
         self.counter.add(precision, "attention", flops)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def linears_of(model: nn.Module) -> list[Linear]:

@@ -14,6 +14,8 @@ import torch
 
 from megafp8.models.parts import Rows
 from megafp8.parallel.collectives import Axis, Pending
+from megafp8.precision.quantizers.base import Operand, Role
+from megafp8.precision.scaling import ReduceMax
 from megafp8.specs.placement import Piece
 
 
@@ -23,6 +25,15 @@ class ColumnParallel:
 
     tp: Axis
     sums_output = False
+
+    def gather_input(self, input_TI: Operand) -> Operand:
+        return input_TI
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        return grad_output_TO
+
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        return None if role == "input" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return output_TO
@@ -37,6 +48,15 @@ class RowParallel:
 
     tp: Axis
     sums_output = True
+
+    def gather_input(self, input_TI: Operand) -> Operand:
+        return input_TI
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        return grad_output_TO
+
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        return None if role == "grad_output" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce_sum(output_TO)

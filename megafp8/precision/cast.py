@@ -98,6 +98,19 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
+def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
+    """max|x| along one dim of a matrix, kept as a dim of size 1: FP32; NaN gives +inf, none 0."""
+    if x_MN.shape[dim] == 0:
+        return x_MN.new_zeros((x_MN.shape[0], 1) if dim == 1 else (1, x_MN.shape[1])).float()
+    amax = x_MN.abs().amax(dim=dim, keepdim=True).float()
+    return amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def quantize_scaled(x: torch.Tensor, quant_scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    """The same cast with scales that broadcast over `x`; returns the payload."""
+    return (x.float() * quant_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+
+
 def _quantize_c(
     lib: ctypes.CDLL,
     x: torch.Tensor,

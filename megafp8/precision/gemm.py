@@ -1,10 +1,13 @@
 """The one place where a matrix product is called, FP8 or not; it counts what it really ran.
 
-FP8 operands are multiplied as their numbers, the scales are applied to the FP32 accumulator.
-Without FP8 tensor cores the product runs in a wider format that holds every FP8 number exactly:
-BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32 otherwise. On a CPU
-there is one rounding to the output dtype, as on FP8 hardware; only the order of accumulation
-differs. A GPU without FP8 tensor cores rounds twice in BF16 work.
+FP8 operands with one scale each are multiplied as their numbers, the scales are applied to the
+FP32 accumulator. Without FP8 tensor cores the product runs in a wider format that holds every FP8
+number exactly: BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32
+otherwise. On a CPU there is one rounding to the output dtype, as on FP8 hardware; only the order of
+accumulation differs. A GPU without FP8 tensor cores rounds twice in BF16 work.
+
+Operands with a scale for each row or block are multiplied as their values. A power of two moves the
+exponent alone, so the values stay exact in BF16; with other scales they are rounded to FP32 once.
 """
 
 from __future__ import annotations
@@ -72,17 +75,23 @@ def gemm(
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         precision = "fp8"
         wide = wide_dtype(a.payload.device, work)
-        dequant_scale = a.dequant_scale * b.dequant_scale
-        a, b = a.numbers(wide), b.numbers(wide)
+        if a.block is None and b.block is None:
+            dequant_scale: torch.Tensor | None = a.dequant_scale * b.dequant_scale
+            a, b = a.numbers(wide), b.numbers(wide)
+        else:
+            dequant_scale = None
+            wide = wide if a.is_power_2 and b.is_power_2 else torch.float32
+            a, b = a.dequantize(wide), b.dequantize(wide)
+            bias = None if bias is None else bias.to(wide)
     else:
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype]
-        wide, dequant_scale = work, None
+        dequant_scale = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
     counter.add(precision, place, 2 * a.shape[0] * a.shape[1] * b.shape[1])
     if dequant_scale is None:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        return (torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)).to(work)
     return _scaled_product(a, b, dequant_scale, bias).to(work)
 
 

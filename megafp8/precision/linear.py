@@ -9,15 +9,16 @@ grad_weight = grad_output.T @ input
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from megafp8.precision.gemm import GemmCounter, Operand, gemm
+from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
-from megafp8.precision.scaling import ScalingState, Slot
+from megafp8.precision.quantizers.base import Operand, Role
+from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
+from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 
 
@@ -31,14 +32,24 @@ class LinearComm(Protocol):
     """What crosses ranks around the GEMMs of one linear.
 
     `sums_output`: each rank has a part of the sum, and the bias is added once, after it.
+    `gather_*` take a rank's part of the tokens, in FP8 where it is quantized, and return those of
+    all ranks; `gather_input` runs again in backward, so that only the part has to be kept.
     """
 
     @property
     def sums_output(self) -> bool: ...
 
+    def gather_input(self, input_TI: Operand) -> Operand: ...
+
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor: ...
 
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand: ...
+
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction: ...
+
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        """The maximum over the ranks that hold other parts of this tensor; None: it is whole."""
+        ...
 
 
 class _Done(NamedTuple):
@@ -53,42 +64,28 @@ class NoComm:
 
     sums_output = False
 
+    def gather_input(self, input_TI: Operand) -> Operand:
+        return input_TI
+
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         return output_TO
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        return grad_output_TO
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction:
         return _Done(grad_input_TI)
 
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """The three scaled tensors of one FP8 linear."""
-
-    state: ScalingState
-    input: Slot
-    weight: Slot
-    grad_output: Slot
-
-    @classmethod
-    def register(cls, state: ScalingState, name: str) -> LinearScaling:
-        return cls(
-            state,
-            state.forward.register(f"{name}.input"),
-            state.forward.register(f"{name}.weight"),
-            state.backward.register(f"{name}.grad_output"),
-        )
-
-    def quantize(self, x: torch.Tensor, slot: Slot) -> Fp8Tensor:
-        amax = slot.amax if self.state.recording else None
-        return Fp8Tensor.quantize(x, slot.quant_scale, slot.fmt, amax=amax)
-
-    def quantize_and_sum(self, x_MN: torch.Tensor, slot: Slot) -> tuple[Fp8Tensor, torch.Tensor]:
-        amax = slot.amax if self.state.recording else None
-        return Fp8Tensor.quantize_and_sum(x_MN, slot.quant_scale, slot.fmt, amax=amax)
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        return None
 
 
 class Linear(nn.Module):
-    """`scaling` None computes in the weight's own dtype."""
+    """`quantizer` None computes in the weight's own dtype.
+
+    With `weight_compute_dtype` the weight is kept in FP8 alone (`fp8_params`): the parameter is its
+    payload, to be filled by `store_weight`. Its gradients go into the sink, never to `.grad`.
+    """
 
     def __init__(
         self,
@@ -96,45 +93,72 @@ class Linear(nn.Module):
         bias_O: nn.Parameter | None,
         *,
         name: str,
-        scaling: LinearScaling | None,
+        quantizer: LinearQuantizer | None,
         comm: LinearComm,
         sink: GradSink,
         counter: GemmCounter,
+        weight_compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight_OI, bias_O
+        self.weight_compute_dtype = weight_compute_dtype
         self.name = name
-        self.scaling, self.comm, self.sink, self.counter = scaling, comm, sink, counter
-        self._weight_fp8: Fp8Tensor | None = None
-        self._weight_version = -1
+        self.quantizer, self.comm, self.sink, self.counter = quantizer, comm, sink, counter
+        self._stored_weight: Fp8Tensor | None = None
+        self._cached_weight: Operands | None = None
+        self._cached_version = -1
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., I] -> [..., O], in the input's dtype."""
         flat_TI = input.flatten(0, -2)
         output_TO: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            flat_TI, self.weight, self.bias, self
+            flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
         )
         return output_TO.view(*input.shape[:-1], -1)
 
-    def input_operand(self, input_TI: torch.Tensor) -> Operand:
-        if self.scaling is None:
-            return input_TI
-        return self.scaling.quantize(input_TI, self.scaling.input)
+    def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
+        if self.quantizer is None:
+            return Operands(input_TI, input_TI)
+        return self.quantizer.operands("input", input_TI, with_first=with_first)
 
-    def grad_output_operand(self, grad_output_TO: torch.Tensor) -> tuple[Operand, torch.Tensor]:
+    def grad_output_operands(self, grad_output_TO: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """The output gradient as the GEMMs read it, and its sum over tokens (the bias's), FP32."""
-        if self.scaling is None:
-            return grad_output_TO, grad_output_TO.sum(0, dtype=torch.float32)
-        return self.scaling.quantize_and_sum(grad_output_TO, self.scaling.grad_output)
+        if self.quantizer is None:
+            total_O = grad_output_TO.sum(0, dtype=torch.float32)
+            return Operands(grad_output_TO, grad_output_TO), total_O
+        return self.quantizer.operands_and_sum("grad_output", grad_output_TO)
 
-    def weight_operand(self) -> Operand:
+    def weight_operands(self, work: torch.dtype) -> Operands:
         """The weight as the GEMMs read it; in FP8 it is quantized once a step and kept."""
-        if self.scaling is None:
-            return self.weight
-        if self._weight_fp8 is None or self._weight_version != self.scaling.state.weights_version:
-            self._weight_fp8 = self.scaling.quantize(self.weight.detach(), self.scaling.weight)
-            self._weight_version = self.scaling.state.weights_version
-        return self._weight_fp8
+        if self._stored_weight is not None:
+            return self._stored_operands(self._stored_weight, work)
+        if self.quantizer is None:
+            return Operands(self.weight, self.weight)
+        version = self.quantizer.state.weights_version
+        if self._cached_weight is None or self._cached_version != version:
+            self._cached_weight = self.quantizer.operands("weight", self.weight.detach())
+            self._cached_version = version
+        return self._cached_weight
+
+    @torch.no_grad()
+    def store_weight(self, master_OI: torch.Tensor) -> None:
+        """Quantize the FP32 master into the parameter; where scales are delayed, its amax is
+        recorded for the next step, in which it is used.
+
+        It is rounded to the compute dtype first, so that the payload is the one that a weight kept
+        in the compute dtype would get (Megatron-LM's `quantize_param_shard`).
+        """
+        assert self.quantizer is not None and self.weight_compute_dtype is not None
+        value = self.quantizer.store(master_OI.to(self.weight_compute_dtype))
+        self.weight.data.copy_(value.payload)
+        self._stored_weight = value.factory()(self.weight.data, value.dequant_scale)
+
+    def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:
+        assert self.quantizer is not None
+        if self.quantizer.state.fp8_enabled:
+            return Operands(stored, stored)
+        plain_OI = stored.dequantize(work)
+        return Operands(plain_OI, plain_OI)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -145,12 +169,14 @@ class _LinearFunction(torch.autograd.Function):
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
         layer: Linear,
+        is_grad_enabled: bool,
     ) -> torch.Tensor:
-        input, weight = layer.input_operand(input_TI), layer.weight_operand()
+        input = layer.input_operands(input_TI, with_first=is_grad_enabled)
+        weight = layer.weight_operands(input_TI.dtype)
         sums_output = layer.comm.sums_output
         output_TO = gemm(
-            input,
-            weight,
+            layer.comm.gather_input(input.along_last),
+            weight.along_last,
             work=input_TI.dtype,
             counter=layer.counter,
             place="output",
@@ -160,33 +186,34 @@ class _LinearFunction(torch.autograd.Function):
         output_TO = layer.comm.reduce_output(output_TO)
         if bias_O is not None and sums_output:
             output_TO = output_TO + bias_O
-        if isinstance(input, Fp8Tensor):
-            ctx.fmt = input.fmt
-            ctx.save_for_backward(input.payload, input.dequant_scale)
-        else:
-            ctx.save_for_backward(input)
-        ctx.layer, ctx.weight = layer, weight
+        if is_grad_enabled:
+            _save(ctx, input.along_first)
+        ctx.layer, ctx.weight_along_first = layer, weight.along_first
         return output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_output_TO,) = grads
         layer: Linear = ctx.layer
-        saved = ctx.saved_tensors
-        input: Operand = Fp8Tensor(saved[0], saved[1], ctx.fmt) if len(saved) == 2 else saved[0]
+        input = _saved(ctx)
         work = grad_output_TO.dtype
-        grad_output, grad_bias_O = layer.grad_output_operand(grad_output_TO)
+        grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
+        along_last, along_first = _gathered(layer.comm, grad_output)
         pending = None
         if ctx.needs_input_grad[0]:
             grad_input_TI = gemm(
-                grad_output, ctx.weight, work=work, counter=layer.counter, place="grad_input"
+                along_last,
+                ctx.weight_along_first,
+                work=work,
+                counter=layer.counter,
+                place="grad_input",
             )
             pending = layer.comm.reduce_grad_input(grad_input_TI)
 
         def compute_grad_weight() -> torch.Tensor:
             return gemm(
-                grad_output,
-                input,
+                along_first,
+                layer.comm.gather_input(input),
                 work=work,
                 counter=layer.counter,
                 place="grad_weight",
@@ -196,4 +223,29 @@ class _LinearFunction(torch.autograd.Function):
         grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
         bias = layer.bias
         grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
-        return None if pending is None else pending.wait(), grad_weight_OI, grad_bias, None
+        grad_input = None if pending is None else pending.wait()
+        return grad_input, grad_weight_OI, grad_bias, None, None
+
+
+def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
+    """All ranks' tokens; one gather where one quantization serves both products."""
+    along_last = comm.gather_grad_output(grad_output.along_last)
+    if grad_output.along_first is grad_output.along_last:
+        return Operands(along_last, along_last)
+    return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
+
+
+def _save(ctx: Any, input: Operand) -> None:
+    """Through autograd, so that its hooks (offloading, recomputation) see the tensors."""
+    if isinstance(input, Fp8Tensor):
+        ctx.remake = input.factory()
+        ctx.save_for_backward(input.payload, input.dequant_scale)
+    else:
+        ctx.remake = None
+        ctx.save_for_backward(input)
+
+
+def _saved(ctx: Any) -> Operand:
+    tensors = ctx.saved_tensors
+    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
+    return operand

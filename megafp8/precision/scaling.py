@@ -28,11 +28,15 @@ from typing import Literal
 import torch
 
 from megafp8.precision.formats import Fp8Format, formats_of
+from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
 ReduceMax = Callable[[torch.Tensor], object]  # in place
+# Sees each tensor as it is quantized: its name, the tensor, and what the products that sum along
+# its last and along its first dim will read (None: nothing in FP8).
+Observer = Callable[[str, torch.Tensor, Fp8Tensor | None, Fp8Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class ScaleTable:
 
     def update(self, reduce_max: ReduceMax | None) -> None:
         """Reduce the staged amaxes, roll them into the histories and recompute the scales."""
+        if not self.names:
+            return
         if reduce_max is not None:
             reduce_max(self.amax)
         staged = self.amax
@@ -119,12 +125,15 @@ class ScaleTable:
 
 
 class ScalingState:
-    """The scaling state of one pipeline stage, and the events that move it.
+    """What the quantizers of one pipeline stage share, and the events that move it.
 
     begin_microbatch(i)  i == 0 starts a step: weights are quantized anew and their amax recorded
     end_forward()        forward amaxes are reduced and rolled
     end_backward()       backward amaxes are reduced and rolled
     evaluation()         a context in which nothing is recorded; weights are quantized anew for it
+    recomputation()      a context in which forward casts repeat those of the call that made it
+
+    Only `delayed` has rows in the tables; the other recipes keep nothing between microbatches.
     """
 
     def __init__(self, recipe: Fp8Recipe, reduce_max: ReduceMax | None = None) -> None:
@@ -133,6 +142,8 @@ class ScalingState:
         self.forward = ScaleTable(recipe, forward_format)
         self.backward = ScaleTable(recipe, backward_format)
         self.recording = True
+        self.fp8_enabled = True  # False: the linears compute in high precision
+        self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
         self._reduce_max = reduce_max if recipe.reduce_amax else None
 
@@ -157,6 +168,10 @@ class ScalingState:
     def evaluation(self) -> AbstractContextManager[None]:
         return Evaluation(self)
 
+    def recomputation(self) -> AbstractContextManager[None]:
+        """To be made in a forward pass and entered when it is recomputed, however much later."""
+        return Recomputation(self)
+
 
 class Evaluation(AbstractContextManager[None]):
     """Context manager: casts use the scales as they are and leave no trace in them."""
@@ -166,11 +181,35 @@ class Evaluation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._state.recording = False
+        self._state.fp8_enabled = self._state.recipe.fp8_in_evaluation
         self._state.weights_version += 1
 
     def __exit__(self, *_: object) -> None:
         self._state.recording = True
+        self._state.fp8_enabled = True
         self._state.weights_version += 1
+
+
+class Recomputation(AbstractContextManager[None]):
+    """Context manager: forward casts use the scales of the time it was made, and record nothing.
+
+    An update replaces `quant_scale` and never writes into it, so a reference is a snapshot; with
+    several microbatches in flight each has its own.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self._state = state
+        self._then = state.forward.quant_scale
+
+    def __enter__(self) -> None:
+        self._now = self._state.forward.quant_scale
+        self._was_recording = self._state.recording
+        self._state.forward.quant_scale = self._then
+        self._state.recording = False
+
+    def __exit__(self, *_: object) -> None:
+        self._state.forward.quant_scale = self._now
+        self._state.recording = self._was_recording
 
 
 class NoScaling:
@@ -185,4 +224,7 @@ class NoScaling:
     def end_backward(self) -> None: ...
 
     def evaluation(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def recomputation(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,8 +1,10 @@
-"""An FP8 tensor: bytes, format, and its own copy of the scale that undoes the quantization."""
+"""An FP8 tensor: bytes, format, and its own copy of the scales that undo the quantization."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -14,15 +16,19 @@ from megafp8.precision.formats import Fp8Format
 class Fp8Tensor:
     """value = payload * dequant_scale.
 
-    `dequant_scale` (0-d, FP32) is this tensor's own: the scale table moves on between a
-    microbatch's forward and its backward. `grid`, where kept, is the payload in BF16 for GEMMs
-    that FP8 hardware does not do; it is dropped before the tensor is saved for backward.
+    `dequant_scale` (FP32) is this tensor's own: a scale table moves on between a microbatch's
+    forward and its backward. It is 0-d (one scale), or a matrix with one scale for each block of
+    `block` elements of the payload; blocks at the end may be cut off. `is_power_2`: every scale is
+    a power of two. `grid`, where kept, is the payload in BF16 for GEMMs that FP8 hardware does not
+    do; it is dropped before the tensor is saved for backward.
     """
 
     payload: torch.Tensor
     dequant_scale: torch.Tensor
     fmt: Fp8Format
     grid: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+    is_power_2: bool = False
 
     @classmethod
     def quantize(
@@ -34,7 +40,7 @@ class Fp8Tensor:
         amax: torch.Tensor | None = None,
         with_grid: bool = True,
     ) -> Fp8Tensor:
-        """Quantize `x`; `amax` as in `cast.quantize`."""
+        """Quantize `x` with one scale; `amax` as in `cast.quantize`."""
         payload, grid = quantize(x, quant_scale, fmt, amax=amax, with_grid=with_grid)
         return cls(payload, quant_scale.reciprocal(), fmt, grid)
 
@@ -47,14 +53,18 @@ class Fp8Tensor:
         *,
         amax: torch.Tensor | None = None,
     ) -> tuple[Fp8Tensor, torch.Tensor]:
-        """A matrix quantized, and the FP32 sum of each of its columns, [N]."""
+        """A matrix quantized with one scale, and the FP32 sum of each of its columns, [N]."""
         (payload, grid), column_sum = quantize_and_sum(
             x_MN, quant_scale, fmt, amax=amax, with_grid=True
         )
         return cls(payload, quant_scale.reciprocal(), fmt, grid), column_sum
 
     def without_grid(self) -> Fp8Tensor:
-        return Fp8Tensor(self.payload, self.dequant_scale, self.fmt)
+        return replace(self, grid=None)
+
+    def factory(self) -> Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]:
+        """Makes such a tensor of (payload, dequant_scale); holds no tensor itself."""
+        return partial(Fp8Tensor, fmt=self.fmt, block=self.block, is_power_2=self.is_power_2)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The payload's numbers (not yet multiplied by `dequant_scale`) in BF16 or FP32."""
@@ -63,4 +73,18 @@ class Fp8Tensor:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, rounded once to `dtype`."""
-        return (self.numbers(torch.float32) * self.dequant_scale).to(dtype)
+        scale = spread(self.dequant_scale, self.payload.shape, self.block)
+        return (self.numbers(torch.float32) * scale).to(dtype)
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | None) -> torch.Tensor:
+    """A scale that broadcasts over a matrix of `shape`: one for each block, repeated inside it.
+
+    Along a dim that a block covers whole the size stays 1.
+    """
+    if block is None:
+        return scale
+    for dim, (step, size) in enumerate(zip(block, shape, strict=True)):
+        if step > 1 and scale.shape[dim] > 1:
+            scale = scale.repeat_interleave(step, dim).narrow(dim, 0, size)
+    return scale

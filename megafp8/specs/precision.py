@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 FormatName = Literal["e4m3", "e5m2"]
+RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
+GemmName = Literal["output", "grad_input", "grad_weight"]
+ModulePrecision = RecipeName | Literal["high_precision"]
+
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
+GEMMS: tuple[GemmName, ...] = get_args(GemmName)
+HIGH_PRECISION: Literal["high_precision"] = "high_precision"
+BLOCK = 128  # elements along one side of `blockwise`'s blocks
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """Linears whose name matches `pattern` (as file names do: * ? [...]) get `precision`."""
+
+    pattern: str
+    precision: ModulePrecision
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Recipe:
-    """How FP8 tensors get their scales (Transformer Engine's `DelayedScaling`)."""
+    """How FP8 tensors get their scales.
 
-    name: Literal["delayed"] = "delayed"
+    delayed              one scale a tensor, from earlier amaxes (Transformer Engine)
+    tensorwise           one scale a tensor, from its own amax (TE's current scaling)
+    rowwise              one scale for each row or column that a product sums over (torchao)
+    rowwise_with_gw_hp   the same, with the weight gradient in the compute dtype (torchao)
+    blockwise            one for 1 x 128 elements along the sum, 128 x 128 of a weight
+    """
+
+    name: RecipeName = "delayed"
     forward_format: FormatName = "e4m3"  # inputs and weights
     backward_format: FormatName = "e5m2"  # output gradients
+    # delayed only
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
     interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
     amax_history_len: int = 1024  # updates that one amax stays in the window
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True  # MAX over the ranks that hold parts of the same tensors
+    # all
+    power_2_scale: bool = False  # scales rounded down to a power of two (not delayed)
+    params_in_fp8: bool = False  # weights are kept in FP8 alone, beside their FP32 masters
+    high_precision_gemms: frozenset[GemmName] = frozenset()  # these stay in the compute dtype
+    fast_accumulation: frozenset[GemmName] = frozenset({"output"})  # on FP8 tensor cores
+    fp8_in_evaluation: bool = True
+    pad_inner_dim: bool = False  # allow dims that are no multiple of what FP8 tensor cores take
+    modules: tuple[ModuleRule, ...] = ()  # the first that matches decides; none: `name`
+
+    def precision_of(self, linear: str) -> ModulePrecision:
+        """Which recipe the linear of this name runs under."""
+        return next((rule.precision for rule in self.modules if rule.matches(linear)), self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

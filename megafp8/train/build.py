@@ -11,7 +11,7 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import NativeParts, linears_of
 from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
@@ -48,7 +48,13 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     model.to(mesh.device)
     if scaling is not None:
         scaling.to(mesh.device)
-    masters = Masters(model.parameters())
+    stores = {
+        linear.weight: linear.store_weight
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    masters = Masters(model.parameters(), stores)
+    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     if noting is not None:
         noting.reducer = GradReducer(

@@ -75,9 +75,17 @@ def test_unknown_keys_and_missing_ones_must_be_decided() -> None:
 def test_accelerates_documented_block(tmp_path: Path) -> None:
     m = migrate(TE_BLOCK, "old.yaml")
     assert m.undecided == []
-    assert any("validation runs in FP8 here" in line for line in m.changes)
     spec = run_spec(**write(tmp_path, m))
-    assert spec.resolved == run_spec("model.fp8=True").resolved
+    validates_high = "model.use_autocast_during_eval=False"
+    assert spec.resolved == run_spec("model.fp8=True", validates_high).resolved
+
+
+@pytest.mark.parametrize("flags", ["(true, false, true)", "[True, False, True]"])
+def test_accelerates_overridden_products(flags: str, tmp_path: Path) -> None:
+    m = migrate(TE_BLOCK.replace("(false, false, false)", flags), "old.yaml")
+    recipe = run_spec(**write(tmp_path, m)).precision.fp8
+    assert recipe is not None
+    assert recipe.high_precision_gemms == {"output", "grad_weight"}
 
 
 def test_accelerates_own_defaults_are_written_out(tmp_path: Path) -> None:
@@ -98,6 +106,7 @@ def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
     assert recipe is not None
     assert (recipe.backward_format, recipe.margin, recipe.amax_history_len) == ("e4m3", 1, 16)
     assert recipe.interval == 4
+    assert not recipe.fp8_in_evaluation, "Accelerate's default"
     assert recipe.amax_compute_algo == "most_recent"
 
 
@@ -106,8 +115,6 @@ def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
     [
         ("interval: 1", "interval: 0", "model.fp8_interval"),
         ("HYBRID", "E5M2", "fp8_config.fp8_format"),
-        ("false, false)", "false, true)", "model.fp8_wgrad"),
-        ("(false, false, false)", "[true, false, false]", "fp8_config.override_linear_precision"),
         ("(false, false, false)", "yes please", "fp8_config.override_linear_precision"),
         ("1024", "0", "model.fp8_amax_history_len"),
         (": max", ": min", "model.fp8_amax_compute_algo"),

@@ -22,7 +22,8 @@ from torch import nn
 from megafp8.precision import gemm as gemm_module
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink, MainGradSink
-from megafp8.precision.linear import Linear, LinearScaling, NoComm
+from megafp8.precision.linear import Linear, NoComm
+from megafp8.precision.quantizers.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -65,7 +66,7 @@ def make(
         nn.Parameter(weight.clone()),
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
-        scaling=None if state is None else LinearScaling.register(state, "linear"),
+        quantizer=None if state is None else linear_quantizer(state, "linear"),
         comm=NoComm(),
         sink=sink or AutogradSink(),
         counter=counter,
@@ -257,14 +258,14 @@ def test_weight_is_cast_once_a_step_and_again_for_an_evaluation() -> None:
             state.end_forward()
             output.sum().backward()
             state.end_backward()
-            operand = linear.weight_operand()
+            operand = linear.weight_operands(x.dtype).along_last
             assert isinstance(operand, Fp8Tensor)
             payloads.append(operand.payload)
         return payloads
 
     def value(payload: torch.Tensor) -> float:
-        assert linear._weight_fp8 is not None
-        return payload.float()[0, 0].item() * linear._weight_fp8.dequant_scale.item()
+        operand = linear.weight_operands(x.dtype).along_last
+        return payload.float()[0, 0].item() * operand.dequant_scale.item()
 
     first = step()
     assert first[0] is first[1] is first[2]
@@ -274,9 +275,10 @@ def test_weight_is_cast_once_a_step_and_again_for_an_evaluation() -> None:
         linear.weight.fill_(1.0)
     with state.evaluation():
         linear(x)
-        evaluated = linear.weight_operand().payload
+        evaluated = linear.weight_operands(x.dtype).along_last.payload
         linear(x)
-        assert linear.weight_operand().payload is evaluated, "once per evaluation"
+        again = linear.weight_operands(x.dtype).along_last.payload
+        assert again is evaluated, "once per evaluation"
         assert value(evaluated) == pytest.approx(1, rel=0.07)
     with torch.no_grad():
         linear.weight.fill_(0.5)
@@ -355,13 +357,13 @@ def test_backward_keeps_the_input_in_fp8_only(work: torch.dtype) -> None:
     assert node is not None
     held = [v for v in vars(node).values() if isinstance(v, torch.Tensor | Fp8Tensor)]
     assert [type(v) for v in held] == [Fp8Tensor], "nothing but the step's FP8 weight"
-    assert held[0] is layer.linear._weight_fp8
+    assert held[0] is layer.linear.weight_operands(work).along_first
 
 
 def test_dequant_scale_is_the_tensors_own() -> None:
     layer = make(noise(4, 4, seed=1, dtype=torch.float32), None, Fp8Recipe(amax_history_len=1))
     assert layer.state is not None
-    operand = layer.linear.input_operand(torch.full((2, 4), 7.0))
+    operand = layer.linear.input_operands(torch.full((2, 4), 7.0), with_first=True).along_last
     assert isinstance(operand, Fp8Tensor)
     layer.state.end_forward()
     assert layer.state.forward.quant_scale[0].item() == 64.0

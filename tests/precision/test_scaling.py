@@ -15,7 +15,9 @@ from torch import nn
 
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
-from megafp8.precision.linear import Linear, LinearScaling, NoComm
+from megafp8.precision.linear import Linear, NoComm
+from megafp8.precision.quantizers.base import Need, Role
+from megafp8.precision.quantizers.build import linear_quantizer
 from megafp8.precision.scaling import ScaleTable, ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -54,7 +56,7 @@ class Pair:
             nn.Parameter(torch.zeros(1, 3)),
             None,
             name=name,
-            scaling=LinearScaling.register(self.state, name),
+            quantizer=linear_quantizer(self.state, name),
             comm=NoComm(),
             sink=AutogradSink(),
             counter=GemmCounter(),
@@ -75,14 +77,14 @@ class Pair:
 
     def cast_weight(self, name: str) -> None:
         linear = self.linears[name]
-        ours = linear.weight_operand()
+        ours = linear.weight_operands(torch.float32).along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.weight", linear.weight.data.numpy()))
 
-    def cast(self, name: str, kind: str, values: list[float]) -> None:
+    def cast(self, name: str, kind: Role, values: list[float]) -> None:
         x = torch.tensor(values, dtype=torch.float32)
-        scaling = self.linears[name].scaling
-        assert scaling is not None
-        ours = scaling.quantize(x, getattr(scaling, kind))
+        quantizer = self.linears[name].quantizer
+        assert quantizer is not None
+        ours = quantizer.tensors[kind].quantize(x, Need(True, True)).along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.{kind}", x.numpy()))
 
     def _compare_cast(self, ours: object, theirs: Quantized) -> None:

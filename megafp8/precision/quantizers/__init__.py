@@ -1,0 +1,1 @@
+"""How a linear's tensors are quantized: one file a recipe, one class in it for one tensor."""

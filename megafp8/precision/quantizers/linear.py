@@ -1,0 +1,79 @@
+"""A linear's three quantizers together: which product reads which tensor in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megafp8.precision.quantizers.base import (
+    READERS,
+    Fp8Operands,
+    Need,
+    Operand,
+    Role,
+    TensorQuantizer,
+    column_sum,
+)
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.precision import GEMMS, GemmName
+
+
+class Operands(NamedTuple):
+    """One tensor as its two products read it: in FP8, or as it is."""
+
+    along_last: Operand
+    along_first: Operand
+
+
+@dataclass(frozen=True)
+class LinearQuantizer:
+    """`high_precision`: the products that are not done in FP8. `name` is the linear's."""
+
+    name: str
+    state: ScalingState
+    tensors: dict[Role, TensorQuantizer]
+    high_precision: frozenset[GemmName]
+
+    def is_fp8(self, gemm: GemmName) -> bool:
+        return gemm not in self.high_precision
+
+    @property
+    def fp8_gemms(self) -> tuple[GemmName, ...]:
+        return tuple(gemm for gemm in GEMMS if self.is_fp8(gemm))
+
+    def operands(self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True) -> Operands:
+        """`with_first` False: only the product of the forward pass will be done."""
+        need = self._need(role, with_first)
+        if not need.any:
+            return Operands(x_MN, x_MN)
+        return self._chosen(role, x_MN, self.tensors[role].quantize(x_MN, need))
+
+    def operands_and_sum(self, role: Role, x_MN: torch.Tensor) -> tuple[Operands, torch.Tensor]:
+        """With the FP32 sum of each column of the tensor that was not quantized, [N]."""
+        need = self._need(role, with_first=True)
+        if not need.any:
+            return Operands(x_MN, x_MN), column_sum(x_MN)
+        quantized, total_N = self.tensors[role].quantize_and_sum(x_MN, need)
+        return self._chosen(role, x_MN, quantized), total_N
+
+    def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
+        """A weight that is to be kept in FP8 alone."""
+        quantized = self.tensors["weight"].quantize(weight_OI, Need(True, True))
+        stored = self._chosen("weight", weight_OI, quantized).along_last
+        assert stored is quantized.along_first, "one copy serves both products"
+        assert isinstance(stored, Fp8Tensor)
+        return stored
+
+    def _chosen(self, role: Role, x_MN: torch.Tensor, quantized: Fp8Operands) -> Operands:
+        for observe in self.state.observers:
+            observe(f"{self.name}.{role}", x_MN, quantized.along_last, quantized.along_first)
+        last, first = quantized
+        return Operands(x_MN if last is None else last, x_MN if first is None else first)
+
+    def _need(self, role: Role, with_first: bool) -> Need:
+        last, first = READERS[role]
+        enabled = self.state.fp8_enabled
+        return Need(enabled and self.is_fp8(last), enabled and with_first and self.is_fp8(first))

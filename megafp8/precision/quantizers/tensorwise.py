@@ -1,0 +1,39 @@
+"""Current scaling of one tensor (Transformer Engine's `Float8CurrentScaling`): amax, then cast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.precision.cast import amax_of
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.quantizers.scales import scale_of_amax
+from megafp8.precision.scaling import ReduceMax
+from megafp8.precision.tensor import Fp8Tensor
+
+
+@dataclass(frozen=True)
+class TensorwiseQuantizer:
+    """One scale for the tensor, that of the whole where ranks hold parts of it.
+
+    `reduce_max` takes the maximum over those ranks; None: this rank holds the whole.
+    """
+
+    fmt: Fp8Format
+    power_2: bool
+    reduce_max: ReduceMax | None
+
+    def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+        return both(Fp8Tensor.quantize(x_MN, self.scale_of(x_MN), self.fmt), need)
+
+    def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
+        x_fp8, total_N = Fp8Tensor.quantize_and_sum(x_MN, self.scale_of(x_MN), self.fmt)
+        return both(x_fp8, need), total_N
+
+    def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
+        amax = amax_of(x_MN)
+        if self.reduce_max is not None:
+            self.reduce_max(amax)
+        return scale_of_amax(amax, self.fmt, power_2=self.power_2)
