@@ -1,6 +1,6 @@
 """Which settings fit together. Pure: no device, no file, no torch.
 
-Rules of FP8 recipes are in `fp8_rules`.
+Rules of FP8 recipes are in `fp8_rules`, those of layouts in `parallel_rules`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules
+from megafp8.config import fp8_rules, parallel_rules
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
 from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
+from megafp8.config.values import nearest_divisors, nearest_multiples
 
 rule = Rules()
 
@@ -30,6 +31,7 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.tp_only_amax_red",
     "model.fp8_recipe",
     "model.fp8_power_2_scale",
     "model.fp8_params",
@@ -51,8 +53,6 @@ CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.train_time_interval",
 )
 """What means nothing unless checkpoints are written."""
-
-_SEARCH_LIMIT = 10_000
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -100,7 +100,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, fp8_rules.rule):
+    for rules in (rule, parallel_rules.rule, fp8_rules.rule):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -121,18 +121,6 @@ def _heads_share_hidden(v: Values) -> Iterator[Finding]:
             "model.hidden_size",
             f"does not divide into model.num_attention_heads={heads}",
             f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
-
-
-@rule("model.tensor_model_parallel_size", "trainer.devices")
-def _tp_divides_devices(v: Values) -> Iterator[Finding]:
-    devices, tp = v["trainer.devices"], v["model.tensor_model_parallel_size"]
-    if devices % tp:
-        yield Finding(
-            "model.tensor_model_parallel_size",
-            f"trainer.devices={devices} is not a multiple of it",
-            f"Nearest tensor-parallel sizes: {nearest_divisors(devices, tp)}; "
-            f"or trainer.devices: {nearest_multiples(devices, tp)}",
         )
 
 
@@ -159,28 +147,6 @@ def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
             f"does not divide over model.tensor_model_parallel_size={tp}",
             f"Nearest values: {nearest_multiples(value, tp)}; "
             f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
-        )
-
-
-@rule(
-    "model.global_batch_size",
-    "model.micro_batch_size",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "model.tensor_model_parallel_size",
-)
-def _batches_fit(v: Values) -> Iterator[Finding]:
-    ranks, tp = v["trainer.devices"] * v["trainer.num_nodes"], v["model.tensor_model_parallel_size"]
-    if ranks % tp:
-        return  # said already
-    batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // tp
-    if batch % (micro * dp):
-        fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
-        yield Finding(
-            "model.global_batch_size",
-            f"is not a multiple of model.micro_batch_size={micro} times {dp} data-parallel ranks",
-            f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
-            + (f"; or model.micro_batch_size: {fits}" if fits else ""),
         )
 
 
@@ -342,22 +308,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"
 
 
 def _hidden_step(v: Values) -> int:

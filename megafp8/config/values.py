@@ -22,6 +22,7 @@ ADAMW_NAMES = ("adamw", "fused_adam")
 
 DEFAULT_EXP_DIR = "runs"
 
+_SEARCH_LIMIT = 10_000
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
@@ -57,6 +58,15 @@ def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
     return tuple(rules)
 
 
+def parse_layout(value: object) -> tuple[int, ...] | None:
+    """The whole numbers of `"4,4,3,5"`, each at least 1; None if it is anything else."""
+    parts = str(value).split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        return None
+    layers = tuple(int(part) for part in parts)
+    return layers if min(layers) > 0 else None
+
+
 def format_number(number: float) -> str:
     """The shortest spelling: `50`, not `50.0`."""
     return str(int(number)) if number == int(number) else repr(number)
@@ -81,3 +91,19 @@ def one_line(value: object) -> str:
     """As `plain`, for a line of a report."""
     text = plain(value)
     return text if text.isprintable() else repr(text)
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of `step` around `value`, never 0: `240 or 256`."""
+    below = value // step * step
+    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
+    return " or ".join(str(m) for m in near)
+
+
+def nearest_divisors(value: int, wanted: int) -> str:
+    """The divisors of `value` around `wanted`: `2 or 4`."""
+    start = min(wanted, value)
+    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
+    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
+    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
+    return " or ".join(str(d) for d in near if d is not None) or "1"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its stubs
+from torch.distributed.rendezvous import rendezvous
 
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.specs import ParallelSpec
@@ -43,6 +46,7 @@ class Mesh:
     amax: Axis
     ends: Axis
     traffic: Traffic
+    store: Store | None = None  # where ranks leave messages; None: one rank
 
     @property
     def is_main(self) -> bool:
@@ -83,10 +87,18 @@ def join(spec: ParallelSpec) -> Mesh:
         torch.cuda.set_device(device)
     if spec.world_size == 1:
         return single_rank(device)
-    if not dist.is_initialized():  # a second mesh over the same ranks
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+    store = None
+    if not dist.is_initialized():  # else a second mesh over the same ranks
+        store, rank, size = next(iter(rendezvous("env://")))
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=PrefixStore("groups", store),
+            rank=rank,
+            world_size=size,
+        )
     sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
-    return _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
+    mesh = _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
+    return replace(mesh, store=store)
 
 
 def leave() -> None:
@@ -118,4 +130,5 @@ def _mesh(
     ends = [sorted({group[0], group[-1]}) for group in groups_along(sizes, ("pp",))]
     world_size = len(groups_along(sizes, AXES)[0])
     world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None, traffic)
-    return Mesh(device, world, **axes, ends=axis("ends", ends), traffic=traffic)
+    made_axes: Any = axes | {"ends": axis("ends", ends)}
+    return Mesh(device, world, traffic=traffic, **made_axes)
