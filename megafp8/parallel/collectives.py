@@ -63,6 +63,15 @@ class Axis:
         """In place. The caller has made NaNs +inf: gloo's MAX treats NaN by rank order."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", False).wait()
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, all of one shape, in the order of ranks."""
+        if self.size == 1:
+            return [tensor]
+        self.traffic.add(self.name, "all_gather", tensor)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """In place: the tensor of the rank `source` of this axis."""
         if self.size > 1:
