@@ -130,7 +130,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
         (
             [*FOUR_STAGES, "model.tensor_model_parallel_size=2"],
             "model.tensor_model_parallel_size",
-            ["all together", "Nearest sizes: 1", "8"],
+            ["Nearest sizes: 1", "8"],
         ),
         (
             ["model.virtual_pipeline_model_parallel_size=2"],
@@ -179,7 +179,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
             [*TWO_STAGES, "model.global_batch_size=40",
              "model.virtual_pipeline_model_parallel_size=2"],
             "model.global_batch_size",
-            ["2 equal rounds", "32 or 48"],
+            ["32 or 48"],
         ),
         (
             [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],
