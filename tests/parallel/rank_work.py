@@ -16,6 +16,7 @@ from megafp8.specs import Fp8Recipe, GPTSpec, OptimSpec, ParallelSpec
 from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from tests.parallel import bugs
 from tests.ranks import Rank
 from tests.tiny import SEQ, build_run, gpt_spec, microbatch, optim_spec
 
@@ -34,9 +35,10 @@ class Case:
     batch: int = 2
     parallel: ParallelSpec = ParallelSpec()
     optim: OptimSpec = field(default_factory=optim_spec)
+    bug: str | None = None  # one of `bugs`, planted
 
     def build(self, mesh: Mesh) -> TrainState:
-        return build_run(
+        state = build_run(
             mesh,
             compute=self.compute,
             fp8=self.fp8,
@@ -44,6 +46,9 @@ class Case:
             parallel=self.parallel,
             optim=self.optim,
         )
+        if self.bug is not None:
+            bugs.plant(self.bug, state)
+        return state
 
     def microbatches(self, step: int, mesh: Mesh) -> list[Any]:
         """This rank's part of the global batch."""
