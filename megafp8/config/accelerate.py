@@ -64,6 +64,8 @@ def _mixed_precision(value: Any, m: Migration) -> None:
         m.change("mixed_precision", value, {"trainer.precision": "bf16", "model.fp8": True})
     elif name == "bf16":
         m.change("mixed_precision", value, {"trainer.precision": "bf16"})
+    elif name == "fp16":
+        m.change("mixed_precision", value, {"trainer.precision": 16})
     elif name == "no":
         m.change("mixed_precision", value, {"trainer.precision": 32})
     else:

@@ -36,6 +36,13 @@ DEFAULTS = {
     "model.tp_only_amax_red": False,
 }
 
+HEALTH_LIMITS = {
+    "model.fp8_health_max_underflow": 0.5,
+    "model.fp8_health_max_overflow": 0.01,
+    "model.fp8_health_min_snr_db": 5.0,
+}
+"""Limits of what `model.fp8_health=full` measures, and their defaults."""
+
 ONE_COPY_RECIPES: tuple[RecipeName, ...] = ("delayed", "tensorwise", "blockwise")
 """A weight's one quantization serves both of its products, so it may be kept alone."""
 
@@ -180,6 +187,19 @@ def _blocks_are_not_padded(v: Values) -> Iterator[Finding]:
             f"blockwise scales need whole blocks of {BLOCK}",
             "Leave it out, or use another model.fp8_recipe",
         )
+
+
+@rule("model.fp8", "model.fp8_health", *HEALTH_LIMITS)
+def _limits_need_measures(v: Values) -> Iterator[Finding]:
+    if not v["model.fp8"] or v["model.fp8_health"] == "full":
+        return
+    for key, default in HEALTH_LIMITS.items():
+        if v[key] != default:
+            yield Finding(
+                key,
+                f"model.fp8_health={v['model.fp8_health']} does not measure it",
+                "Set model.fp8_health=full, or leave it out",
+            )
 
 
 def contradictions(v: Values, origins: Origins) -> Iterator[Finding]:

@@ -19,6 +19,9 @@ Resolved = Mapping[str, Any]
 
 _ABSENT = "absent"
 
+_SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw"}}
+"""Values that another kernel computes and that mean the same."""
+
 
 class Difference(NamedTuple):
     """One key that must stay as it was, and did not."""
@@ -30,7 +33,7 @@ class Difference(NamedTuple):
 
 def identity(resolved: Resolved) -> str:
     """A hash of model, data and optimizer: equal for runs that may continue each other."""
-    fixed = {key: value for key, value in flat(resolved).items() if _is_fixed(key)}
+    fixed = {k: _meaning(k, value) for k, value in flat(resolved).items() if _is_fixed(k)}
     return _digest(fixed)
 
 
@@ -50,7 +53,7 @@ def differences(old: Resolved, new: Resolved) -> list[Difference]:
     for key in [*all_keys(), *sorted((before.keys() | after.keys()) - all_keys().keys())]:
         default = all_keys()[key].default if key in all_keys() else _ABSENT
         was, now = before.get(key, default), after.get(key, default)
-        if _is_fixed(key) and was != now:
+        if _is_fixed(key) and _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))
     return found
 
@@ -79,6 +82,10 @@ def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
+
+
+def _meaning(key: str, value: Any) -> Any:
+    return _SAME_MEANING.get(key, {}).get(value, value) if key in _SAME_MEANING else value
 
 
 def _is_fixed(key: str) -> bool:

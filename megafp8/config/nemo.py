@@ -232,10 +232,6 @@ def _model(t: _Table) -> None:
     t.prefix = "model"
     t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
           ours=(True, False))  # fmt: skip
-    t.add(
-        "rampup_batch_size", None, "every step has the same global batch", status=NOT_YET,
-        way_out="Leave it out; model.global_batch_size is the batch of all steps",
-    )  # fmt: skip
     tp = "Use model.tensor_model_parallel_size, model.pipeline_model_parallel_size or replicas"
     t.add("expert_model_parallel_size", 1, "there are no experts", status=NOT_YET)
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
@@ -281,16 +277,10 @@ def _model(t: _Table) -> None:
     ):  # fmt: skip
         ours = (None, nemo) if name == "type" else None
         t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
-    scale = "there is no FP16 and so no loss scale"
-    t.add("native_amp_init_scale", 4294967296, scale, status=NOT_YET)
-    t.add("native_amp_growth_interval", 1000, scale, status=NOT_YET)
-    t.add("hysteresis", 2, scale, status=NOT_YET)
     t.add("fp32_residual_connection", False, "the residual stream has trainer.precision's dtype",
           status=NOT_YET)  # fmt: skip
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
-    t.add("megatron_amp_O2", False, "weights have trainer.precision's dtype, masters are FP32",
-          ours=(True, False))  # fmt: skip
     t.add(
         "resume_from_checkpoint", None, "a run continues from its own newest good checkpoint",
         status=NOT_YET, way_out="Continue a run by its exp_manager.name",
@@ -388,6 +378,10 @@ def _model_sections(t: _Table) -> None:
     t.add("shuffle_documents", True, "documents are shuffled anew each epoch",
           why="has no equivalent here")  # fmt: skip
     t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
+    t.prefix = "model.optim.sched"
+    t.add("cycle", False, "a polynomial would begin again only after the run's last step",
+          extra=True)  # fmt: skip
+    t.add("last_epoch", -1, "a run continues at the step of its checkpoint", extra=True)
     t.prefix = "model.nsys_profile"
     profile = "Leave it out; `nsys profile python pretrain_gpt.py ...` sees the whole run"
     for name, nemo in (("enabled", False), ("start_step", 10), ("end_step", 10), ("ranks", [0]),

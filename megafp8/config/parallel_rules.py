@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.rules import Finding, Rules, Values
-from megafp8.config.values import nearest_divisors, nearest_multiples, parse_layout
+from megafp8.config.rules import Finding, Rules, Values, nearest_divisors, nearest_multiples
+from megafp8.config.values import parse_layout
 from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES, ScheduleName
 
 rule = Rules()
@@ -137,6 +137,7 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
 
 @rule(
     "model.global_batch_size",
+    "model.rampup_batch_size",
     "model.micro_batch_size",
     "trainer.devices",
     "model.tensor_model_parallel_size",
@@ -144,26 +145,40 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
     "model.pipeline_schedule",
 )
 def _pipeline_has_its_microbatches(v: Values) -> Iterator[Finding]:
-    pp, size = v["model.pipeline_model_parallel_size"], model_ranks(v)
-    samples = v["model.micro_batch_size"] * max(1, v["trainer.devices"] // size)
-    batch = v["model.global_batch_size"]
-    if pp == 1 or v["trainer.devices"] % size or batch % samples:
-        return  # said already
-    count, schedule = batch // samples, schedule_of(v)
-    if schedule == "GPipe":
+    pp, schedule = v["model.pipeline_model_parallel_size"], schedule_of(v)
+    dp, rest = divmod(v["trainer.devices"], model_ranks(v))
+    if pp == 1 or rest or schedule == "GPipe":
         return
-    if count < pp:
-        yield Finding(
-            "model.global_batch_size",
-            f"makes {count} microbatches; a pipeline of {pp} ranks needs as many in {schedule}",
-            f"Give at least {pp * samples}, or use model.pipeline_schedule=GPipe",
-        )
-    elif schedule in ROUND_SCHEDULES and count % (count // pp):
-        yield Finding(
-            "model.global_batch_size",
-            f"makes {count} microbatches; {schedule} runs them in {count // pp} equal rounds",
-            f"Nearest global batch sizes: {nearest_multiples(batch, pp * samples)}",
-        )
+    samples = v["model.micro_batch_size"] * dp
+    for key, batch in _batches(v):
+        count = batch // samples
+        if batch % samples:
+            return  # said already
+        if count < pp:
+            yield Finding(
+                key,
+                f"{batch} samples make {count} microbatches; a pipeline of {pp} ranks needs as "
+                f"many in {schedule}",
+                f"Give at least {pp * samples}, or use model.pipeline_schedule=GPipe",
+            )
+            return
+        if schedule in ROUND_SCHEDULES and count % (count // pp):
+            yield Finding(
+                key,
+                f"{batch} samples make {count} microbatches; {schedule} runs them in "
+                f"{count // pp} equal rounds",
+                f"Nearest global batch sizes: {nearest_multiples(batch, pp * samples)}",
+            )
+            return
+
+
+def _batches(v: Values) -> Iterator[tuple[str, int]]:
+    """The global batch sizes of a run, with the keys that make them."""
+    last, ramp = v["model.global_batch_size"], v["model.rampup_batch_size"]
+    yield "model.global_batch_size", last
+    if ramp is not None:
+        for batch in range(ramp[0], last, ramp[1]):
+            yield "model.rampup_batch_size", batch
 
 
 @rule(

@@ -8,11 +8,11 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.fp8_rules import E4M3_RECIPES
+from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
-from megafp8.config.schema import Config, ExpManager, Model, Optim, Trainer, all_keys
+from megafp8.config.schema import Config, ExpManager, Model, Sched, Trainer, all_keys
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
-    ADAMW_NAMES,
     DEFAULT_EXP_DIR,
     PRECISIONS,
     format_number,
@@ -20,17 +20,21 @@ from megafp8.config.values import (
     parse_layout,
     parse_modules,
     parse_splits,
+    share_of,
 )
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
     Fp8Recipe,
     GPTSpec,
+    HealthSpec,
+    LossScaleSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
     PipelineSpec,
     PrecisionSpec,
+    RampupSpec,
     RunSpec,
     ScheduleSpec,
     TokenizerSpec,
@@ -52,9 +56,9 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     trainer, model = tree.trainer, tree.model
     return RunSpec(
         model=_gpt(model),
-        precision=PrecisionSpec(compute=PRECISIONS[trainer.precision], fp8=_fp8(model)),
+        precision=_precision(trainer, model),
         parallel=_parallel(trainer, model),
-        optim=_optim(model.optim, trainer.gradient_clip_val, trainer.max_steps),
+        optim=_optim(model, trainer),
         data=_data(model),
         train=TrainSpec(
             max_steps=trainer.max_steps,
@@ -65,9 +69,10 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             limit_val_batches=trainer.limit_val_batches,
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
+            rampup=_rampup(model),
         ),
         checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager),
+        observe=_observe(tree.exp_manager, model),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         resolved=resolved,
     )
@@ -79,7 +84,7 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     So equal runs have equal identities, and the result loads again as a configuration.
     """
     values, _ = read_values(cfg)
-    values["trainer.precision"] = {"bf16": "bf16", "fp32": 32}[
+    values["trainer.precision"] = {"bf16": "bf16", "fp16": 16, "fp32": 32}[
         PRECISIONS[values["trainer.precision"]]
     ]
     values["trainer.accelerator"] = _accelerator(
@@ -91,7 +96,9 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
-    values["model.optim.name"] = ADAMW_NAMES[0]
+    values |= {key: all_keys()[key].default for key in unread_keys(values)}
+    if values["trainer.precision"] == 32:
+        values["model.megatron_amp_O2"] = True  # either way weights are FP32
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
     elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
@@ -198,7 +205,7 @@ def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
     first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
     for layer in range(model.num_layers):
         if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
-            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION)
+            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")
 
 
 def warmup_steps(given: int | None, max_steps: int) -> int:
@@ -206,21 +213,55 @@ def warmup_steps(given: int | None, max_steps: int) -> int:
     return max_steps // 10 if given is None else given
 
 
-def _optim(optim: Optim, clip: float | None, max_steps: int) -> OptimSpec:
+def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
+    compute = PRECISIONS[trainer.precision]
+    scale = LossScaleSpec(
+        init_scale=float(model.native_amp_init_scale),
+        growth_interval=model.native_amp_growth_interval,
+        hysteresis=model.hysteresis,
+    )
+    return PrecisionSpec(
+        compute=compute,
+        fp8=_fp8(model),
+        half_weights=model.megatron_amp_O2,
+        loss_scale=scale if compute == "fp16" else None,
+    )
+
+
+def _rampup(model: Model) -> RampupSpec | None:
+    if model.rampup_batch_size is None:
+        return None
+    start, increment, samples = model.rampup_batch_size
+    return RampupSpec(start=start, increment=increment, samples=samples)
+
+
+def _optim(model: Model, trainer: Trainer) -> OptimSpec:
+    optim = model.optim
     return OptimSpec(
         name=optim.name,
         lr=optim.lr,
         weight_decay=optim.weight_decay,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
-        clip_grad_norm=clip or None,
-        schedule=ScheduleSpec(
-            name=optim.sched.name,
-            warmup_steps=warmup_steps(optim.sched.warmup_steps, max_steps),
-            constant_steps=optim.sched.constant_steps,
-            min_lr=optim.sched.min_lr,
-            max_steps=max_steps,
-        ),
+        clip_grad_norm=trainer.gradient_clip_val or None,
+        clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]  # validated
+        schedule=_schedule(optim.sched, trainer.max_steps, model.hidden_size),
+    )
+
+
+def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
+    warmup = share_of(sched.warmup_steps, sched.warmup_ratio, max_steps)
+    constant = share_of(sched.constant_steps, sched.constant_ratio, max_steps)
+    return ScheduleSpec(
+        name=sched.name,
+        warmup_steps=warmup_steps(warmup, max_steps),
+        constant_steps=constant or 0,
+        min_lr=sched.min_lr,
+        max_steps=max_steps,
+        hold_steps=share_of(sched.hold_steps, sched.hold_ratio, max_steps),
+        power=sched.power,
+        decay_rate=sched.decay_rate,
+        d_model=sched.d_model or hidden_size,
     )
 
 
@@ -254,7 +295,7 @@ def _checkpoint(manager: ExpManager) -> CheckpointSpec:
     )
 
 
-def _observe(manager: ExpManager) -> ObserveSpec:
+def _observe(manager: ExpManager, model: Model) -> ObserveSpec:
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
         name=manager.name,
@@ -264,6 +305,12 @@ def _observe(manager: ExpManager) -> ObserveSpec:
         create_wandb_logger=manager.create_wandb_logger,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
+        health=HealthSpec(
+            mode=model.fp8_health,  # type: ignore[arg-type]  # validated
+            max_underflow=model.fp8_health_max_underflow,
+            max_overflow=model.fp8_health_max_overflow,
+            min_snr_db=model.fp8_health_min_snr_db,
+        ),
     )
 
 

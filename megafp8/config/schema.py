@@ -25,15 +25,18 @@ from megafp8.config.keys import (
     or_null,
 )
 from megafp8.config.values import (
-    ADAMW_NAMES,
-    HALF_PRECISIONS,
+    LATER_OPTIMIZERS,
+    LATER_SCHEDULES,
+    OPTIMIZERS,
     PRECISIONS,
+    SCHEDULES,
+    is_rampup,
     parse_interval_seconds,
     parse_layout,
     parse_modules,
     parse_splits,
 )
-from megafp8.specs.parallel import SCHEDULES
+from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 from megafp8.specs.precision import RECIPES
 
 
@@ -81,12 +84,11 @@ class Trainer:
     )
     precision: int | str = key(
         "bf16",
-        "Dtype of activations and of the weights that GEMMs read; master weights are FP32.",
+        "Dtype of GEMMs and of the weights that they read; master weights are FP32. 16 comes with "
+        "a dynamic loss scale, bf16 needs none.",
         nemo=16,
         kind="model",
-        valid=one_of(
-            *PRECISIONS, later=HALF_PRECISIONS, suggestion="Use bf16, which needs no loss scale"
-        ),
+        valid=one_of(*PRECISIONS),
     )
     max_steps: int = key(
         MISSING,
@@ -121,6 +123,13 @@ class Trainer:
         "leave; longer than the longest step, validation and save. Null: no watch.",
         kind="policy",
         valid=or_null(above(0)),
+    )
+    gradient_clip_algorithm: str = key(
+        "norm",
+        "`norm` shrinks all gradients together until their norm is `gradient_clip_val`; `value` "
+        "cuts each element off at it.",
+        kind="optim",
+        valid=one_of("norm", "value"),
     )
     nonfinite_policy: str = key(
         "stop",
@@ -273,13 +282,13 @@ class Sched:
 
     name: str = key(
         "CosineAnnealing",
-        "Linear warm-up, cosine down to `min_lr`, then `constant_steps` at it.",
+        "NeMo's schedule of this name: a linear warm-up, then what its name says.",
         nemo="CosineAnnealing",
         kind="optim",
         valid=one_of(
-            "CosineAnnealing",
-            later=("WarmupAnnealing", "InverseSquareRootAnnealing", "NoamAnnealing"),
-            suggestion="Use CosineAnnealing",
+            *SCHEDULES,
+            later=LATER_SCHEDULES,
+            suggestion=f"Use {', '.join(list(SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",
         ),
     )
     warmup_steps: int | None = key(
@@ -289,8 +298,49 @@ class Sched:
         kind="optim",
         valid=or_null(at_least(0)),
     )
+    warmup_ratio: float | None = key(
+        None,
+        "Instead of `warmup_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
     constant_steps: int = key(
-        0, "Last steps, all at `min_lr`.", nemo=0, kind="optim", valid=at_least(0)
+        0,
+        "CosineAnnealing's last steps, all at `min_lr`; with them its warm-up starts at 0.",
+        nemo=0,
+        kind="optim",
+        valid=at_least(0),
+    )
+    constant_ratio: float | None = key(
+        None,
+        "Instead of `constant_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    hold_steps: int | None = key(
+        None,
+        "Steps at `model.optim.lr` after the warm-up, for PolynomialHoldDecayAnnealing and "
+        "NoamHoldAnnealing.",
+        kind="optim",
+        valid=or_null(at_least(0)),
+    )
+    hold_ratio: float | None = key(
+        None,
+        "Instead of `hold_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    power: float = key(
+        1.0, "The polynomial schedules' exponent; 1 is a line.", kind="optim", valid=above(0)
+    )
+    decay_rate: float = key(
+        0.5, "NoamHoldAnnealing's exponent of the decay.", kind="optim", valid=above(0)
+    )
+    d_model: int | None = key(
+        None,
+        "NoamAnnealing divides the rate by its root; null for `model.hidden_size`.",
+        kind="optim",
+        valid=or_null(at_least(1)),
     )
     min_lr: float = key(
         MISSING, "Lowest learning rate.", nemo=2e-5, kind="optim", valid=at_least(0)
@@ -303,12 +353,13 @@ class Optim:
 
     name: str = key(
         "adamw",
-        "AdamW, with decoupled weight decay; NeMo's `fused_adam` is the same.",
+        "`adamw` has decoupled weight decay, `adam` adds it to the gradient (L2). `fused_adam` is "
+        "adamw by Apex's or Transformer Engine's kernel where there is one.",
         nemo="fused_adam",
         kind="optim",
         valid=one_of(
-            *ADAMW_NAMES,
-            later=("adam", "distributed_fused_adam", "sgd"),
+            *OPTIMIZERS,
+            later=LATER_OPTIMIZERS,
             suggestion="Use adamw, or fused_adam, which is the same (decoupled weight decay)",
         ),
     )
@@ -351,6 +402,14 @@ class Model:
         kind="optim",
         valid=at_least(1),
     )
+    rampup_batch_size: Any = key(
+        None,
+        "`[start, increment, samples]`: the first step has `start` samples, and the batch grows by "
+        "`increment` to `global_batch_size` over the first `samples` samples; null for no ramp-up.",
+        nemo=None,
+        kind="optim",
+        valid=or_null(Valid("three whole numbers above 0, as [8,8,1000]", is_rampup)),
+    )
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
     )
@@ -373,7 +432,7 @@ class Model:
         "Order of the pipeline's work. Null: `1F1B`, with several stages on a rank "
         "`Interleaved1F1B`. The zero-bubble ones compute weight gradients where a rank would wait.",
         kind="layout",
-        valid=or_null(one_of(*SCHEDULES)),
+        valid=or_null(one_of(*PIPELINE_SCHEDULES)),
     )
     pipeline_model_parallel_layout: str | None = key(
         None,
@@ -446,6 +505,34 @@ class Model:
         nemo=1234,
         kind="model",
         valid=between(0, 2**32 - 1),
+    )
+    native_amp_init_scale: int = key(
+        4294967296,
+        "FP16's first loss scale.",
+        nemo=4294967296,
+        kind="model",
+        valid=at_least(1),
+    )
+    native_amp_growth_interval: int = key(
+        1000,
+        "Finite steps in a row that double FP16's loss scale.",
+        nemo=1000,
+        kind="model",
+        valid=at_least(1),
+    )
+    hysteresis: int = key(
+        2,
+        "Overflows in a row from which on each halves FP16's loss scale.",
+        nemo=2,
+        kind="model",
+        valid=at_least(1),
+    )
+    megatron_amp_O2: bool = key(  # noqa: N815 (NeMo's name)
+        True,
+        "Embeddings, norms and the residual stream have `trainer.precision` too. Without, they are "
+        "FP32 and only GEMMs and attention have it, as under `torch.autocast`.",
+        nemo=False,
+        kind="model",
     )
     transformer_engine: bool = key(
         True, "Transformer Engine's layer semantics; FP8 needs them.", nemo=False, kind="model"
@@ -544,6 +631,31 @@ class Model:
     )
     use_autocast_during_eval: bool = key(
         True, "Validate in FP8 too, with the scales of training.", kind="model"
+    )
+    fp8_health: str = key(
+        "scales",
+        "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
+        "(`full`: a step then takes up to twice as long). Into health.jsonl and the trackers.",
+        kind="logging",
+        valid=one_of("off", "scales", "full"),
+    )
+    fp8_health_max_underflow: float = key(
+        0.5,
+        "Warn of tensors of which a larger share of non-zero values became zero.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_max_overflow: float = key(
+        0.01,
+        "Warn of tensors of which a larger share of values saturated.",
+        kind="logging",
+        valid=between(0, 1),
+    )
+    fp8_health_min_snr_db: float = key(
+        5.0,
+        "Warn of tensors whose worst row has less signal to noise, in decibel.",
+        kind="logging",
+        valid=between(-200, 200),
     )
     pad_inner_dim: bool = key(
         False,

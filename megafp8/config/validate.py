@@ -12,14 +12,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, parallel_rules
+from megafp8.config import fp8_rules, optim_rules, parallel_rules
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
-from megafp8.config.rules import Finding, Origins, Rules, Values
+from megafp8.config.rules import (
+    Finding,
+    Origins,
+    Rules,
+    Values,
+    nearest_divisors,
+    nearest_multiples,
+)
 from megafp8.config.schema import all_keys
-from megafp8.config.values import nearest_divisors, nearest_multiples
 
 rule = Rules()
 
@@ -43,6 +49,8 @@ FP8_DETAILS = (
     "model.num_layers_at_end_in_bf16",
     "model.fp8_modules",
     "model.use_autocast_during_eval",
+    "model.fp8_health",
+    *fp8_rules.HEALTH_LIMITS,
     "model.pad_inner_dim",
     "model.fp8_backend",
 )
@@ -100,7 +108,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, parallel_rules.rule, fp8_rules.rule):
+    for rules in (rule, parallel_rules.rule, fp8_rules.rule, optim_rules.rule):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -169,33 +177,6 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
             "model.max_position_embeddings",
             f"is less than model.encoder_seq_length={length}",
             f"Give at least {length}, or leave it out",
-        )
-
-
-@rule("model.optim.lr", "model.optim.sched.min_lr")
-def _lr_falls(v: Values) -> Iterator[Finding]:
-    if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:
-        yield Finding(
-            "model.optim.sched.min_lr",
-            f"is above model.optim.lr={v['model.optim.lr']}",
-            f"Give at most {v['model.optim.lr']}",
-        )
-
-
-@rule("trainer.max_steps", "model.optim.sched.warmup_steps", "model.optim.sched.constant_steps")
-def _schedule_fits(v: Values) -> Iterator[Finding]:
-    steps = v["trainer.max_steps"]
-    constant = v["model.optim.sched.constant_steps"]
-    if (v["model.optim.sched.warmup_steps"] or 0) + constant > steps:
-        room = steps - constant
-        way_out = (
-            f"Give at most {room}" if room >= 0 else "Shorten model.optim.sched.constant_steps"
-        )
-        yield Finding(
-            "model.optim.sched.warmup_steps",
-            f"with model.optim.sched.constant_steps={constant} it is longer than "
-            f"trainer.max_steps={steps}",
-            f"{way_out}, or train longer",
         )
 
 
@@ -275,6 +256,12 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
                 yield Finding(
                     key, "means nothing without FP8", "Set model.fp8=True, or leave it out"
                 )
+    for key, switch in optim_rules.unread_keys(v).items():
+        asked = key in v and v[key] != keys[key].default
+        if asked and _strength(key, origins) >= _strength(switch, origins):
+            yield Finding(
+                key, f"means nothing with {switch}={v[switch]}", "Leave one of the two out"
+            )
     yield from fp8_rules.contradictions(v, origins)
     if v.get("model.fp8_e4m3") and v.get("model.fp8_hybrid"):
         if origins.get("model.fp8_hybrid") == COMMAND_LINE:

@@ -8,21 +8,51 @@ from typing import Literal
 
 from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule
 
-PRECISIONS: dict[int | str, Literal["bf16", "fp32"]] = {
+PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
     32: "fp32",
     "32": "fp32",
     "32-true": "fp32",
+    16: "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
 }
-HALF_PRECISIONS: tuple[int | str, ...] = (16, "16", "16-mixed")
 
-ADAMW_NAMES = ("adamw", "fused_adam")
-"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: decoupled decay, on matrices alone."""
+OPTIMIZERS = ("adam", "adamw", "fused_adam")
+"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
+
+LATER_OPTIMIZERS = (
+    "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
+    "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",
+)  # fmt: skip
+"""NeMo's others."""
+
+WARMUP, CONSTANT, HOLD = ("warmup_steps", "warmup_ratio"), ("constant_steps", "constant_ratio"), (
+    "hold_steps", "hold_ratio",
+)  # fmt: skip
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "CosineAnnealing": (*WARMUP, *CONSTANT),
+    "WarmupPolicy": WARMUP,
+    "WarmupHoldPolicy": WARMUP,
+    "WarmupAnnealing": WARMUP,
+    "PolynomialDecayAnnealing": (*WARMUP, "power"),
+    "PolynomialHoldDecayAnnealing": (*WARMUP, *HOLD, "power"),
+    "SquareAnnealing": WARMUP,
+    "SquareRootAnnealing": WARMUP,
+    "InverseSquareRootAnnealing": WARMUP,
+    "NoamAnnealing": (*WARMUP, "d_model"),
+    "NoamHoldAnnealing": (*WARMUP, *HOLD, "decay_rate"),
+}
+"""NeMo's schedules, and which keys of `model.optim.sched` each reads beside `min_lr`."""
+
+LATER_SCHEDULES = (
+    "T5InverseSquareRootAnnealing", "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR",
+)  # fmt: skip
+"""NeMo's others: without model.optim.lr, by epochs, by the loss, or up again."""
 
 DEFAULT_EXP_DIR = "runs"
 
-_SEARCH_LIMIT = 10_000
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
@@ -43,6 +73,19 @@ def parse_splits(value: object) -> tuple[float, ...] | None:
         return None
     numbers = [_finite(part) for part in parts]
     return None if None in numbers else tuple(n for n in numbers if n is not None)
+
+
+def is_rampup(value: object) -> bool:
+    """Whether `value` is [start, increment, samples]."""
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
+        return False
+    whole = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return whole and all(0 < v <= 2**53 for v in value)
+
+
+def share_of(steps: int | None, ratio: float | None, max_steps: int) -> int | None:
+    """Steps given as such or as a share of the run (NeMo rounds it down); None if neither is."""
+    return steps if ratio is None else int(ratio * max_steps)
 
 
 def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
@@ -91,19 +134,3 @@ def one_line(value: object) -> str:
     """As `plain`, for a line of a report."""
     text = plain(value)
     return text if text.isprintable() else repr(text)
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -67,7 +67,7 @@ class Loader:
         source: SampleSource,
         *,
         micro_batch_size: int,
-        num_microbatches: int,
+        num_microbatches: int | Callable[[int], int],
         dp_rank: int,
         dp_size: int,
         consumed_samples: int = 0,
@@ -77,15 +77,17 @@ class Loader:
         Args:
             source: The endless training stream.
             micro_batch_size: Samples per microbatch and rank.
-            num_microbatches: Microbatches per rank and step.
+            num_microbatches: Microbatches per rank and step; a function tells those of the step
+                that begins after so many consumed samples.
             dp_rank: This rank's place on the data-parallel axis.
             dp_size: Ranks on that axis.
             consumed_samples: Samples that all ranks together have trained on already.
         """
         assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
         self._source = source
-        self._layout = (num_microbatches, micro_batch_size, dp_rank, dp_size)
-        self.global_batch_size = num_microbatches * micro_batch_size * dp_size
+        self._num_microbatches = num_microbatches
+        self._layout = (micro_batch_size, dp_rank, dp_size)
+        self._round_size = micro_batch_size * dp_size
         self.consumed_samples = consumed_samples  # by the steps handed out so far
         self._ready: queue.Queue[list[Microbatch] | BaseException] = queue.Queue(STEPS_AHEAD)
         self._closing = threading.Event()
@@ -104,7 +106,7 @@ class Loader:
         if self._failure is None:
             step = self._ready.get()
             if not isinstance(step, BaseException):
-                self.consumed_samples += self.global_batch_size
+                self.consumed_samples += len(step) * self._round_size
                 return step
             self._failure = step
         raise self._failure
@@ -141,12 +143,14 @@ class Loader:
             self._ready.put(item)
             if isinstance(item, BaseException):
                 return
-            consumed_samples += self.global_batch_size
+            consumed_samples += len(item) * self._round_size
 
     def _step(self, consumed_samples: int) -> list[Microbatch]:
+        count = self._num_microbatches
+        count = count if isinstance(count, int) else count(consumed_samples)
         return [
             microbatch([self._source[int(number)] for number in numbers])
-            for numbers in rank_samples(consumed_samples, *self._layout)
+            for numbers in rank_samples(consumed_samples, count, *self._layout)
         ]
 
 

@@ -61,6 +61,7 @@ class HeadLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.matmul, self.add_grad_weight = matmul, add_grad_weight
+        self.grad_scale = 1.0  # of all gradients, not of the loss: FP16's must not vanish
 
     def forward(
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
@@ -120,6 +121,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad_hidden_TD is None or grad_CV is None:
                 continue
+            if head.grad_scale != 1.0:
+                grad_CV *= head.grad_scale
             grad_CV = grad_CV.to(hidden_TD.dtype)
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
             part_VD = head.matmul(grad_CV, hidden_CD, place="head grad_weight", transpose_a=True)

@@ -49,6 +49,7 @@ class Parts:
         self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams
     ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
+        self.whole_dtype = dtype  # of embeddings and norms
         self.residual_dtype = dtype
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
@@ -73,13 +74,13 @@ class Parts:
     def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
         shape = (self.spec.vocab_size, self.spec.hidden_size)
         draw = normal(self.spec.init_method_std, self.seed)
-        return parameter(shape, whole(name, shape, replica), draw, self.dtype)
+        return parameter(shape, whole(name, shape, replica), draw, self.whole_dtype)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Rows of `weight_VD`: [B, S] -> [B, S, D]."""
         return F.embedding(tokens_BS, weight_VD)
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> nn.Module:
         return Norm(self, name)
 
     def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
@@ -161,7 +162,7 @@ class Parts:
         return parameter(shape, pieces, normal(std, self.seed), self.dtype)
 
     def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
-        return parameter(shape, whole(name, shape), draw, self.dtype)
+        return parameter(shape, whole(name, shape), draw, self.whole_dtype)
 
 
 class Embedding(nn.Module):

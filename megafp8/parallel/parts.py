@@ -46,8 +46,11 @@ class NativeParts(Parts):
         tp: Axis,
         sink: GradSink,
         counter: GemmCounter,
+        half_weights: bool = True,
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
+        if not half_weights:
+            self.whole_dtype = self.residual_dtype = torch.promote_types(dtype, torch.float32)
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
@@ -127,7 +130,7 @@ class NativeParts(Parts):
         ) -> torch.Tensor:
             return gemm(
                 a,
-                b,
+                b if b.dtype == a.dtype else b.to(a.dtype),
                 work=a.dtype,
                 counter=self.counter,
                 place=place,
@@ -144,7 +147,9 @@ class NativeParts(Parts):
         return HeadLoss(matmul, add_grad_weight)
 
     def count_attention_flops(self, flops: int) -> None:
-        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        precision = {
+            torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
+        }[self.dtype]  # fmt: skip
         self.counter.add(precision, "attention", flops)
 
 

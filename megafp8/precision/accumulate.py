@@ -10,7 +10,7 @@ from megafp8.precision.kernels.compile import library
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
-    """total += grad, or total = grad if it is the first; `total` FP32, `grad` FP32 or BF16.
+    """total += grad, or total = grad if it is the first; `total` FP32, `grad` FP32, BF16 or FP16.
 
     torch adds BF16 to FP32 in two passes over memory, the compiled kernel in one; the same bits.
     """

@@ -55,7 +55,7 @@ def cpu_is_fast_at_bf16() -> bool:
 
 def wide_dtype(device: torch.device, work: torch.dtype) -> torch.dtype:
     """In which dtype FP8 numbers are multiplied where there are no FP8 tensor cores."""
-    if work == torch.float32 or (device.type == "cpu" and not cpu_is_fast_at_bf16()):
+    if work != torch.bfloat16 or (device.type == "cpu" and not cpu_is_fast_at_bf16()):
         return torch.float32
     return torch.bfloat16
 

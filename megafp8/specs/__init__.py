@@ -3,24 +3,29 @@
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import ParallelSpec, PipelineSpec
-from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
-from megafp8.specs.run import ObserveSpec, RunSpec
-from megafp8.specs.train import TrainSpec
+from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
+from megafp8.specs.run import RunSpec
+from megafp8.specs.train import RampupSpec, TrainSpec
 
 __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "Fp8Recipe",
     "GPTSpec",
+    "HealthSpec",
+    "LossScaleSpec",
     "ObserveSpec",
     "OptimSpec",
     "ParallelSpec",
     "PipelineSpec",
     "PrecisionSpec",
+    "RampupSpec",
     "RunSpec",
     "ScheduleSpec",
+    "TensorHealth",
     "TokenizerSpec",
     "TrainSpec",
 ]

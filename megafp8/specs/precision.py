@@ -23,6 +23,7 @@ class ModuleRule:
 
     pattern: str
     precision: ModulePrecision
+    source: str = "model.fp8_modules"  # the setting that it comes from
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
@@ -63,8 +64,24 @@ class Fp8Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionSpec:
-    """`compute` is the dtype of activations and of the weights GEMMs read; masters are FP32."""
+class LossScaleSpec:
+    """FP16's dynamic loss scale: NeMo's rule and names; `min_scale` is Megatron's default."""
 
-    compute: Literal["bf16", "fp32"]
+    init_scale: float = 2.0**32
+    growth_interval: int = 1000  # finite steps in a row that double the scale
+    hysteresis: int = 2  # overflows in a row from which on each halves it
+    min_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSpec:
+    """`compute` is the dtype of GEMMs and of the weights they read; masters are FP32.
+
+    With `half_weights` (`megatron_amp_O2`) embeddings, norms and the residual stream have it too.
+    Without, these are FP32, as under `torch.autocast`.
+    """
+
+    compute: Literal["bf16", "fp16", "fp32"]
     fp8: Fp8Recipe | None
+    half_weights: bool = True
+    loss_scale: LossScaleSpec | None = None  # FP16's

@@ -7,24 +7,11 @@ from dataclasses import dataclass, field
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.observe import ObserveSpec
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import PrecisionSpec
 from megafp8.specs.train import TrainSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObserveSpec:
-    """Where a run's records go."""
-
-    exp_dir: str
-    name: str | None
-    explicit_log_dir: str | None
-    resume_if_exists: bool
-    create_tensorboard_logger: bool
-    create_wandb_logger: bool
-    wandb_project: str | None
-    wandb_name: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

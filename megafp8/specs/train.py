@@ -7,6 +7,24 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class RampupSpec:
+    """Global batches that grow by equal increments from `start` over the first `samples` samples
+    (Megatron's `--rampup-batch-size`)."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def batch_size_at(self, consumed_samples: int, global_batch_size: int) -> int:
+        """In Megatron's own floating point, so that every step has the size it has there."""
+        if consumed_samples > self.samples:
+            return global_batch_size
+        num_increments = (global_batch_size - self.start) // self.increment
+        done = int(consumed_samples / (self.samples / num_increments))
+        return min(global_batch_size, self.start + done * self.increment)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """Counts are optimizer steps unless named otherwise."""
 
@@ -19,6 +37,18 @@ class TrainSpec:
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
 
-    def num_microbatches(self, dp: int) -> int:
-        """Microbatches that each data-parallel rank runs per step."""
-        return self.global_batch_size // (self.micro_batch_size * dp)
+    rampup: RampupSpec | None = None
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Samples over all ranks of the step that begins after `consumed_samples`."""
+        if self.rampup is None:
+            return self.global_batch_size
+        return self.rampup.batch_size_at(consumed_samples, self.global_batch_size)
+
+    def num_microbatches(self, dp: int, consumed_samples: int | None = None) -> int:
+        """Microbatches that each data-parallel rank runs per step: after a ramp-up where no
+        `consumed_samples` are given."""
+        samples = self.global_batch_size
+        if consumed_samples is not None:
+            samples = self.batch_size_at(consumed_samples)
+        return samples // (self.micro_batch_size * dp)

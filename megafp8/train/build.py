@@ -7,6 +7,7 @@ import torch
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.deferred import DeferringSink
@@ -20,7 +21,7 @@ from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.state import TrainState
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
@@ -43,6 +44,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         tp=mesh.tp,
         sink=deferring or outer,
         counter=counter,
+        half_weights=spec.precision.half_weights,
     )
     model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, parallel, mesh.pp)
     model.to(mesh.device)
@@ -68,6 +70,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     state = TrainState(
         model, masters, AdamW(masters, spec.optim), events, streams, sink, counter, mesh
     )
+    if spec.precision.loss_scale is not None:
+        state.loss_scale = LossScale(spec.precision.loss_scale)
     state.reducer = None if noting is None else noting.reducer
     if isinstance(model, PipelinedGPT):
         state.pipeline = PipelineRunner(

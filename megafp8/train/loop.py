@@ -19,6 +19,7 @@ from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
+from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
@@ -39,6 +40,7 @@ class Run:
     metrics: MetricsFile | None  # the main rank's
     trackers: CompositeTracker
     stop: StopRequest
+    health: HealthLog
     bytes_per_token: float  # of the validation text
     last_report: StepReport | None = None
     last_loss: float | None = None
@@ -61,16 +63,22 @@ def _train(run: Run, watchdog: Watchdog) -> bool:
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
+            if (run.state.step + 1) % run.spec.train.log_every_n_steps == 0:
+                run.health.begin()
             result = train_step(run.state, microbatches)
-            if not result.is_finite and rolls_back(run, microbatches, result):
+            if result.scale_falls:
+                run.state.num_skipped += 1
+            elif not result.is_finite and rolls_back(run, microbatches, result):
+                run.health.abandon()
                 loader.close()
                 loader = open_loader(run)
                 continue
             if result.is_finite:
                 run.nonfinite_in_a_row = 0
             run.state.step += 1
-            run.state.consumed_samples += run.spec.train.global_batch_size
-            if after_step(run, result, time.perf_counter() - began, waited):
+            samples = run.spec.train.batch_size_at(run.state.consumed_samples)
+            run.state.consumed_samples += samples
+            if after_step(run, result, samples, time.perf_counter() - began, waited):
                 return False
         return True
     finally:
@@ -83,18 +91,18 @@ def open_loader(run: Run) -> Loader:
     return Loader(
         run.data.train,
         micro_batch_size=train.micro_batch_size,
-        num_microbatches=train.num_microbatches(dp.size),
+        num_microbatches=lambda consumed: train.num_microbatches(dp.size, consumed),
         dp_rank=dp.rank,
         dp_size=dp.size,
         consumed_samples=run.state.consumed_samples,
     )
 
 
-def after_step(run: Run, result: StepResult, seconds: float, waited: float) -> bool:
+def after_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> bool:
     """Log, validate and save where due; True if a signal asks to leave (all is saved then)."""
     spec, step = run.spec, run.state.step
     if step % spec.train.log_every_n_steps == 0 or not result.is_finite:
-        log_step(run, result, seconds, waited)
+        log_step(run, result, samples, seconds, waited)
     is_last = step == spec.train.max_steps
     if step % spec.train.val_check_interval == 0 and not is_last:
         validate(run)
@@ -109,10 +117,10 @@ def after_step(run: Run, result: StepResult, seconds: float, waited: float) -> b
     return stop and not is_last
 
 
-def log_step(run: Run, result: StepResult, seconds: float, waited: float) -> None:
+def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> None:
     """One line to metrics.jsonl, the trackers and the console: this step's own numbers."""
     state, spec = run.state, run.spec
-    tokens = spec.train.global_batch_size * spec.data.seq_length
+    tokens = samples * spec.data.seq_length
     flops = {
         kind: tokens * flops_per_token(spec.model, kind, seq_length=spec.data.seq_length) / seconds
         for kind in ("causal", "full")
@@ -128,7 +136,7 @@ def log_step(run: Run, result: StepResult, seconds: float, waited: float) -> Non
         tflops_full=flops["full"] / 1e12,
         memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
         data_wait_fraction=waited / seconds,
-        notes=() if result.is_finite else ("not finite: weights unchanged",),
+        notes=_notes(state, result),
     )
     values = {
         "consumed_samples": state.consumed_samples,
@@ -142,11 +150,24 @@ def log_step(run: Run, result: StepResult, seconds: float, waited: float) -> Non
         "peak_memory_bytes": report.memory_bytes,
         "data_wait_fraction": report.data_wait_fraction,
     }
+    if spec.train.rampup is not None:
+        values["global_batch_size"] = samples
+    if result.loss_scale is not None:
+        values["loss_scale"] = result.loss_scale
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)
+    run.health.end(state.step, run.trackers)
     run.console.step(report)
     run.last_report, run.last_loss = report, result.loss
+
+
+def _notes(state: TrainState, result: StepResult) -> tuple[str, ...]:
+    if result.is_finite:
+        return ()
+    if result.scale_falls and state.loss_scale is not None:
+        return (f"FP16 overflow: weights unchanged, next loss scale {state.loss_scale.scale:g}",)
+    return ("not finite: weights unchanged",)
 
 
 def validate(run: Run, *, whole: bool = False) -> float:
@@ -207,6 +228,7 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
             saving.load(newest, run.state, run.console.warn)
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
+            run.health.rewind(run.state.step)
             run.console.warn(f"{what}; going back to step {run.state.step}")
             return True
     run.state.num_skipped += 1

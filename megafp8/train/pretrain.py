@@ -25,12 +25,14 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
-from megafp8.specs import RunSpec
+from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
+from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
@@ -79,6 +81,7 @@ def _pretrain(
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
+    share = share_of(spec, state)
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
     saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
     _load_newest(saver, state, data, console)
@@ -91,7 +94,11 @@ def _pretrain(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
         )
     text_bytes = len(data.validation_text())
+    health = HealthLog(
+        state, spec.observe.health, path if mesh.is_main else None, first_step, console.warn
+    )
     run = Run(
+        health=health,
         spec=spec,
         state=state,
         data=data,
@@ -103,6 +110,13 @@ def _pretrain(
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
+    if share is not None:
+        console.header(
+            [
+                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
+                + "; ".join(share.higher)
+            ]
+        )
     if first_step >= spec.train.max_steps:
         console.event(f"step {first_step} of {spec.train.max_steps}: nothing is left to do")
     console.start(spec.train.max_steps, first_step)
@@ -116,6 +130,7 @@ def _pretrain(
     finally:
         if metrics is not None:
             metrics.close()
+        health.close()
         trackers.close()
     if mesh.is_main:
         try:
@@ -126,6 +141,16 @@ def _pretrain(
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
+
+
+def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
+    """How much of a step is FP8, where it was asked for; raises if it is nothing."""
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return None
+    share = precision_share(state.model, spec.model, recipe)
+    require_fp8(share)
+    return share
 
 
 def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
@@ -153,16 +178,31 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
         f"precision: {precision_of(spec, state)}",
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
-        f"{train.micro_batch_size}; {layout}",
+        f"{train.micro_batch_size}{_rampup(train)}; {layout}",
+        f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
+        f"learning rate: {spec.optim.schedule.name}",
     ]
+
+
+def _rampup(train: TrainSpec) -> str:
+    ramp = train.rampup
+    if ramp is None:
+        return ""
+    return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """The formats, and the means by which they run here."""
-    compute = {"bf16": "BF16", "fp32": "FP32"}[spec.precision.compute]
+    compute = spec.precision.compute.upper()
+    if not spec.precision.half_weights:
+        compute += " GEMMs over FP32 weights and residual stream"
+    elif spec.precision.compute != "fp32" and spec.precision.fp8 is None:
+        compute += ", FP32 masters"
+    if spec.precision.loss_scale is not None:
+        compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
-        return f"{compute}, FP32 masters"
+        return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
     wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
@@ -188,7 +228,7 @@ def summarize(
             data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
         )
         xz = xz_bits_per_byte(text)
-    report, counter = run.last_report, state.counter
+    report, counter, share = run.last_report, state.counter, share_of(spec, state)
     name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
@@ -218,6 +258,8 @@ def summarize(
         extra={
             # Counted where the products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+            "fp8_share_planned": 0.0 if share is None else share.share,
+            "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
             "fp8_share_with_attention": counter.share("fp8"),
             "num_skipped_steps": state.num_skipped,

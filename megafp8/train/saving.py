@@ -96,6 +96,7 @@ class Saver:
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,
             "num_skipped": state.num_skipped,
+            "loss_scale": None if state.loss_scale is None else state.loss_scale.state(),
             "versions": {
                 "megafp8": megafp8.__version__,
                 "torch": torch.__version__,
@@ -118,6 +119,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     state.consumed_samples = int(meta["consumed_samples"])
     state.num_skipped = int(meta["num_skipped"])
     state.optimizer.set_num_updates(int(meta["num_updates"]))
+    if state.loss_scale is not None:
+        state.loss_scale.set_state(meta["loss_scale"])
     state.masters.write_back()
     return meta
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.data import GradReducer
 from megafp8.parallel.mesh import Mesh
@@ -33,3 +34,4 @@ class TrainState:
     step: int = 0  # the last finished step
     consumed_samples: int = 0  # over all ranks
     num_skipped: int = 0  # steps whose gradients were not finite
+    loss_scale: LossScale | None = None  # FP16's

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.data.loader import Microbatch
-from megafp8.optim.clip import grad_norm
+from megafp8.models.loss import HeadLoss
+from megafp8.optim.clip import clip, grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.pipeline import Batch, PipelinedGPT
 from megafp8.train.state import TrainState
@@ -23,6 +24,8 @@ class StepResult:
     grad_norm: float
     lr: float
     num_tokens: int
+    loss_scale: float | None = None  # FP16's, of this step
+    scale_falls: bool = False  # not finite, and FP16's loss scale is to be blamed for it
 
     @property
     def is_finite(self) -> bool:
@@ -30,11 +33,20 @@ class StepResult:
 
 
 def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepResult:
-    """Forward, backward, reduce, clip, update. A step that is not finite updates nothing.
+    """Forward, backward, reduce, clip, update. A step that is not finite updates nothing but FP16's
+    loss scale.
 
     The loss is summed, not averaged, until all ranks' microbatches are in: one division by the
     number of counted tokens makes it a mean over the global batch's real tokens.
     """
+    scaler, grad_scale = state.loss_scale, 1.0
+    if scaler is not None:
+        # The scale is that of the mean loss, as in NeMo; ours is a sum.
+        num_targets = sum(batch.targets_BS.size for batch in microbatches) * state.mesh.dp.size
+        grad_scale = scaler.scale / num_targets
+        for module in state.model.modules():  # a pipeline stage may have no head
+            if isinstance(module, HeadLoss):
+                module.grad_scale = grad_scale
     loss_sum, num_tokens = forward_backward(state, microbatches)
     mesh = state.mesh
     mesh.pp.all_reduce_sum(loss_sum)  # 0 but for the stage with the head
@@ -42,13 +54,22 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
     reduce_gradients(state)
     loss, count = (totals[0] / totals[1]).item(), int(totals[1].item())
     norm = (grad_norm(state.masters, mesh.tp, mesh.pp) / totals[1]).item()  # NaN if none counted
+    norm /= grad_scale
     spec = state.optimizer.spec
-    result = StepResult(loss, norm, learning_rate(spec, state.step + 1), count)
-    if result.is_finite:
-        clip = spec.clip_grad_norm or math.inf
-        coefficient = min(1.0, clip / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
-        state.masters.flat_grad.mul_(coefficient / count)
+    is_finite = math.isfinite(loss) and math.isfinite(norm)
+    result = StepResult(
+        loss,
+        norm,
+        learning_rate(spec, state.step + 1),
+        count,
+        None if scaler is None else scaler.scale,
+        scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
+    )
+    if is_finite:
+        clip(state.masters.flat_grad, norm, spec, divisor=count * grad_scale)
         state.optimizer.step(state.step + 1)
+    if scaler is not None:
+        scaler.update(overflowed=not is_finite)
     return result
 
 

@@ -120,7 +120,7 @@ def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
         (": max", ": min", "model.fp8_amax_compute_algo"),
         ("margin: 0", "magrin: 0", "fp8_config.magrin"),
         ("margin: 0", "use_mxfp8_block_scaling: true", "fp8_config.use_mxfp8_block_scaling"),
-        ("mixed_precision: fp8", "mixed_precision: fp16", "mixed_precision"),
+        ("mixed_precision: fp8", "mixed_precision: int8", "mixed_precision"),
     ],
 )
 def test_what_accelerate_asks_and_cannot_be_had(old: str, new: str, key: str) -> None:
@@ -146,7 +146,9 @@ def test_keys_of_other_backends_are_inert_under_te() -> None:
     assert {"fp8_config.opt_level", "fp8_config.pad_inner_dim"} <= keys_of(m.inert)
 
 
-@pytest.mark.parametrize(("name", "value"), [("bf16", "bf16"), ("no", 32), ("'no'", 32)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bf16", "bf16"), ("fp16", 16), ("no", 32), ("'no'", 32)]
+)
 def test_mixed_precision_without_fp8(name: str, value: object, tmp_path: Path) -> None:
     m = migrate(f"mixed_precision: {name}\nfp8_config: {{margin: 3}}\n", "x")
     assert keys_of(m.inert) == {"fp8_config.margin"}

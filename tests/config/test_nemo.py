@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.identity import flat
+from megafp8.config.identity import differences, flat, identity
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NOT_YET, NemoKey, nemo_keys
 from megafp8.config.schema import all_keys
+from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 LATER_KEYS = [
@@ -29,7 +30,7 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-CANNOT_BE_HONOURED = {"trainer.precision", "model.data.data_prefix", "model.tokenizer.library"}
+CANNOT_BE_HONOURED = {"model.data.data_prefix", "model.tokenizer.library"}
 """NeMo's own defaults that are refused."""
 
 
@@ -180,7 +181,10 @@ def test_zero_is_not_false(false: str) -> None:
 
 
 def test_fused_adam_is_adamw() -> None:
-    assert run_spec("model.optim.name=fused_adam").resolved == run_spec().resolved
+    fused = run_spec("model.optim.name=fused_adam")
+    assert fused.optim.name == "fused_adam"
+    assert identity(fused.resolved) == identity(run_spec().resolved)
+    assert differences(run_spec().resolved, fused.resolved) == []
 
 
 def test_exp_dir_null_is_runs() -> None:
@@ -209,7 +213,6 @@ def test_nemo_yaml_gives_just_what_cannot_be_honoured(tmp_path: Path) -> None:
 
 def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
     decided = {
-        "trainer.precision": "bf16",
         "model.data.data_prefix": "builtin",
         "model.tokenizer.library": "builtin",
     }
@@ -218,6 +221,9 @@ def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
     assert {setting.key for setting in loaded.inert} == NEMO.keys() - all_keys().keys()
     spec = run_spec(*[f"{key}={value}" for key, value in decided.items()], gpu=True, **where)
     assert spec.model.hidden_size == 768 and spec.optim.lr == 2e-4
+    assert spec.precision.compute == "fp16" and not spec.precision.half_weights
+    assert spec.precision.loss_scale == LossScaleSpec()
+    assert spec.optim.name == "fused_adam" and spec.optim.schedule.warmup_steps == 500
     assert spec.optim.schedule.min_lr == 2e-5 and spec.model.layernorm_epsilon == 1e-5
     assert spec.observe.name == "megatron_gpt" and spec.observe.exp_dir == "runs"
     assert flat(spec.resolved).keys() == all_keys().keys()

@@ -54,7 +54,8 @@ def test_precision_presets_without_fp8() -> None:
     assert run_spec("precision=bf16").resolved == run_spec().resolved
     assert run_spec("precision=fp32").resolved == run_spec("trainer.precision=32").resolved
     assert preset_names("precision", [conf_dir()]) == [
-        "bf16", "fp32", "fp8_delayed_e4m3", "fp8_delayed_hybrid"
+        "bf16", "fp32", "fp8_blockwise", "fp8_delayed_e4m3", "fp8_delayed_hybrid", "fp8_rowwise",
+        "fp8_rowwise_with_gw_hp", "fp8_tensorwise",
     ]  # fmt: skip
 
 

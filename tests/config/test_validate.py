@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.load import load
+from megafp8.config.rules import nearest_divisors, nearest_multiples
 from megafp8.config.validate import validate
-from megafp8.config.values import nearest_divisors, nearest_multiples
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -20,8 +20,8 @@ FP8 = "model.fp8=True"
         "trainer.devices=0",
         "trainer.num_nodes=2",
         "trainer.accelerator=tpu",
-        "trainer.precision=16",
-        "trainer.precision=16-mixed",
+        "trainer.precision=16-true",
+        "trainer.gradient_clip_algorithm=both",
         "trainer.precision=fp8",
         "trainer.max_steps=-1",
         "trainer.log_every_n_steps=0",
@@ -57,7 +57,8 @@ FP8 = "model.fp8=True"
         "model.data.splits_string='a,b,c'",
         "model.data.splits_string='900,nan,50'",
         "model.data.splits_string=5",
-        "model.optim.name=adam",
+        "model.optim.name=sgd",
+        "model.optim.name=lion",
         "model.optim.name=distributed_fused_adam",
         "model.optim.lr=0",
         "model.optim.lr=nan",
@@ -66,7 +67,21 @@ FP8 = "model.fp8=True"
         "model.optim.betas=[0.9,1.0]",
         "model.optim.eps=0",
         "model.optim.sched.name=Linear",
+        "model.optim.sched.name=T5InverseSquareRootAnnealing",
+        "model.optim.sched.name=CyclicLR",
         "model.optim.sched.warmup_steps=-1",
+        "model.optim.sched.warmup_ratio=1.5",
+        "model.optim.sched.hold_steps=-1",
+        "model.optim.sched.power=0",
+        "model.optim.sched.d_model=0",
+        "model.native_amp_init_scale=0",
+        "model.native_amp_growth_interval=0",
+        "model.hysteresis=0",
+        "model.rampup_batch_size=8",
+        "model.rampup_batch_size=[8,8]",
+        "model.rampup_batch_size=[8,0,100]",
+        "model.rampup_batch_size=[8,8,true]",
+        "model.rampup_batch_size=[8,8,1.5]",
         "model.optim.sched.min_lr=-1",
     ],
 )
@@ -180,6 +195,11 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
              "model.virtual_pipeline_model_parallel_size=2"],
             "model.global_batch_size",
             ["32 or 48"],
+        ),
+        (
+            [*TWO_STAGES, "model.rampup_batch_size=[8,8,100]"],
+            "model.rampup_batch_size",
+            ["at least 16", "GPipe"],
         ),
         (
             [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],

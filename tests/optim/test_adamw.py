@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megafp8.models.init import constant, normal, parameter
+from megafp8.models.init import constant, normal, parameter, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
-from megafp8.optim.clip import grad_norm
+from megafp8.optim.clip import clip, grad_norm
 from megafp8.optim.masters import Masters
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec
 from megafp8.specs.placement import Piece, whole
-from tests.tiny import optim_spec
+from tests.tiny import build_run, optim_spec
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
@@ -43,14 +44,20 @@ def draw_gradients(masters: Masters, step: int, std: float = 1.0) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("reference", [torch.float64, torch.float32], ids=["in FP64", "in FP32"])
-def test_masters_follow_torchs_plain_adamw(dtype: torch.dtype, reference: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "plain_class"),
+    [("adamw", torch.optim.AdamW), ("fused_adam", torch.optim.AdamW), ("adam", torch.optim.Adam)],
+)
+def test_masters_follow_torchs_plain_optimizer(
+    name: str, plain_class: Any, dtype: torch.dtype, reference: torch.dtype
+) -> None:
     """12 steps, within 1e-6 of each tensor's largest element. Matrices decay, the others not;
-    the weight decay is large so that a wrong group would show."""
-    spec = optim_spec(weight_decay=0.5, lr=0.05)
+    the weight decay is large so that a wrong group or kind would show."""
+    spec = optim_spec(name=name, weight_decay=0.5, lr=0.05)
     ours = optimizer(dtype, spec)
     masters = ours.masters.masters
-    copies = [nn.Parameter(master.detach().to(reference)) for master in masters]
-    plain = torch.optim.AdamW(
+    copies = [nn.Parameter(master.detach().to(reference, copy=True)) for master in masters]
+    plain = plain_class(
         [
             {"params": [c for c in copies if c.dim() > 1], "weight_decay": 0.5},
             {"params": [c for c in copies if c.dim() == 1], "weight_decay": 0.0},
@@ -64,7 +71,7 @@ def test_masters_follow_torchs_plain_adamw(dtype: torch.dtype, reference: torch.
     for step in range(1, 13):
         draw_gradients(ours.masters, step)
         for copy, grad in zip(copies, ours.masters.grads, strict=True):
-            copy.grad = grad.to(reference)
+            copy.grad = grad.to(reference, copy=True)
         for group in plain.param_groups:
             group["lr"] = learning_rate(spec, step)
         ours.step(step)
@@ -73,9 +80,9 @@ def test_masters_follow_torchs_plain_adamw(dtype: torch.dtype, reference: torch.
             difference = (master.detach().to(reference) - copy.detach()).abs().max()
             assert difference <= 1e-6 * copy.detach().abs().max()
     assert ours.num_updates == 12
-    for name in STATES:
-        for state, copy in zip(ours.state_tensors(name), copies, strict=True):
-            theirs = plain.state[copy][name]
+    for moment in STATES:
+        for state, copy in zip(ours.state_tensors(moment), copies, strict=True):
+            theirs = plain.state[copy][moment]
             assert (state.to(reference) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
@@ -89,6 +96,39 @@ def test_norms_and_biases_do_not_decay() -> None:
     for master, old in zip(ours.masters.masters, before, strict=True):
         expected = old * factor if master.dim() > 1 else old
         torch.testing.assert_close(master.detach(), expected)
+
+
+def test_in_a_gpt_matrices_and_embeddings_decay_alone() -> None:
+    state = build_run(optim=optim_spec(weight_decay=0.5, lr=0.1))
+    before = [master.detach().clone() for master in state.masters.masters]
+    state.masters.flat_grad.zero_()
+    state.optimizer.step(1)
+    for param, master, old in zip(state.masters.params, state.masters.masters, before, strict=True):
+        names = [piece.name for piece in pieces_of(param)]
+        stays = all(name.endswith(".bias") or "norm" in name for name in names)
+        assert torch.equal(master, old) == (stays or not old.any()), names
+        if not stays:
+            torch.testing.assert_close(master.detach(), 0.95 * old)
+
+
+def test_clipping_by_value_cuts_each_element_of_the_mean_gradient() -> None:
+    masters = Masters(params(torch.float32))
+    draw_gradients(masters, 3)
+    expected = (masters.flat_grad / 7).clamp(-0.1, 0.1)
+    clip(masters.flat_grad, 1.0, optim_spec(clip_algorithm="value", clip_grad_norm=0.1), divisor=7)
+    torch.testing.assert_close(masters.flat_grad, expected)
+    assert (masters.flat_grad.abs() == 0.1).any() and (masters.flat_grad.abs() < 0.1).any()
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e9, None])
+def test_clipping_by_norm_is_torchs(limit: float | None) -> None:
+    masters = Masters(params(torch.float32))
+    draw_gradients(masters, 3)
+    copy = nn.Parameter(torch.zeros_like(masters.flat_grad))
+    copy.grad = masters.flat_grad / 7
+    norm = torch.nn.utils.clip_grad_norm_([copy], limit or math.inf).item()
+    clip(masters.flat_grad, norm, optim_spec(clip_grad_norm=limit), divisor=7)
+    torch.testing.assert_close(masters.flat_grad, copy.grad)
 
 
 def test_weights_are_the_masters_rounded() -> None:

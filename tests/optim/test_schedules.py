@@ -1,26 +1,39 @@
-"""The learning rate by hand, against NeMo's formula, and as a shape."""
+"""Learning rates by hand, against NeMo's formulas written anew, torch's and Megatron's schedulers,
+and as shapes."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.optim.schedules import learning_rate
+from megafp8.config.values import SCHEDULES
+from megafp8.optim.schedules import FORMULAS, learning_rate
 from megafp8.specs import OptimSpec, ScheduleSpec
 from tests.tiny import optim_spec
 
 
-def spec(warmup: int, constant: int, steps: int, lr: float = 1.0, min_lr: float = 0.1) -> OptimSpec:
+def spec(
+    warmup: int,
+    constant: int,
+    steps: int,
+    lr: float = 1.0,
+    min_lr: float = 0.1,
+    name: str = "CosineAnnealing",
+    **more: Any,
+) -> OptimSpec:
     schedule = ScheduleSpec(
-        name="CosineAnnealing",
+        name=name,
         warmup_steps=warmup,
         constant_steps=constant,
         min_lr=min_lr,
         max_steps=steps,
+        **more,
     )
     return optim_spec(lr=lr, schedule=schedule)
 
@@ -30,63 +43,219 @@ def rates(spec: OptimSpec) -> list[float]:
     return [learning_rate(spec, step) for step in range(1, spec.schedule.max_steps + 1)]
 
 
-def nemo(spec: OptimSpec, last_epoch: int) -> float:
-    """NeMo's rule, which counts steps from 0: (s + 1) / (warmup + 1) while s <= warmup, then
-    min_lr + (lr - min_lr) * (1 + cos(pi * (s - warmup) / decay_steps)) / 2, then min_lr."""
-    schedule, s = spec.schedule, last_epoch
-    warmup = schedule.warmup_steps
-    if warmup > 0 and s <= warmup:
-        return spec.lr * (s + 1) / (warmup + 1)
-    decay_steps = schedule.max_steps - schedule.constant_steps - warmup
-    if s - warmup > decay_steps:
-        return schedule.min_lr
-    cosine = 0.5 * (1 + math.cos(math.pi * (s - warmup) / decay_steps))
-    return (spec.lr - schedule.min_lr) * cosine + schedule.min_lr
+# ---- by hand: 3 steps of warm-up (a quarter, half, three quarters), the rest in so many steps
+
+WARM = [0.25, 0.5, 0.75, 1.0]
 
 
-def test_by_hand() -> None:
-    """3 steps of warm-up, 4 of cosine, 2 constant ones; the cosine passes 0.85, 0.55, 0.25."""
+def test_every_name_that_the_configuration_knows() -> None:
+    assert FORMULAS.keys() == SCHEDULES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("WarmupPolicy", {}, [*WARM, 1, 1, 1, 1]),
+        ("WarmupHoldPolicy", {}, [*WARM, 1, 1, 1, 1]),
+        # 5 steps from 1 to 0.1, the last of which is the step after the run's end.
+        ("WarmupAnnealing", {}, [*WARM, 0.82, 0.64, 0.46, 0.28]),
+        ("PolynomialDecayAnnealing", {}, [*WARM, 0.82, 0.64, 0.46, 0.28]),
+        (
+            "PolynomialDecayAnnealing",
+            {"power": 2.0},
+            [*WARM, 0.1 + 0.9 * 0.64, 0.1 + 0.9 * 0.36, 0.1 + 0.9 * 0.16, 0.1 + 0.9 * 0.04],
+        ),
+        # Two held steps leave 3 to fall.
+        ("PolynomialHoldDecayAnnealing", {"hold_steps": 2}, [*WARM, 1, 1, 0.7, 0.4]),
+        # Without a hold NeMo falls by s / (M - W) from step 0 on: s = 4, 5 of 5, then min_lr.
+        ("PolynomialHoldDecayAnnealing", {}, [*WARM, 0.28, 0.1, 0.1, 0.1]),
+        ("SquareAnnealing", {}, [*WARM, 0.64, 0.36, 0.16, 0.1]),
+        # sqrt((8 - s) / 8) for s = 4 to 7
+        ("SquareRootAnnealing", {}, [*WARM, 0.5**0.5, 0.375**0.5, 0.5, 0.125**0.5]),
+        # 4 / (s + 1) under the root
+        ("InverseSquareRootAnnealing", {}, [*WARM, 0.8**0.5, (2 / 3) ** 0.5, 0.571428571**0.5,
+                                            0.5**0.5]),
+        # Half of min(s^-1/2, s / W^1.5) for a width of 4; s = 0 counts as 1.
+        ("NoamAnnealing", {"d_model": 4},
+         [0.096225045, 0.096225045, 0.192450090, 0.288675135, 0.25, 0.223606798, 0.204124145,
+          0.188982237]),
+        ("NoamHoldAnnealing", {"hold_steps": 2}, [*WARM, 1, 1, 0.75**0.5, 0.6**0.5]),
+        ("NoamHoldAnnealing", {"hold_steps": 2, "decay_rate": 1.0}, [*WARM, 1, 1, 0.75, 0.6]),
+        ("NoamHoldAnnealing", {"decay_rate": 1.0}, [*WARM, 0.75, 0.6, 0.5, 3 / 7]),
+    ],
+)  # fmt: skip
+def test_by_hand(name: str, more: dict[str, Any], expected: list[float]) -> None:
+    assert rates(spec(3, 0, 8, name=name, **more)) == pytest.approx(expected)
+
+
+def test_min_lr_is_a_floor_where_nemo_has_one() -> None:
+    for name in ("SquareAnnealing", "SquareRootAnnealing"):
+        assert min(rates(spec(3, 0, 8, min_lr=0.6, name=name))[3:]) == 0.6
+    noam = spec(3, 0, 8, min_lr=0.2, name="NoamAnnealing", d_model=4)
+    assert rates(noam)[4:] == pytest.approx([0.25, 0.223606798, 0.204124145, 0.2])
+    hold = spec(3, 0, 8, min_lr=0.6, name="NoamHoldAnnealing", decay_rate=1.0)
+    assert rates(hold)[4:] == pytest.approx([0.75, 0.6, 0.6, 0.6])
+    assert min(rates(spec(3, 0, 8, min_lr=0.9, name="InverseSquareRootAnnealing"))) < 0.8
+
+
+def test_cosine_by_hand() -> None:
+    """3 steps of warm-up, 4 of cosine, 2 constant ones; the cosine passes 0.85, 0.55, 0.25. With
+    constant steps the warm-up is Megatron's, from 0."""
     half = math.sqrt(0.5) / 2  # cos(45 degrees) / 2
     cosine = [0.1 + 0.9 * (0.5 + half), 0.55, 0.1 + 0.9 * (0.5 - half)]
-    expected = [0.25, 0.5, 0.75, 1.0, *cosine, 0.1, 0.1]
+    expected = [0, 1 / 3, 2 / 3, 1.0, *cosine, 0.1, 0.1]
     assert rates(spec(3, 2, 9)) == pytest.approx(expected)
+    assert rates(spec(3, 0, 7)) == pytest.approx([*WARM, *cosine])
 
 
-def test_without_warmup_the_first_step_has_the_full_rate() -> None:
-    assert rates(spec(0, 0, 2)) == pytest.approx([1.0, 0.55])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_warmup_the_first_step_has_the_full_rate(name: str) -> None:
+    if name != "NoamHoldAnnealing":  # which needs one
+        more = {"d_model": 1} if name == "NoamAnnealing" else {}
+        assert rates(spec(0, 0, 4, name=name, **more))[0] == pytest.approx(1.0)
 
 
 def test_beyond_the_end_the_rate_is_the_minimum() -> None:
-    schedule = spec(2, 0, 10)
-    assert learning_rate(schedule, 11) == pytest.approx(0.1)
-    assert learning_rate(schedule, 10_000) == pytest.approx(0.1)
+    for name in SCHEDULES:
+        if name == "NoamAnnealing":  # has no end
+            continue
+        schedule = spec(2, 0, 10, name=name)
+        assert learning_rate(schedule, 12) == pytest.approx(0.1), name
+        assert learning_rate(schedule, 10_000) == pytest.approx(0.1), name
 
 
 def test_warmup_to_the_very_end() -> None:
-    assert rates(spec(3, 0, 3)) == pytest.approx([0.25, 0.5, 0.75])
+    for name in SCHEDULES:
+        if name != "NoamAnnealing":
+            assert rates(spec(3, 0, 3, name=name)) == pytest.approx([0.25, 0.5, 0.75]), name
+
+
+# ---- against others' schedulers
+
+DECAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "CosineAnnealing": ("CosineAnnealingLR", {"T_max": 20, "eta_min": 0.0}),
+    "WarmupAnnealing": ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": 20}),
+    "PolynomialDecayAnnealing": ("PolynomialLR", {"total_iters": 20, "power": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", DECAYS)
+def test_after_the_warmup_they_are_torchs(name: str) -> None:
+    kind, arguments = DECAYS[name]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.7)
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **arguments)
+    ours = spec(5, 0, 25, lr=0.7, min_lr=0.0, name=name, power=3.0)
+    for rate in rates(ours)[5:]:
+        assert rate == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(("warmup", "constant"), [(5, 4), (0, 3), (1, 1)])
+def test_cosine_with_constant_steps_is_megatrons(warmup: int, constant: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = megatron.OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.7,
+        min_lr=0.1,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=40 - constant,
+        lr_decay_style="cosine",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    for rate in rates(spec(warmup, constant, 40, lr=0.7)):
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        scheduler.step(1)
+
+
+# ---- against NeMo's rules for any sizes
+
+
+def nemo(spec: OptimSpec, s: int) -> float:
+    """NeMo's rules in its own order of cases, which counts steps from 0."""
+    lr, sched = spec.lr, spec.schedule
+    low, warm, last, name = sched.min_lr, sched.warmup_steps, sched.max_steps, sched.name
+    hold = 0 if sched.hold_steps is None else sched.hold_steps + warm
+    if name == "NoamAnnealing":
+        s = max(1, s)
+        peak = s**-0.5 if warm == 0 else min(s**-0.5, s * warm**-1.5)
+        value = lr * sched.d_model**-0.5 * peak  # type: ignore[operator]
+        return max(value, low) if s > warm else value
+    if warm > 0 and s <= warm:
+        from_zero = name == "CosineAnnealing" and sched.constant_steps > 0
+        return lr * s / warm if from_zero else lr * (s + 1) / (warm + 1)
+    if name.endswith(("HoldDecayAnnealing", "HoldAnnealing")) and warm <= s < hold:
+        return lr
+    if s > last - (sched.constant_steps if name == "CosineAnnealing" else 0):
+        return low
+    if name in ("WarmupPolicy", "WarmupHoldPolicy"):
+        return lr
+    if name == "CosineAnnealing":
+        span = last - sched.constant_steps - warm
+        return (lr - low) * (1 + math.cos(math.pi * (s - warm) / span)) / 2 + low
+    if name == "WarmupAnnealing":
+        return low + (1 - (s - warm) / (last - warm)) * (lr - low)
+    if name == "PolynomialDecayAnnealing":
+        return (lr - low) * (1 - (s - warm) / (last - warm)) ** sched.power + low
+    if name == "PolynomialHoldDecayAnnealing":
+        span = last - max(warm, hold)
+        return (lr - low) * (1 - min(s - hold, span) / span) ** sched.power + low
+    if name == "SquareAnnealing":
+        return max(low, lr * ((last - s) / (last - warm)) ** 2)
+    if name == "SquareRootAnnealing":
+        return max(low, lr * ((last - s) / last) ** 0.5)
+    if name == "InverseSquareRootAnnealing":
+        return lr / ((s + 1) / (warm + 1)) ** 0.5
+    assert name == "NoamHoldAnnealing"
+    since = max(1, (s - (hold - warm if hold > 0 else 0)) ** sched.decay_rate)
+    return max(low, lr * max(1, warm**sched.decay_rate) / since)
 
 
 @st.composite
-def schedules(draw: Any) -> OptimSpec:
-    warmup, constant = draw(st.integers(0, 50)), draw(st.integers(0, 50))
-    steps = warmup + constant + draw(st.integers(2, 500))
+def schedules(draw: Any, name: str | None = None) -> OptimSpec:
+    name = name or draw(st.sampled_from(sorted(SCHEDULES)))
+    read = SCHEDULES[name]
+    warmup = draw(st.integers(name == "NoamHoldAnnealing", 50))
+    constant = draw(st.integers(0, 50)) if "constant_steps" in read else 0
+    hold = draw(st.none() | st.integers(0, 50)) if "hold_steps" in read else None
+    steps = warmup + constant + (hold or 0) + draw(st.integers(2, 300))
     lr = draw(st.floats(1e-6, 1.0))
-    return spec(warmup, constant, steps, lr, lr * draw(st.floats(0, 1)))
+    return spec(
+        warmup,
+        constant,
+        steps,
+        lr,
+        lr * draw(st.floats(0, 1)),
+        name,
+        hold_steps=hold,
+        power=draw(st.floats(0.25, 4)),
+        decay_rate=draw(st.floats(0.25, 2)),
+        d_model=draw(st.integers(1, 4096)),
+    )
 
 
 @given(schedules())
 def test_every_step_has_nemos_rate(spec: OptimSpec) -> None:
-    for step, rate in enumerate(rates(spec), start=1):
-        assert rate == pytest.approx(nemo(spec, step - 1), rel=1e-9, abs=1e-15)
+    for step, rate in enumerate([*rates(spec), learning_rate(spec, spec.schedule.max_steps + 2)]):
+        last = spec.schedule.max_steps
+        expected = nemo(spec, step if step < last else last + 1)
+        assert rate == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-@given(schedules())
-def test_shape(spec: OptimSpec) -> None:
-    """Starts above zero, rises to exactly lr after the warm-up, falls to min_lr: exactly where
-    there are constant steps, else to what the cosine has left one step before its end."""
+@given(schedules("CosineAnnealing"))
+def test_shape_of_the_cosine(spec: OptimSpec) -> None:
+    """Rises to exactly lr after the warm-up, falls to min_lr: exactly where there are constant
+    steps, else to what the cosine has left one step before its end."""
     values, schedule = rates(spec), spec.schedule
     top = schedule.warmup_steps
-    assert values[0] > 0
+    assert values[0] > 0 or schedule.constant_steps > 0 < top
     assert values[top] == spec.lr == max(values)
     assert all(a < b for a, b in zip(values[:top], values[1 : top + 1], strict=True))
     falling = values[top:]

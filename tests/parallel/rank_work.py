@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join
@@ -36,6 +38,8 @@ class Case:
     parallel: ParallelSpec = ParallelSpec()
     optim: OptimSpec = field(default_factory=optim_spec)
     bug: str | None = None  # one of `bugs`, planted
+    merged: int = 1  # microbatches that are run as one: what replicas run at the same time
+    perturbed: int | None = None  # seed of a last-bit change of the word embedding
 
     def build(self, mesh: Mesh) -> TrainState:
         state = build_run(
@@ -48,12 +52,37 @@ class Case:
         )
         if self.bug is not None:
             bugs.plant(self.bug, state)
+        if self.perturbed is not None:
+            perturb(state, self.perturbed)
         return state
 
     def microbatches(self, step: int, mesh: Mesh) -> list[Any]:
         """This rank's part of the global batch."""
-        whole = range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
-        return [microbatch(100 * step + index, self.batch, ignored=0.1 * index) for index in whole]
+        whole = [
+            microbatch(100 * step + index, self.batch, ignored=0.1 * index)
+            for index in range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
+        ]
+        starts = range(0, len(whole), self.merged)
+        return [together(whole[start : start + self.merged]) for start in starts]
+
+
+def together(microbatches: list[Microbatch]) -> Microbatch:
+    return Microbatch(
+        np.concatenate([m.tokens_BS for m in microbatches]),
+        np.concatenate([m.targets_BS for m in microbatches]),
+    )
+
+
+def perturb(state: TrainState, seed: int) -> None:
+    """One rounding step up or none, at random, in each element of the word embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
+        if pieces_of(param)[0].name == "embedding.word.weight":
+            weight = param.detach()
+            up = torch.nextafter(weight, torch.full_like(weight, torch.inf))
+            chosen = torch.rand(weight.shape, generator=generator) < 0.5
+            master.data.copy_(torch.where(chosen, up, weight))
+    state.masters.write_back()
 
 
 @dataclass

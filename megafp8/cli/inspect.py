@@ -1,0 +1,127 @@
+"""Shows the FP8 health of a run as tables: which tensors lose most, and how scales moved.
+
+python -m megafp8.cli.inspect RUN [--step N] [--all] [--sort underflow|overflow|snr|amax|name]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megafp8.config.app import report
+from megafp8.errors import CheckpointError, ExitCode, UserError
+from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
+from megafp8.specs import TensorHealth
+
+ROWS = 20
+PIPE_WIDTH = 160  # columns where nobody has a terminal: names are not cut
+SORTS = ("underflow", "overflow", "snr", "amax", "name")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the tables; 0, or 2 if there is nothing to show."""
+    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.inspect", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's directory, or its health.jsonl")
+    parser.add_argument("--step", type=int, help="of this log step instead of the last one")
+    parser.add_argument("--all", action="store_true", help=f"all tensors, not the first {ROWS}")
+    parser.add_argument("--sort", choices=SORTS, help="worst first by this; default: what is there")
+    options = parser.parse_args(argv)
+    path = options.run / HEALTH_FILE if options.run.is_dir() else options.run
+    try:
+        records = read_health(path)
+        record = _chosen(records, options.step, path)
+    except UserError as error:
+        return report(error)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    console.print(_tensors(record, options.sort, None if options.all else ROWS))
+    console.print(_roles(records))
+    if record.num_nonfinite:
+        console.print("updates that met a NaN or an infinity, and were left out:")
+        for name, count in sorted(record.num_nonfinite.items()):
+            console.print(f"  {name}: {count}")
+    return ExitCode.FINISHED
+
+
+def _chosen(records: list[HealthRecord], step: int | None, path: Path) -> HealthRecord:
+    if not records:
+        raise CheckpointError(path, "holds no record yet", "Wait for the run's first log step")
+    if step is None:
+        return records[-1]
+    for record in records:
+        if record.step == step:
+            return record
+    steps = [record.step for record in records]
+    near = sorted(sorted(steps, key=lambda known: abs(known - step))[:3])
+    raise CheckpointError(
+        path, f"has no step {step}", f"Near it are {', '.join(map(str, near))} (of {len(steps)})"
+    )
+
+
+def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table:
+    is_full = any(health.underflow is not None for health in record.tensors.values())
+    sort = sort or ("underflow" if is_full else "name")
+    names = sorted(record.tensors, key=lambda name: _rank(name, record.tensors[name], sort))
+    shown = names[:limit]
+    table = Table(
+        box=box.SIMPLE,
+        title=f"step {record.step}: {len(shown)} of {len(names)} tensors, by {sort}",
+        title_justify="left",
+    )
+    for title in ("tensor", "amax", "scale", "underflow", "overflow", "worst row"):
+        is_name = title == "tensor"
+        table.add_column(title, justify="left" if is_name else "right", no_wrap=not is_name)
+    for name in shown:
+        health = record.tensors[name]
+        table.add_row(
+            name,
+            f"{health.amax:.3g}",
+            f"{health.quant_scale:.4g}",
+            _percent(health.underflow),
+            _percent(health.overflow),
+            "" if health.snr_db is None else f"{health.snr_db:.1f} dB",
+        )
+    return table
+
+
+def _roles(records: list[HealthRecord]) -> Table:
+    """How amaxes moved: the first log step, the middle one, the last one."""
+    chosen = sorted({0, len(records) // 2, len(records) - 1})
+    table = Table(box=box.SIMPLE, title="largest amax by role, over the run", title_justify="left")
+    table.add_column("role")
+    for index in chosen:
+        table.add_column(f"step {records[index].step}", justify="right")
+    for role in ROLES:
+        cells = []
+        for index in chosen:
+            of_role = [h.amax for n, h in records[index].tensors.items() if n.endswith(f".{role}")]
+            cells.append(f"{max(of_role):.3g}" if of_role else "")
+        table.add_row(role, *cells)
+    return table
+
+
+def _rank(name: str, health: TensorHealth, sort: str) -> tuple[float, str]:
+    values = {
+        "underflow": health.underflow,
+        "overflow": health.overflow,
+        "amax": health.amax,
+        "snr": None if health.snr_db is None else -health.snr_db,
+    }
+    value = values.get(sort)
+    return (-value if value is not None and not math.isnan(value) else 0.0, name)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.3%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

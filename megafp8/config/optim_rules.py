@@ -1,0 +1,151 @@
+"""Which settings of optimizer, schedule, batch ramp-up and loss scale fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.parallel_rules import SIZES, model_ranks
+from megafp8.config.rules import Finding, Rules, Values, nearest_multiples
+from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
+
+rule = Rules()
+
+_SCHED = "model.optim.sched"
+LOSS_SCALE_DETAILS = (
+    "model.native_amp_init_scale",
+    "model.native_amp_growth_interval",
+    "model.hysteresis",
+)
+"""What means nothing unless `trainer.precision` is 16."""
+
+
+def unread_keys(v: Values) -> dict[str, str]:
+    """Keys that change nothing with the other values, each with the key that makes it so."""
+    unread: dict[str, str] = {}
+    if f"{_SCHED}.name" in v:
+        read = SCHEDULES[v[f"{_SCHED}.name"]]
+        details = {name for names in SCHEDULES.values() for name in names}
+        unread |= {f"{_SCHED}.{d}": f"{_SCHED}.name" for d in sorted(details - {*read})}
+    if "trainer.precision" in v and PRECISIONS[v["trainer.precision"]] != "fp16":
+        unread |= dict.fromkeys(LOSS_SCALE_DETAILS, "trainer.precision")
+    if not v.get("trainer.gradient_clip_val", True):
+        unread["trainer.gradient_clip_algorithm"] = "trainer.gradient_clip_val"
+    return unread
+
+
+@rule("model.optim.lr", "model.optim.sched.min_lr")
+def _lr_falls(v: Values) -> Iterator[Finding]:
+    if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:
+        yield Finding(
+            "model.optim.sched.min_lr",
+            f"is above model.optim.lr={v['model.optim.lr']}",
+            f"Give at most {v['model.optim.lr']}",
+        )
+
+
+@rule(
+    "trainer.max_steps",
+    "model.optim.sched.name",
+    "model.optim.sched.warmup_steps",
+    "model.optim.sched.warmup_ratio",
+    "model.optim.sched.constant_steps",
+    "model.optim.sched.constant_ratio",
+    "model.optim.sched.hold_steps",
+    "model.optim.sched.hold_ratio",
+)
+def _schedule_fits(v: Values) -> Iterator[Finding]:
+    steps, name = v["trainer.max_steps"], v["model.optim.sched.name"]
+    lengths: dict[str, int] = {}
+    for part in ("warmup", "constant", "hold"):
+        if f"{part}_steps" in SCHEDULES[name]:
+            lengths[f"{_SCHED}.{part}_steps"] = _given(v, part) or 0
+    if sum(lengths.values()) > steps:
+        others = {
+            key: length for key, length in lengths.items() if not key.endswith("warmup_steps")
+        }
+        room = steps - sum(others.values())
+        way_out = f"Give at most {room}" if room >= 0 else f"Shorten {' or '.join(others)}"
+        yield Finding(
+            f"{_SCHED}.warmup_steps",
+            " with ".join(["it", *(f"{key}={length}" for key, length in others.items())])
+            + f" is longer than trainer.max_steps={steps}",
+            f"{way_out}, or train longer",
+        )
+
+
+@rule("model.optim.sched.warmup_steps", "model.optim.sched.warmup_ratio")
+def _one_warmup(v: Values) -> Iterator[Finding]:
+    yield from _steps_or_ratio(v, "warmup")
+
+
+@rule("model.optim.sched.constant_steps", "model.optim.sched.constant_ratio")
+def _one_constant(v: Values) -> Iterator[Finding]:
+    yield from _steps_or_ratio(v, "constant")
+
+
+@rule("model.optim.sched.hold_steps", "model.optim.sched.hold_ratio")
+def _one_hold(v: Values) -> Iterator[Finding]:
+    yield from _steps_or_ratio(v, "hold")
+
+
+def _steps_or_ratio(v: Values, part: str) -> Iterator[Finding]:
+    steps, ratio = f"{_SCHED}.{part}_steps", f"{_SCHED}.{part}_ratio"
+    # The default of constant_steps is 0, not null.
+    if v[ratio] is not None and v[steps] not in ((None, 0) if part == "constant" else (None,)):
+        yield Finding(ratio, f"{steps}={v[steps]} says it already", "Leave one of the two out")
+
+
+@rule(
+    "trainer.max_steps",
+    "model.optim.sched.name",
+    "model.optim.sched.warmup_steps",
+    "model.optim.sched.warmup_ratio",
+)
+def _noam_warms_up(v: Values) -> Iterator[Finding]:
+    if v[f"{_SCHED}.name"] != "NoamHoldAnnealing":
+        return
+    warmup = _given(v, "warmup")
+    if (v["trainer.max_steps"] // 10 if warmup is None else warmup) == 0:
+        yield Finding(
+            f"{_SCHED}.warmup_steps",
+            f"{_SCHED}.name=NoamHoldAnnealing needs a warm-up",
+            "Give at least 1",
+        )
+
+
+def _given(v: Values, part: str) -> int | None:
+    steps, ratio = v[f"{_SCHED}.{part}_steps"], v[f"{_SCHED}.{part}_ratio"]
+    return share_of(steps, ratio, v["trainer.max_steps"])
+
+
+@rule(
+    "model.rampup_batch_size",
+    "model.global_batch_size",
+    "model.micro_batch_size",
+    "trainer.devices",
+    "trainer.num_nodes",
+    *SIZES,
+)
+def _rampup_fits(v: Values) -> Iterator[Finding]:
+    key, ramp = "model.rampup_batch_size", v["model.rampup_batch_size"]
+    ranks, size = v["trainer.devices"] * v["trainer.num_nodes"], model_ranks(v)
+    if ramp is None or ranks % size:
+        return
+    (start, increment, _), end = ramp, v["model.global_batch_size"]
+    unit = v["model.micro_batch_size"] * (ranks // size)
+    if start >= end or (end - start) % increment:
+        yield Finding(
+            key,
+            f"no number of increments of {increment} leads from {start} to "
+            f"model.global_batch_size={end}",
+            "Give [start, increment, samples] with start below it and the difference a multiple "
+            "of increment",
+        )
+    elif start % unit or increment % unit:
+        wrong = start if start % unit else increment
+        yield Finding(
+            key,
+            f"{wrong} is not a multiple of model.micro_batch_size={v['model.micro_batch_size']} "
+            f"times {ranks // size} data-parallel ranks",
+            f"Nearest: {nearest_multiples(wrong, unit)}",
+        )

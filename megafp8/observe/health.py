@@ -1,0 +1,123 @@
+"""health.jsonl: what FP8 did to each tensor at log steps; which tensors are beyond a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafp8.errors import CheckpointError
+from megafp8.specs import HealthSpec, TensorHealth
+
+HEALTH_FILE = "health.jsonl"
+ROLES = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class HealthRecord:
+    """One log step. `num_nonfinite` counts since the run began, only tensors that have any."""
+
+    step: int
+    tensors: Mapping[str, TensorHealth]
+    num_nonfinite: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "step": self.step,
+            "tensors": {
+                name: {k: v for k, v in dataclasses.asdict(health).items() if v is not None}
+                for name, health in self.tensors.items()
+            },
+            "num_nonfinite": dict(self.num_nonfinite),
+        }
+
+
+def merged(parts: Iterable[Mapping[str, TensorHealth]]) -> dict[str, TensorHealth]:
+    """What ranks saw of the same tensors: the worst of each (they hold equal numbers of values,
+    so a share is at most the largest)."""
+    found: dict[str, TensorHealth] = {}
+    for part in parts:
+        for name, new in part.items():
+            old = found.get(name)
+            found[name] = new if old is None else _worst(old, new)
+    return found
+
+
+def _worst(a: TensorHealth, b: TensorHealth) -> TensorHealth:
+    def pick(x: float | None, y: float | None, *, largest: bool) -> float | None:
+        known = [v for v in (x, y) if v is not None]
+        return (max if largest else min)(known) if known else None
+
+    return TensorHealth(
+        amax=max(a.amax, b.amax),
+        quant_scale=min(a.quant_scale, b.quant_scale),
+        underflow=pick(a.underflow, b.underflow, largest=True),
+        overflow=pick(a.overflow, b.overflow, largest=True),
+        snr_db=pick(a.snr_db, b.snr_db, largest=False),
+    )
+
+
+def complaints(record: HealthRecord, limits: HealthSpec) -> dict[str, str]:
+    """Tensors beyond a limit, and what is wrong with them."""
+    found: dict[str, str] = {}
+    for name, health in record.tensors.items():
+        said = []
+        if not math.isfinite(health.amax):
+            said.append("holds a NaN or an infinity")
+        if health.underflow is not None and health.underflow > limits.max_underflow:
+            said.append(f"{health.underflow:.1%} of its values underflow to zero")
+        if health.overflow is not None and health.overflow > limits.max_overflow:
+            said.append(f"{health.overflow:.2%} of its values saturate")
+        if health.snr_db is not None and health.snr_db < limits.min_snr_db:
+            said.append(f"its worst row has {health.snr_db:.1f} dB of signal to noise")
+        if said:
+            found[name] = ", ".join(said)
+    return found
+
+
+def scalars(record: HealthRecord) -> dict[str, float]:
+    """For curves: the worst of each role."""
+    values: dict[str, float] = {}
+    for role in ROLES:
+        of_role = [h for name, h in record.tensors.items() if name.endswith(f".{role}")]
+        if not of_role:
+            continue
+        values[f"fp8/{role}/amax_max"] = max(h.amax for h in of_role)
+        values[f"fp8/{role}/quant_scale_min"] = min(h.quant_scale for h in of_role)
+        for field, worst in (("underflow", max), ("overflow", max), ("snr_db", min)):
+            known = [v for h in of_role if (v := getattr(h, field)) is not None]
+            if known:
+                values[f"fp8/{role}/{field}_worst"] = worst(known)
+    values["fp8/num_nonfinite"] = float(sum(record.num_nonfinite.values()))
+    return values
+
+
+def read_health(path: Path) -> list[HealthRecord]:
+    """All records of a health.jsonl.
+
+    Raises:
+        CheckpointError: It is not there or cannot be read as such.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [
+            HealthRecord(
+                int(line["step"]),
+                {name: _tensor(values) for name, values in line["tensors"].items()},
+                {name: int(count) for name, count in line["num_nonfinite"].items()},
+            )
+            for line in lines
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            path,
+            f"cannot be read as FP8 health ({error})",
+            "Give the directory of a run with model.fp8=True and model.fp8_health=scales or full",
+        ) from error
+
+
+def _tensor(values: Mapping[str, object]) -> TensorHealth:
+    return TensorHealth(**{name: float(value) for name, value in values.items()})  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What other packages compute for us where they are installed; one file each."""

@@ -1,0 +1,120 @@
+"""What FP8 does to each tensor of a step: how large it is, what it loses.
+
+An observer of the `ScalingState` that is there for single steps only: what it measures needs passes
+over the tensors of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.precision.cast import amax_of
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.tensor import Fp8Tensor, spread
+from megafp8.specs.observe import HealthMode, TensorHealth
+
+
+@dataclass
+class _Sums:
+    """Running totals of one tensor over a step's microbatches, 0-d tensors on its device."""
+
+    amax: torch.Tensor
+    quant_scale: torch.Tensor  # the smallest one
+    nonzero: torch.Tensor
+    underflow: torch.Tensor
+    elements: int
+    overflow: torch.Tensor
+    worst_snr: torch.Tensor  # signal power over noise power, of the worst row
+
+
+class HealthProbe:
+    """Measures while it is attached; `full` also compares each tensor with its FP8 values."""
+
+    def __init__(self, state: ScalingState, mode: HealthMode) -> None:
+        self._state, self._mode = state, mode
+        self._sums: dict[str, _Sums] = {}
+
+    def attach(self) -> None:
+        self._sums.clear()
+        self._state.observers.append(self._see)
+
+    def detach(self) -> dict[str, TensorHealth]:
+        """What was seen since `attach`, by tensor; waits for the device."""
+        self._state.observers.remove(self._see)
+        found = {name: self._health(name, sums) for name, sums in self._sums.items()}
+        self._sums.clear()
+        return found
+
+    @torch.no_grad()
+    def _see(
+        self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
+    ) -> None:
+        x_fp8 = last if last is not None else first
+        if x_fp8 is None or x.numel() == 0 or not self._state.recording:
+            return
+        zero = torch.zeros((), device=x.device)
+        new = _Sums(
+            amax_of(x), x_fp8.dequant_scale.amax().reciprocal(), zero, zero, x.numel(), zero, zero
+        )
+        if self._mode == "full":
+            wide, scale = x.float(), spread(x_fp8.dequant_scale, x.shape, x_fp8.block)
+            numbers = x_fp8.numbers(torch.float32)
+            new.nonzero = (wide != 0).sum()
+            new.underflow = ((numbers == 0) & (wide != 0)).sum()
+            new.overflow = (wide.abs() > x_fp8.fmt.max * scale).sum()
+            new.worst_snr = _worst_snr(wide, numbers * scale)
+        self._sums[name] = _joined(self._sums[name], new) if name in self._sums else new
+
+    def _health(self, name: str, sums: _Sums) -> TensorHealth:
+        is_full = self._mode == "full"
+        return TensorHealth(
+            amax=sums.amax.item(),
+            quant_scale=sums.quant_scale.item(),
+            underflow=_share(sums.underflow, sums.nonzero) if is_full else None,
+            overflow=_share(sums.overflow, sums.elements) if is_full else None,
+            snr_db=_decibel(sums.worst_snr.item()) if is_full else None,
+        )
+
+
+def num_nonfinite(state: ScalingState) -> dict[str, int]:
+    """Updates of each tensor that met a NaN or an infinity, since the run began; only those."""
+    counts: dict[str, int] = defaultdict(int)
+    for table in state.tables.values():
+        for name, count in zip(table.names, table.num_nonfinite.tolist(), strict=True):
+            counts[name] += count
+    return {name: count for name, count in counts.items() if count}
+
+
+def _joined(old: _Sums, new: _Sums) -> _Sums:
+    return _Sums(
+        torch.maximum(old.amax, new.amax),
+        torch.minimum(old.quant_scale, new.quant_scale),
+        old.nonzero + new.nonzero,
+        old.underflow + new.underflow,
+        old.elements + new.elements,
+        old.overflow + new.overflow,
+        torch.minimum(old.worst_snr, new.worst_snr),
+    )
+
+
+def _worst_snr(wide_MN: torch.Tensor, values_MN: torch.Tensor) -> torch.Tensor:
+    """The smallest row's sum(x**2) / sum((x - value)**2); rows of zeros do not count."""
+    peak_M1 = wide_MN.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    signal = (wide_MN / peak_M1).square().sum(-1)  # squares of tiny values would underflow
+    noise = ((wide_MN - values_MN) / peak_M1).square().sum(-1)
+    ratio = torch.where(signal > 0, signal / noise, torch.inf)
+    return ratio.amin()
+
+
+def _share(part: torch.Tensor, whole: torch.Tensor | int) -> float:
+    return float(part.item()) / max(1.0, float(whole))
+
+
+def _decibel(ratio: float) -> float:
+    if math.isnan(ratio):
+        return -math.inf
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf

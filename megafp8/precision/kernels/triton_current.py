@@ -1,0 +1,287 @@
+"""Current scaling where one tensor has many scales: a row, a column, a block of 128 elements each.
+
+Rows and columns take three launches: all amaxes from one read, all scales, both payloads from a
+second read. Blocks fit a tile, so amax, scale and payloads of both directions come from one read.
+A payload whose scales go along columns is written transposed, as a product on Hopper reads it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# M rows (tokens)   N columns (features)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megafp8.precision.formats import E4M3, Fp8Format
+from megafp8.precision.kernels.triton_cast import (
+    TILE_COLS,
+    TILE_ROWS,
+    outputs,
+    pointers,
+    tiles,
+)
+from megafp8.precision.kernels.triton_launch import casts_in_hardware, check_matrix
+from megafp8.precision.kernels.triton_rounding import (
+    dequant_of,
+    fp8_codes,
+    magnitude_bits,
+    scales_of_amax,
+    widened,
+)
+
+BLOCK = 128
+
+
+class Scaled(NamedTuple):
+    """A payload and its FP32 `dequant_scale`."""
+
+    payload: torch.Tensor
+    dequant_scale: torch.Tensor
+
+
+class BothWays(NamedTuple):
+    """`rows`: payload [M, N], scales along N. `columns`: payload [N, M], scales along M."""
+
+    rows: Scaled | None
+    columns: Scaled | None
+
+
+def cast_rowwise(
+    x_MN: torch.Tensor,
+    fmt: Fp8Format,
+    *,
+    power_2: bool,
+    with_rows: bool = True,
+    with_columns: bool = False,
+) -> BothWays:
+    """torchao's rule, one scale a row [M, 1] and, apart from it, one a column [N, 1]."""
+    check_matrix("x_MN", x_MN)
+    num_rows, num_cols = x_MN.shape
+    device = x_MN.device
+    # Rows first, then columns: one allocation, one launch for all scales.
+    count = num_rows + num_cols
+    amax = torch.zeros(count, device=device)
+    quant_scale, dequant_scale = torch.empty(2, count, device=device).unbind()
+    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
+    if x_MN.numel() > 0:
+        grid = tiles(num_rows, num_cols)
+        _line_amax_kernel[grid](
+            x_MN, num_rows, num_cols, amax.view(torch.int32), with_rows, with_columns,
+            TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
+        )  # fmt: skip
+        _scale_lines(amax, quant_scale, dequant_scale, fmt, power_2)
+        _line_cast_kernel[grid](
+            x_MN, num_rows, num_cols, quant_scale, *pointers((payload, payload_t), x_MN),
+            IS_E4M3=fmt is E4M3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
+            HARDWARE=casts_in_hardware(device), TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
+        )  # fmt: skip
+    of_rows, of_columns = dequant_scale[:num_rows, None], dequant_scale[num_rows:, None]
+    return BothWays(
+        None if payload is None else Scaled(payload, of_rows),
+        None if payload_t is None else Scaled(payload_t, of_columns),
+    )
+
+
+def cast_blocks(
+    x_MN: torch.Tensor,
+    fmt: Fp8Format,
+    *,
+    power_2: bool,
+    with_rows: bool = True,
+    with_columns: bool = False,
+) -> BothWays:
+    """Transformer Engine's rule, one scale for 1 x 128 elements.
+
+    Scales: [M, ceil(N / 128)] of the rows, [N, ceil(M / 128)] of the columns.
+    """
+    check_matrix("x_MN", x_MN)
+    num_rows, num_cols = x_MN.shape
+    device = x_MN.device
+    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
+    grid = (-(-num_rows // BLOCK), -(-num_cols // BLOCK))
+    of_rows = torch.empty(num_rows, grid[1], device=device)
+    of_columns = torch.empty(num_cols, grid[0], device=device)
+    if x_MN.numel() > 0:
+        _block_cast_kernel[grid](
+            x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN),
+            of_rows, of_columns,
+            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=False, WITH_ROWS=with_rows,
+            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return BothWays(
+        None if payload is None else Scaled(payload, of_rows),
+        None if payload_t is None else Scaled(payload_t, of_columns),
+    )
+
+
+def cast_square_blocks(
+    x_MN: torch.Tensor,
+    fmt: Fp8Format,
+    *,
+    power_2: bool,
+    with_rows: bool = True,
+    with_columns: bool = False,
+) -> BothWays:
+    """Transformer Engine's rule, one scale for 128 x 128 elements: a weight.
+
+    Scales: [ceil(M / 128), ceil(N / 128)], and the same ones transposed.
+    """
+    check_matrix("x_MN", x_MN)
+    num_rows, num_cols = x_MN.shape
+    device = x_MN.device
+    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
+    grid = (-(-num_rows // BLOCK), -(-num_cols // BLOCK))
+    scale = torch.empty(grid, device=device)
+    if x_MN.numel() > 0:
+        _block_cast_kernel[grid](
+            x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN), scale, scale,
+            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=True, WITH_ROWS=with_rows,
+            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return BothWays(
+        None if payload is None else Scaled(payload, scale),
+        None if payload_t is None else Scaled(payload_t, scale.t()),
+    )
+
+
+def _scale_lines(
+    amax: torch.Tensor,
+    quant_scale: torch.Tensor,
+    dequant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    power_2: bool,
+) -> None:
+    lanes = 1024
+    _scale_kernel[(-(-amax.numel() // lanes),)](
+        amax, quant_scale, dequant_scale, amax.numel(),
+        IS_E4M3=fmt is E4M3, TORCHAO=True, POWER_2=power_2, LANES=lanes,
+    )  # fmt: skip
+
+
+@triton.jit
+def _line_amax_kernel(
+    x,
+    num_rows,
+    num_cols,
+    amax_bits,
+    with_rows: tl.constexpr,
+    with_columns: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    magnitude = magnitude_bits(widened(tl.load(x + here, mask=inside, other=0.0)))
+    if with_rows:
+        tl.atomic_max(amax_bits + rows, tl.max(magnitude, axis=1), mask=rows < num_rows)
+    if with_columns:
+        at = amax_bits + num_rows + cols
+        tl.atomic_max(at, tl.max(magnitude, axis=0), mask=cols < num_cols)
+
+
+@triton.jit
+def _scale_kernel(
+    amax,
+    quant_scale,
+    dequant_scale,
+    count,
+    IS_E4M3: tl.constexpr,
+    TORCHAO: tl.constexpr,
+    POWER_2: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    at = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    amaxes = tl.load(amax + at, mask=at < count, other=0.0)
+    scale = scales_of_amax(amaxes, IS_E4M3, TORCHAO, POWER_2)
+    tl.store(quant_scale + at, scale, mask=at < count)
+    tl.store(dequant_scale + at, dequant_of(scale), mask=at < count)
+
+
+@triton.jit
+def _line_cast_kernel(
+    x,
+    num_rows,
+    num_cols,
+    quant_scale,
+    payload,
+    payload_t,
+    IS_E4M3: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
+    WITH_COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    value = widened(tl.load(x + here, mask=inside, other=0.0))
+    if WITH_ROWS:
+        of_rows = tl.load(quant_scale + rows, mask=rows < num_rows, other=1.0)
+        codes = fp8_codes(value * of_rows[:, None], IS_E4M3, HARDWARE)
+        tl.store(payload + here, codes, mask=inside)
+    if WITH_COLUMNS:
+        of_columns = tl.load(quant_scale + num_rows + cols, mask=cols < num_cols, other=1.0)
+        codes = fp8_codes(value * of_columns[None, :], IS_E4M3, HARDWARE)
+        there = cols[:, None].to(tl.int64) * num_rows + rows[None, :]
+        tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
+
+
+@triton.jit
+def _block_cast_kernel(
+    x,
+    num_rows,
+    num_cols,
+    payload,
+    payload_t,
+    of_rows,
+    of_columns,
+    IS_E4M3: tl.constexpr,
+    POWER_2: tl.constexpr,
+    SQUARE: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
+    WITH_COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    there = cols[:, None].to(tl.int64) * num_rows + rows[None, :]
+    value = widened(tl.load(x + here, mask=inside, other=0.0))
+    magnitude = magnitude_bits(value)
+    if SQUARE:
+        amax = tl.max(tl.max(magnitude, axis=1), axis=0).to(tl.float32, bitcast=True)
+        scale = scales_of_amax(tl.full((1, 1), 0.0, tl.float32) + amax, IS_E4M3, False, POWER_2)
+        codes = fp8_codes(value * scale, IS_E4M3, HARDWARE)
+        one = tl.arange(0, 1)
+        at = (
+            (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) + one[:, None] + one[None, :]
+        )
+        tl.store(of_rows + at, dequant_of(scale))
+        if WITH_ROWS:
+            tl.store(payload + here, codes, mask=inside)
+        if WITH_COLUMNS:
+            tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
+    else:
+        if WITH_ROWS:
+            amax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
+            scale = scales_of_amax(amax, IS_E4M3, False, POWER_2)
+            codes = fp8_codes(value * scale[:, None], IS_E4M3, HARDWARE)
+            tl.store(payload + here, codes, mask=inside)
+            at = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(of_rows + at, dequant_of(scale), mask=rows < num_rows)
+        if WITH_COLUMNS:
+            amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+            scale = scales_of_amax(amax, IS_E4M3, False, POWER_2)
+            codes = fp8_codes(value * scale[None, :], IS_E4M3, HARDWARE)
+            tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
+            at = cols.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+            tl.store(of_columns + at, dequant_of(scale), mask=cols < num_cols)

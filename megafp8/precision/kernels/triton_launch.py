@@ -1,0 +1,65 @@
+"""Whether Triton's kernels can run here, and what each launch has to know about the device.
+
+Nothing here imports the kernels: `unavailable` answers on machines without Triton too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from megafp8.precision.formats import Fp8Format
+
+FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter; it must be set before they are imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the kernels cannot run on `device`; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu" and not interpreting():
+        return "on a CPU Triton's kernels run in its interpreter only (TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton's kernels are not tested on {device.type}"
+    return None
+
+
+def casts_in_hardware(device: torch.device) -> bool:
+    """Whether the device rounds to FP8 and BF16 itself; else kernels round with integers.
+
+    Triton's interpreter is no help: its casts to FP8 and BF16 do not round to nearest even.
+    """
+    if interpreting() or device.type != "cuda":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def as_bytes(payload: torch.Tensor) -> torch.Tensor:
+    """The payload as kernels see it."""
+    return payload.view(torch.uint8)
+
+
+def empty_payload(*shape: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=fmt.dtype, device=device)
+
+
+def amax_bits(amax: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
+    """The amax's bits: those of non-negative floats are ordered as the floats are.
+
+    `otherwise` is any tensor of the device, passed where no amax is recorded.
+    """
+    return otherwise if amax is None else amax.view(torch.int32)
+
+
+def check_matrix(name: str, x_MN: torch.Tensor) -> None:
+    if x_MN.dim() != 2 or not x_MN.is_contiguous():
+        raise ValueError(f"{name}: a contiguous matrix is needed, got {tuple(x_MN.shape)}")
+    if x_MN.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: {x_MN.dtype} is none of float32, bfloat16, float16")

@@ -1,0 +1,74 @@
+"""Which share of a step's GEMM FLOPs will be FP8, told from the model that was built.
+
+Attention's two products are counted apart, never in FP8; see the counted share in summary.json.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from megafp8.errors import ConfigError
+from megafp8.parallel.parts import linears_of
+from megafp8.precision.linear import Linear
+from megafp8.specs import GPTSpec
+from megafp8.specs.precision import GEMMS, Fp8Recipe
+
+
+@dataclass(frozen=True)
+class PrecisionShare:
+    """FLOPs of one token, forward and backward, on this rank; what is not FP8, and why."""
+
+    fp8_flops: int
+    total_flops: int
+    higher: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        return self.fp8_flops / max(1, self.total_flops)
+
+
+def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
+    """Of our own linears and the head."""
+    fp8 = total = 0
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for linear in linears_of(model):
+        flops = 2 * linear.weight.numel()
+        total += flops * len(GEMMS)
+        if linear.quantizer is None:
+            reasons[_why(linear, recipe)].append(linear.name)
+            continue
+        fp8 += flops * len(linear.quantizer.fp8_gemms)
+        for gemm in GEMMS:
+            if not linear.quantizer.is_fp8(gemm):
+                own = recipe.precision_of(linear.name) == "rowwise_with_gw_hp"
+                why = "model.fp8_recipe" if own and gemm == "grad_weight" else "chosen by product"
+                reasons[f"{gemm}, {why}"].append(linear.name)
+    head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
+    higher = [f"head ({head / max(1, total + head):.0%}; never in FP8)"]
+    higher += [f"{_names(names)} ({why})" for why, names in reasons.items()]
+    return PrecisionShare(fp8, total + head, tuple(higher))
+
+
+def require_fp8(share: PrecisionShare) -> None:
+    """FP8 was asked for: something must run in it."""
+    if share.fp8_flops == 0:
+        raise ConfigError(
+            "model.fp8",
+            True,
+            "no product would run in FP8: " + "; ".join(share.higher),
+            "Leave some linears to FP8 in model.fp8_modules, or set model.fp8=False",
+        )
+
+
+def _why(linear: Linear, recipe: Fp8Recipe) -> str:
+    rule = next((rule for rule in recipe.modules if rule.matches(linear.name)), None)
+    return "high precision" if rule is None else rule.source
+
+
+def _names(names: list[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{len(names)} linears, {names[0]} to {names[-1]}"

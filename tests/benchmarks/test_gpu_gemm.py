@@ -1,0 +1,38 @@
+"""The GPU benchmark of a product runs on a CPU with a tiny shape, and refuses to measure there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu_gemm.py", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_tiny_run_writes_its_result(tmp_path: Path) -> None:
+    done = run("--tiny", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*_gemm-64.json")
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) == 3 and len(result["commit"]) == 40
+    for row in result["rows"].values():
+        expected = 2 * 64**3 / row["median_seconds"]
+        assert row["flops_per_second"] == pytest.approx(expected)
+        assert row["min_seconds"] <= row["median_seconds"] <= row["max_seconds"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    done = run("--results", str(tmp_path))
+    assert done.returncode == 2 and "no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,138 @@
+"""Optimizer, schedule, ramp-up and loss scale: what fits together, and what means nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config.schema import all_keys
+from megafp8.config.values import SCHEDULES
+from megafp8.specs import LossScaleSpec, RampupSpec
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+SCHED = "model.optim.sched"
+VALUES = {
+    "warmup_steps": 7,
+    "warmup_ratio": 0.02,
+    "constant_steps": 8,
+    "constant_ratio": 0.03,
+    "hold_steps": 9,
+    "hold_ratio": 0.04,
+    "power": 2.0,
+    "decay_rate": 1.0,
+    "d_model": 64,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_the_keys_it_reads_and_no_others(name: str) -> None:
+    schedule = f"{SCHED}.name={name}"
+    read, rest = SCHEDULES[name], VALUES.keys() - set(SCHEDULES[name])
+    given = [f"{SCHED}.{key}={VALUES[key]}" for key in read if not key.endswith("ratio")]
+    spec = run_spec(schedule, *given).optim.schedule
+    assert spec.name == name
+    for key in read:
+        if not key.endswith("ratio"):
+            assert getattr(spec, key) == VALUES[key]
+    found = load_problems(schedule, *(f"{SCHED}.{key}={VALUES[key]}" for key in rest))
+    ratios = [k for k in rest if k.endswith("ratio") and k.replace("ratio", "steps") in rest]
+    assert {problem.key for problem in found} == {f"{SCHED}.{key}" for key in rest}
+    assert len(found) == len(rest) + len(ratios)  # these are given twice as well
+    assert any(schedule in problem.reason for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("warmup", "CosineAnnealing"),
+        ("constant", "CosineAnnealing"),
+        ("hold", "PolynomialHoldDecayAnnealing"),
+    ],
+)
+def test_shares_of_the_run(part: str, name: str) -> None:
+    overrides = [f"{SCHED}.name={name}", "trainer.max_steps=199"]
+    spec = run_spec(*overrides, f"{SCHED}.{part}_ratio=0.25").optim.schedule
+    assert getattr(spec, f"{part}_steps") == 49  # 49.75 rounded down
+    problem = the_problem(*overrides, f"{SCHED}.{part}_ratio=0.25", f"{SCHED}.{part}_steps=3")
+    assert problem.key == f"{SCHED}.{part}_ratio" and f"{part}_steps=3" in problem.reason
+
+
+def test_all_parts_fit_into_the_run() -> None:
+    given = [f"{SCHED}.name=NoamHoldAnnealing", "trainer.max_steps=100", f"{SCHED}.hold_ratio=0.6"]
+    run_spec(*given, f"{SCHED}.warmup_steps=40")
+    problem = the_problem(*given, f"{SCHED}.warmup_steps=41")
+    assert "hold_steps=60 is longer" in problem.reason
+    assert "at most 40" in problem.way_out
+
+
+def test_noam_with_a_hold_needs_a_warmup() -> None:
+    problem = the_problem(f"{SCHED}.name=NoamHoldAnnealing", f"{SCHED}.warmup_steps=0")
+    assert problem.key == f"{SCHED}.warmup_steps"
+    tiny = the_problem(f"{SCHED}.name=NoamHoldAnnealing", "trainer.max_steps=9")
+    assert tiny.key == f"{SCHED}.warmup_steps"
+
+
+def test_noams_width_is_the_models_unless_given() -> None:
+    assert run_spec(f"{SCHED}.name=NoamAnnealing").optim.schedule.d_model == 256
+
+
+@pytest.mark.parametrize("text", ["16", "'16'", "16-mixed"])
+def test_precision_fp16_has_a_loss_scale(text: str) -> None:
+    spec = run_spec(f"trainer.precision={text}", "model.hysteresis=3").precision
+    assert spec.compute == "fp16" and spec.loss_scale == LossScaleSpec(hysteresis=3)
+    named = run_spec(f"trainer.precision={text}").resolved
+    assert named == run_spec("trainer.precision=16").resolved
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.native_amp_init_scale=65536",
+        "model.native_amp_growth_interval=7",
+        "model.hysteresis=3",
+    ],
+)
+def test_a_loss_scale_without_fp16_is_refused(override: str) -> None:
+    assert the_problem(override).reason == "means nothing with trainer.precision=bf16"
+    assert run_spec("trainer.precision=16", override).precision.loss_scale != LossScaleSpec()
+
+
+def test_fp32_has_no_half_weights_to_choose() -> None:
+    with_o2, without = (
+        run_spec("trainer.precision=32", f"model.megatron_amp_O2={o2}") for o2 in (True, False)
+    )
+    assert with_o2 == without
+
+
+def test_clipping_by_value_without_a_limit_is_refused() -> None:
+    problem = the_problem("trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=null")
+    assert problem.key == "trainer.gradient_clip_algorithm"
+
+
+def test_rampup() -> None:
+    spec = run_spec("model.rampup_batch_size=[8,8,100]").train
+    assert spec.rampup == RampupSpec(start=8, increment=8, samples=100)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "reason"),
+    [
+        ("[32,8,100]", "leads from 32"),
+        ("[8,16,100]", "no number of increments of 16 leads from 8"),
+        ("[4,4,100]", "4 is not a multiple of model.micro_batch_size=8 times 1"),
+        ("[8,12,100]", "12 is not a multiple of model.micro_batch_size=8 times 1"),
+    ],
+)
+def test_a_rampup_that_does_not_lead_to_the_global_batch(ramp: str, reason: str) -> None:
+    problem = the_problem(f"model.rampup_batch_size={ramp}")
+    assert problem.key == "model.rampup_batch_size" and reason in problem.reason
+
+
+def test_a_rampup_over_ranks() -> None:
+    run_spec("model.rampup_batch_size=[16,16,100]", "trainer.devices=2")
+    problem = the_problem("model.rampup_batch_size=[8,8,100]", "trainer.devices=2")
+    assert "2 data-parallel ranks" in problem.reason and "Nearest: 16" in problem.way_out
+
+
+def test_every_key_of_the_schedules_is_in_the_schema() -> None:
+    read = {f"{SCHED}.{key}" for keys in SCHEDULES.values() for key in keys}
+    assert read <= all_keys().keys() and {f"{SCHED}.{key}" for key in VALUES} == read

@@ -1,0 +1,46 @@
+"""Inputs that try every rule of a cast, and comparison with the specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.spec import formats
+from tests.spec.formats import Codes, Floats32
+
+SPEC = {"e4m3": formats.E4M3, "e5m2": formats.E5M2}
+
+
+def hard_matrix(rows: int, cols: int, dtype: torch.dtype, *, finite: bool = False) -> torch.Tensor:
+    """Magnitudes of the dtype's whole range, zeros of both signs, subnormals, infinities, NaN."""
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    bits = torch.randint(-(1 << 31), 1 << 31, (rows, cols), generator=generator)
+    x = bits.to(torch.int32).view(torch.float32)
+    normal = torch.randn(rows, cols, generator=generator)
+    x = torch.where(torch.rand(rows, cols, generator=generator) < 0.5, normal, x)
+    special = [0.0, -0.0, 1e-45, -1e-40, 448.0, 464.0, 480.0, -57344.0, 61440.0, 2**-10, 3 * 2**-10]
+    special += [] if finite else [float("inf"), -float("inf"), float("nan")]
+    flat = x.flatten()
+    count = min(len(special), flat.numel())
+    flat[:count] = torch.tensor(special[:count])
+    x = flat.view(rows, cols).to(dtype)
+    return x.nan_to_num_(nan=1.0, posinf=2.0, neginf=-3.0) if finite else x
+
+
+def floats(x: torch.Tensor) -> Floats32:
+    return x.float().cpu().numpy()
+
+
+def codes(payload: torch.Tensor) -> Codes:
+    return payload.cpu().view(torch.uint8).numpy()
+
+
+def assert_payload(payload: torch.Tensor, x: Floats32, scale: Floats32, name: str) -> None:
+    """`payload` is the specification's cast; `scale` broadcasts over x."""
+    fmt = SPEC[name]
+    expected = np.empty(x.shape, dtype=np.uint8)
+    spread = np.broadcast_to(scale, x.shape)
+    for value in np.unique(spread):
+        here = spread == value
+        expected[here] = formats.quantize(x[here], np.float32(value), fmt)
+    assert formats.same_codes(codes(payload), expected, fmt)

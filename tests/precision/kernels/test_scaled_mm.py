@@ -1,0 +1,146 @@
+"""The layouts, paddings and refusals around `torch._scaled_mm`.
+
+torch's CPU version multiplies with scales of tensors and rows; for blocks a float64 product stands
+in, which checks shapes and strides as torch's CUDA version documents them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.precision.kernels.scaled_mm import layout_of, scaled_mm, unsupported
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(m + n + k)
+    a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    return a.to(E5M2), b.to(E4M3)
+
+
+def spread(scale: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
+    scale = scale.double().reshape(-1, 1) if scale.dim() < 2 else scale.double()
+    for dim, size in enumerate((rows, inner)):
+        if scale.shape[dim] not in (1, size):
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+    return scale.expand(rows, inner)
+
+
+def exact(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product in float64, and that of the magnitudes."""
+    a64 = a.double() * spread(a_scale, *a.shape)
+    b64 = b.double() * spread(b_scale, *b.shape)
+    return a64 @ b64.t(), a64.abs() @ b64.abs().t()
+
+
+def tensorcore_double(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """torch's documented demands on block scales, and a float64 product."""
+    k, n = b.shape
+    assert a.stride() == (k, 1) and b.stride() == (1, k), "row-major times column-major"
+    assert k % 16 == 0 and n % 16 == 0
+    for payload, scale in ((a, scale_a), (b.t(), scale_b.t())):
+        rows = payload.shape[0]
+        if scale.shape == (rows, -(-k // 128)):
+            assert scale.stride() == (1, rows)
+        else:
+            assert scale.shape == (-(-rows // 128), -(-k // 128))
+            assert scale.stride() == (-(-k // 128), 1) and scale.shape[1] % 4 == 0
+    product, _ = exact(a, b.t(), scale_a, scale_b.t())
+    return (product if bias is None else product + bias.double()).to(out_dtype)
+
+
+def assert_close(got: torch.Tensor, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any) -> None:
+    expected, magnitudes = exact(a, b, a_scale, b_scale)
+    expected = expected if bias is None else expected + bias.double()
+    magnitudes = magnitudes if bias is None else magnitudes + bias.double().abs()
+    rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+    bound = a.shape[1] * 2.0**-24 * magnitudes + 2 * rounding[got.dtype] * expected.abs() + 1e-7
+    assert got.shape == expected.shape
+    assert ((got.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(32, 16, 48), (33, 17, 50), (1, 1, 1), (7, 130, 129)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_torch_on_a_cpu(shape: tuple[int, int, int], out_dtype: torch.dtype, rowwise: bool) -> None:
+    m, n, k = shape
+    a, b = operands(m, n, k)
+    a_scale = torch.rand(m, 1) + 0.5 if rowwise else torch.tensor(0.75)
+    b_scale = torch.rand(n, 1) + 0.5 if rowwise else torch.tensor(1.5)
+    for bias in (None, torch.randn(n).to(out_dtype)):
+        got = scaled_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias_N=bias)
+        assert_close(got, a, b, a_scale, b_scale, bias)
+
+
+@pytest.mark.parametrize("shape", [(256, 128, 512), (130, 140, 300), (5, 17, 130)])
+@pytest.mark.parametrize("kinds", [("block", "square"), ("square", "block"), ("block", "block")])
+def test_blocks(shape: tuple[int, int, int], kinds: tuple[str, str]) -> None:
+    m, n, k = shape
+    a, b = operands(m, n, k)
+    a_scale, b_scale = (
+        torch.rand(rows if kind == "block" else -(-rows // 128), -(-k // 128)) + 0.5
+        for kind, rows in zip(kinds, (m, n), strict=True)
+    )
+    bias = torch.randn(n).bfloat16()
+    got = scaled_mm(
+        a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias_N=bias, matmul=tensorcore_double
+    )
+    assert_close(got, a, b, a_scale, b_scale, bias)
+
+
+def test_the_three_products_of_a_linear() -> None:
+    """Each reads the orientation that the module's docstring names."""
+    tokens, inputs, outputs = 48, 32, 16
+    x, w = torch.randn(tokens, inputs).to(E4M3), torch.randn(outputs, inputs).to(E4M3)
+    g = torch.randn(tokens, outputs).to(E5M2)
+    one = torch.ones(())
+    x64, w64, g64 = x.double(), w.double(), g.double()
+    for a, b, expected in [
+        (x, w, x64 @ w64.t()),
+        (g, w.t().contiguous(), g64 @ w64),
+        (g.t().contiguous(), x.t().contiguous(), g64.t() @ x64),
+    ]:
+        got = scaled_mm(a, b, one, one, out_dtype=torch.float32)
+        assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_empty_operands() -> None:
+    a, b = torch.empty(0, 16).to(E4M3), torch.ones(8, 16).to(E4M3)
+    one = torch.ones(())
+    assert scaled_mm(a, b, one, one, out_dtype=torch.bfloat16).shape == (0, 8)
+    no_sum = scaled_mm(a[:, :0].new_empty(3, 0), b[:, :0], one, one, out_dtype=torch.float32)
+    assert torch.equal(no_sum, torch.zeros(3, 8))
+
+
+def test_what_cannot_be_multiplied_is_refused() -> None:
+    a, b = operands(16, 16, 256)
+    one, rows = torch.ones(()), torch.ones(16, 1)
+    for left, right, a_scale, b_scale, what in [
+        (a, a, one, one, "E5M2"),
+        (a, b[:, :128], one, one, "differ in K"),
+        (a, b, rows, one, "scaled by row times one scaled by tensor"),
+        (a, b, torch.ones(3, 3), one, "fit no payload"),
+        (a, b, torch.ones(1, 2), torch.ones(1, 2), "scaled by square times one scaled by square"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            scaled_mm(left, right, a_scale, b_scale, out_dtype=torch.bfloat16)
+
+
+def test_a_cpu_has_no_fp8_tensor_cores() -> None:
+    assert unsupported(torch.device("cpu")) is not None
+    assert layout_of(torch.empty(200, 300), torch.ones(2, 3)) == "square"

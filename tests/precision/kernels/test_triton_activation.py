@@ -1,0 +1,46 @@
+"""GELU and its gradient against float64; the cast of what was computed, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafp8.precision.formats import FORMATS
+from megafp8.precision.kernels.triton_activation import activation_cast
+from tests.precision.kernels.helpers import assert_payload, codes, floats
+from tests.spec.delayed import amax_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_and_their_cast(
+    device: torch.device, kind: Literal["gelu", "gelu_tanh"], dtype: torch.dtype, backward: bool
+) -> None:
+    x = (3 * torch.randn(67, 131)).to(dtype).to(device)
+    grad = torch.randn(67, 131).to(dtype).to(device)
+    amax, scale = torch.zeros((), device=device), torch.tensor(37.0, device=device)
+    name = "e5m2" if backward else "e4m3"
+    result = activation_cast(
+        x, grad if backward else None, kind, scale, FORMATS[name],
+        amax=amax, with_columns=True, with_sums=True, with_plain=True,
+    )  # fmt: skip
+    payload, payload_t, column_sum, plain = result
+    assert payload is not None and payload_t is not None
+    assert column_sum is not None and plain is not None and plain.dtype == dtype
+    x64 = x.double().requires_grad_()
+    expected = F.gelu(x64, approximate="tanh" if kind == "gelu_tanh" else "none")
+    if backward:
+        (expected,) = torch.autograd.grad(expected, x64, grad.double())
+    unit = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    assert ((plain.double() - expected).abs() <= unit * expected.abs() + 4e-6).all()
+    assert_payload(payload, floats(plain), np.float32(37), name)
+    assert np.array_equal(codes(payload_t), codes(payload).T)
+    assert amax.item() == amax_of(floats(plain))
+    assert torch.allclose(column_sum.double(), plain.double().sum(0), rtol=1e-5, atol=1e-4)

@@ -1,0 +1,54 @@
+"""FP8's health in a run: written at log steps, warned of once, no trace in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megafp8.observe.health import HEALTH_FILE, read_health
+from megafp8.observe.trackers import CompositeTracker
+from megafp8.specs import Fp8Recipe, HealthSpec
+from megafp8.specs.observe import HealthMode
+from megafp8.train.health import HealthLog
+from megafp8.train.step import train_step
+from tests.tiny import build_run, microbatch
+
+
+def run(
+    directory: Path, mode: HealthMode, steps: int = 3, **limits: float
+) -> tuple[list[float], list[str]]:
+    state = build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4))
+    warnings: list[str] = []
+    spec = HealthSpec(mode=mode, **limits)
+    log = HealthLog(state, spec, directory, 0, warnings.append)
+    losses = []
+    for step in range(1, steps + 1):
+        log.begin()
+        losses.append(train_step(state, [microbatch(step), microbatch(50 + step)]).loss)
+        state.step += 1
+        log.end(step, CompositeTracker([]))
+    log.close()
+    return losses, warnings
+
+
+@pytest.mark.parametrize("mode", ["scales", "full"])
+def test_all_tensors_are_recorded_and_training_is_untouched(
+    mode: HealthMode, tmp_path: Path
+) -> None:
+    plain, _ = run(tmp_path, "off")
+    assert not (tmp_path / HEALTH_FILE).exists()
+    losses, _ = run(tmp_path, mode)
+    assert losses == plain
+    records = read_health(tmp_path / HEALTH_FILE)
+    assert [record.step for record in records] == [1, 2, 3]
+    assert all(len(record.tensors) == 2 * 4 * 3 for record in records)
+    health = records[-1].tensors["layers.1.mlp.fc2.grad_output"]
+    assert health.amax > 0 and (health.snr_db is not None) == (mode == "full")
+
+
+def test_a_tensor_is_warned_of_once(tmp_path: Path) -> None:
+    _, warnings = run(tmp_path, "full", min_snr_db=199.0)
+    assert len(warnings) == 4  # three names and how many more, at the first step alone
+    assert "dB of signal to noise in FP8" in warnings[0]
+    assert "and 21 more tensors" in warnings[3]

@@ -1,0 +1,55 @@
+"""What is said of FP8 before the first step is what is counted in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megafp8.errors import ConfigError
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import ModuleRule
+from megafp8.train.precision_share import precision_share, require_fp8
+from megafp8.train.step import train_step
+from tests.tiny import build_run, gpt_spec, microbatch
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"high_precision_gemms": frozenset({"grad_weight"})},
+        {"name": "rowwise_with_gw_hp", "backward_format": "e4m3"},
+        {"modules": (ModuleRule("layers.1.*", "high_precision"), ModuleRule("*", "blockwise"))},
+        {"params_in_fp8": True},
+    ],
+)
+def test_planned_share_is_the_counted_one(changes: dict[str, Any]) -> None:
+    recipe = Fp8Recipe(**changes)
+    state = build_run(compute="bf16", fp8=recipe)
+    share = precision_share(state.model, gpt_spec(), recipe)
+    train_step(state, [microbatch(1)])
+    flops = {key: n for key, n in state.counter.flops.items() if key[1] != "attention"}
+    counted = sum(n for (precision, _), n in flops.items() if precision == "fp8")
+    assert 0 < share.share < 1
+    assert share.share == pytest.approx(counted / sum(flops.values()), rel=1e-9)
+
+
+def test_what_stays_higher_is_named_with_its_reason() -> None:
+    rules = (
+        ModuleRule("*.fc2", "high_precision"),
+        ModuleRule("layers.0.*", "high_precision", "model.first_last_layers_bf16"),
+    )
+    recipe = Fp8Recipe(modules=rules, high_precision_gemms=frozenset({"grad_weight"}))
+    state = build_run(compute="bf16", fp8=recipe)
+    text = "; ".join(precision_share(state.model, gpt_spec(), recipe).higher)
+    assert "layers.0.mlp.fc2, layers.1.mlp.fc2 (model.fp8_modules)" in text
+    assert "layers.0.mlp.fc1 (model.first_last_layers_bf16)" in text
+    assert "(grad_weight, chosen by product)" in text
+
+
+def test_fp8_that_is_nowhere_does_not_start() -> None:
+    recipe = Fp8Recipe(modules=(ModuleRule("*", "high_precision"),))
+    state = build_run(compute="bf16", fp8=recipe)
+    with pytest.raises(ConfigError, match="no product would run in FP8"):
+        require_fp8(precision_share(state.model, gpt_spec(), recipe))
