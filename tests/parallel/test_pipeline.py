@@ -46,6 +46,9 @@ CASES = {
 CASES["uneven"] = replace(
     ONE["uneven"], parallel=ParallelSpec(pp=2, pipeline=PipelineSpec(layout=(1, 3)))
 )
+for schedule in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble"):  # as the others, shorter
+    name = f"{schedule} bf16 fp8 untied"
+    CASES[name] = replace(CASES[name], steps=5)
 Runs = dict[str, Outcomes]
 
 
@@ -75,15 +78,15 @@ def by_name(outcomes: Outcomes, direction: str, field: str, update: int) -> dict
     return rows
 
 
-def assert_same_fp8_state(outcomes: Outcomes, expected: Outcome, step: int, steps: int) -> None:
-    """Bit for bit, after `step` of `steps`: each stage may have more updates than the model."""
+def assert_same_fp8_state(outcomes: Outcomes, expected: Outcome, step: int) -> None:
+    """Bit for bit, after `step`: each stage may have more updates than the model."""
     for direction in ("forward", "backward"):
         for field in ("history", "quant_scale", "num_updates"):
-            per_step = [len(o.updates[direction]) // steps for o in outcomes]
+            per_step = [len(o.updates[direction]) // len(o.losses) for o in outcomes]
             ours = {}
             for outcome, count in zip(outcomes, per_step, strict=True):
                 ours |= by_name([outcome], direction, field, (step + 1) * count - 1)
-            count = len(expected.updates[direction]) // steps
+            count = len(expected.updates[direction]) // len(expected.losses)
             theirs = by_name([expected], direction, field, (step + 1) * count - 1)
             assert ours.keys() == theirs.keys() and len(ours) > 12
             for name, value in theirs.items():
@@ -110,7 +113,7 @@ def test_fp8_of_the_first_step_equals_one_process_bit_for_bit(
     """Scales, histories, and each layer's gradients; the tied embedding's are summed in another
     order."""
     case, expected = ranks[f"{schedule} fp8"], one["fp8"]
-    assert_same_fp8_state(case, expected, 0, 3)
+    assert_same_fp8_state(case, expected, 0)
     assert case[0].losses[0] == expected.losses[0]
     ours = assembled([rank.first_gradients for rank in case])
     theirs = assembled([expected.first_gradients])
@@ -121,14 +124,17 @@ def test_fp8_of_the_first_step_equals_one_process_bit_for_bit(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_20_steps_in_fp8_equal_one_process_bit_for_bit(
+def test_steps_in_fp8_equal_one_process_bit_for_bit(
     ranks: Runs, one: dict[str, Outcome], schedule: str
 ) -> None:
-    """Untied embeddings, no clipping (the norm's sum over stages has another order)."""
+    """20 steps or 5: untied embeddings, no clipping (the norm is summed in another order)."""
     case, expected = ranks[f"{schedule} bf16 fp8 untied"], one["bf16 fp8 untied"]
+    steps = len(case[0].losses)
     for rank in case:
-        assert rank.losses == expected.losses and len(rank.losses) == 20
-    assert_same_fp8_state(case, expected, 19, 20)
+        assert rank.losses == expected.losses[:steps]
+    assert_same_fp8_state(case, expected, steps - 1)
+    if steps < len(expected.losses):
+        return
     ours = assembled([rank.weights for rank in case])
     theirs = assembled([expected.weights])
     assert ours.keys() == theirs.keys()
@@ -149,7 +155,7 @@ def test_each_rank_holds_its_layers(ranks: Runs) -> None:
 
 
 def test_uneven_layers(ranks: Runs, one: dict[str, Outcome]) -> None:
-    assert_same_fp8_state(ranks["uneven"], one["uneven"], 0, 2)
+    assert_same_fp8_state(ranks["uneven"], one["uneven"], 0)
     assert_losses_close(ranks["uneven"], one["uneven"], 1e-4)
 
 
