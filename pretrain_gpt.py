@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from megafp8.config.app import AppInfo, run_app
+from megafp8.config.overrides import quoted
 from megafp8.config.resolve import resolve
 from megafp8.parallel.launch import is_rank, launch, leave_process
 
@@ -28,10 +28,11 @@ def gpu_available() -> bool:
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """One run: in this process, or as ranks that this process starts and watches."""
     spec = resolve(cfg, gpu_available)
-    if not is_rank():
-        for line in info.inert:
-            print(line)
     argv = list(info.overrides)
+    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
+    if info.directory is not None:  # a sweep's job works in the sweep's own folder
+        argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
+        command = ["python", "pretrain_gpt.py", *argv]
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
@@ -40,11 +41,13 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         return launch(str(Path(__file__).absolute()), argv, spec.parallel.devices_per_node)
     from megafp8.train.pretrain import pretrain
 
-    if info.directory is not None:  # a sweep's job works in the sweep's own folder
-        observe = dataclasses.replace(spec.observe, explicit_log_dir=str(info.directory))
-        spec = dataclasses.replace(spec, observe=observe)
-    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
-    return pretrain(spec, is_sweep=info.is_sweep, command=command)
+    return pretrain(
+        spec,
+        is_sweep=info.is_sweep,
+        command=command,
+        settings=(*info.table, *info.inert),
+        record=info.record,
+    )
 
 
 def main() -> int:

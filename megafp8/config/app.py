@@ -6,7 +6,7 @@ The ordinary path composes by itself, so that errors come fast and in our words.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from megafp8.config.document import help_page
 from megafp8.config.load import load_all
 from megafp8.config.options import Options, parse_options
 from megafp8.config.problems import SettingError
-from megafp8.config.table import resolved_table
+from megafp8.config.secrets import hide
+from megafp8.config.table import record, resolved_table
 from megafp8.errors import ExitCode, UserError
 
 
@@ -32,6 +33,7 @@ class AppInfo:
     # Lines for the start of the run: what is not the default job's, and what changes nothing.
     table: tuple[str, ...] = field(default=(), compare=False)
     inert: tuple[str, ...] = field(default=(), compare=False)
+    record: Mapping[str, object] = field(default_factory=dict, compare=False)  # for summary.json
     directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
 
 
@@ -51,7 +53,7 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
 
 def report(error: UserError) -> int:
     """Print an error that a user can mend; returns its exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {hide(str(error))}", file=sys.stderr)
     return int(error.exit_code)
 
 
@@ -77,5 +79,6 @@ def _run(options: Options, task: Task, prog: str) -> int:
         config_name=options.config_name,
         table=tuple(resolved_table(loaded)),
         inert=tuple(loaded.inert_lines()),
+        record=record(loaded),
     )
     return task(loaded.cfg, info)

@@ -202,6 +202,32 @@ def _limits_need_measures(v: Values) -> Iterator[Finding]:
             )
 
 
+@rule(
+    "model.fp8",
+    "model.pad_inner_dim",
+    "model.fp8_recipe",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.encoder_seq_length",
+    "model.micro_batch_size",
+    "model.tensor_model_parallel_size",
+)
+def _padding_pads(v: Values) -> Iterator[Finding]:
+    if not (v["model.fp8"] and v["model.pad_inner_dim"]) or "blockwise" in recipes_in(v):
+        return
+    tp = v["model.tensor_model_parallel_size"]
+    tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
+    sizes = [v["model.hidden_size"], v["model.ffn_hidden_size"]]
+    heads = [v.get("model.kv_channels"), v.get("model.num_query_groups")]
+    if all(size % (TENSOR_CORE_MULTIPLE * tp) == 0 for size in sizes):
+        if tokens % TENSOR_CORE_MULTIPLE == 0 and heads == [None, None]:
+            yield Finding(
+                "model.pad_inner_dim",
+                f"every size is a multiple of {TENSOR_CORE_MULTIPLE} already",
+                "Leave it out",
+            )
+
+
 def contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
     """A format asked for on the command line that the recipe does not have."""
     if not v.get("model.fp8") or v.get("model.fp8_recipe") not in E4M3_RECIPES:

@@ -139,10 +139,6 @@ def nemo_sections() -> frozenset[str]:
 def _root(t: _Table) -> None:
     t.prefix = ""
     t.add("name", "megatron_gpt", "a label, for ${name} in other keys", any_text=True)
-    t.add(
-        "restore_from_path", None, "training starts from new weights or continues its own run",
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
 
 
 def _trainer(t: _Table) -> None:
@@ -170,6 +166,10 @@ def _trainer(t: _Table) -> None:
         "accumulate_grad_batches", 1, "it follows from the batch sizes",
         way_out="Use model.global_batch_size: its microbatches are accumulated",
     )  # fmt: skip
+    t.add(
+        "limit_train_batches", None, "the length of a run is counted in steps", also=(1.0,),
+        extra=True, way_out="Use trainer.max_steps, or trainer.overfit_batches for a few batches",
+    )  # fmt: skip
     t.add("benchmark", False, "there are no convolutions for cuDNN to choose")
     t.add("enable_model_summary", False, "a run says its shape at the start")
 
@@ -193,11 +193,6 @@ def _exp_manager(t: _Table) -> None:
         status=NOT_YET, way_out="Continue a run by its exp_manager.name",
     )  # fmt: skip
     t.prefix = "exp_manager.checkpoint_callback_params"
-    newest = "checkpoints are kept by age, not by loss"
-    keep = "Use exp_manager.checkpoint_callback_params.keep for the newest N"
-    t.add("monitor", "val_loss", newest, way_out=keep)
-    t.add("mode", "min", newest, way_out=keep)
-    t.add("save_top_k", 10, newest, status=NOT_YET, way_out=keep)
     own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
     t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
     t.add("save_nemo_on_train_end", False, "no .nemo files are written", way_out=own_format)
@@ -223,7 +218,10 @@ def _exp_manager(t: _Table) -> None:
         "every_n_epochs", None, "the length of a run is counted in steps", extra=True,
         way_out="Use exp_manager.checkpoint_callback_params.every_n_train_steps",
     )  # fmt: skip
-    t.add("save_best_model", False, newest, status=NOT_YET, extra=True, way_out=keep)
+    t.add(
+        "save_best_model", False, "a run ends with its last step's weights", extra=True,
+        way_out="Use exp_manager.checkpoint_callback_params.save_top_k=1, which keeps the best",
+    )  # fmt: skip
     t.add("save_weights_only", False, "checkpoints hold all that continues a run", extra=True)
     t.add("verbose", False, "each checkpoint is reported", also=(True,), extra=True)
 
@@ -237,48 +235,19 @@ def _model(t: _Table) -> None:
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
           way_out=tp)  # fmt: skip
     t.add(
-        "kv_channels", None, "it is hidden_size / num_attention_heads",
-        same_as=lambda v: v["model.hidden_size"] / v["model.num_attention_heads"],
-        way_out="Leave it out, or choose model.num_attention_heads to match",
-    )  # fmt: skip
-    t.add(
-        "num_query_groups", None, "each head has keys and values of its own", status=NOT_YET,
-        same_as=lambda v: v["model.num_attention_heads"],
-    )  # fmt: skip
-    t.add("apply_query_key_layer_scaling", False, "scores are scaled by 1 / sqrt(head size) alone")
-    t.add("normalization", "layernorm", "the norm is LayerNorm", status=NOT_YET)
-    t.add(
         "do_layer_norm_weight_decay", False, "norms and biases do not decay",
         why="has no equivalent here",
     )  # fmt: skip
     t.add("pre_process", True, "the embedding is always there")
     t.add("post_process", True, "the head is always there")
     t.add("persist_layer_norm", True, "torch chooses the kernel")
-    t.add("bias", True, "all linears have biases", status=NOT_YET)
-    t.add("activation", "gelu", "the MLP's activation is GELU", status=NOT_YET)
     t.add("headscale", False, "heads are not scaled", why="has no equivalent here")
-    t.add("transformer_block_type", "pre_ln", "norms come before attention and MLP",
-          why="has no equivalent here")  # fmt: skip
-    t.add("openai_gelu", False, "GELU is the one of model.activation", status=NOT_YET)
     t.add("normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
           why="has no equivalent here")  # fmt: skip
-    t.add("position_embedding_type", "learned_absolute", "positions are learned", status=NOT_YET)
-    rotary = "positions are learned"
-    t.add("rotary_percentage", 1.0, rotary, status=NOT_YET)
-    t.add("seq_len_interpolation_factor", None, rotary, status=NOT_YET)
     t.add("attention_type", "multihead", "attention is multi-head", why="has no equivalent here")
-    t.add("share_embeddings_and_output_weights", True, "input and output share one embedding",
-          status=NOT_YET)  # fmt: skip
-    builtin = "the built-in tokenizer has no files"
-    tokenizer = "Leave it out; an indexed dataset brings its tokenizer.json along"
-    for name, nemo in (
-        ("type", "GPT2BPETokenizer"), ("model", None), ("vocab_file", None),
-        ("merge_file", None), ("delimiter", None), ("sentencepiece_legacy", False),
-    ):  # fmt: skip
-        ours = (None, nemo) if name == "type" else None
-        t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
-    t.add("fp32_residual_connection", False, "the residual stream has trainer.precision's dtype",
-          status=NOT_YET)  # fmt: skip
+    other = "the tokenizer's own files say how it cuts text"
+    for name, nemo in (("delimiter", None), ("sentencepiece_legacy", False)):
+        t.add(f"tokenizer.{name}", nemo, other, why="has no equivalent here")
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
     t.add(
@@ -316,7 +285,7 @@ def _model_memory_and_speed(t: _Table) -> None:
     for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion",
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
-    t.add("apply_rope_fusion", False, "positions are learned", status=NOT_YET)
+    t.add("apply_rope_fusion", False, "torch chooses the kernels", status=NOT_YET)
     whole = "each rank has whole weights, but for tensor parallelism"
     way = "Use model.tensor_model_parallel_size to share weights"
     t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
@@ -328,8 +297,6 @@ def _model_memory_and_speed(t: _Table) -> None:
     t.add("dist_ckpt_load_on_device", True, own)
     memory = "Use a smaller model.micro_batch_size, or model.tensor_model_parallel_size"
     for name in (
-        "activations_checkpoint_granularity", "activations_checkpoint_method",
-        "activations_checkpoint_num_layers",
         "num_micro_batches_with_partial_activation_checkpoints",
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
@@ -363,27 +330,11 @@ def _model_sections(t: _Table) -> None:
     t.add("data_impl", "mmap", indexed, why="has no equivalent here")
     t.add("mmap_bin_files", True, indexed, why="has no equivalent here")
     t.add("skip_warmup", True, "mapped files are not read ahead")
-    t.add("num_workers", 2, "samples are cut out of mapped files, without workers", also=(0,))
-    t.add("dataloader_type", "single", "samples come in one order, each once an epoch",
-          why="has no equivalent here")  # fmt: skip
-    cross = "attention and positions run over the documents in a sample"
-    t.add("reset_position_ids", False, cross, status=NOT_YET)
-    t.add("reset_attention_mask", False, cross, status=NOT_YET)
-    t.add("eod_mask_loss", False, "the end of a document is predicted too", status=NOT_YET)
-    t.add("validation_drop_last", True, "validation in training counts whole global batches",
-          why="has no equivalent here")  # fmt: skip
     t.add("no_seqlen_plus_one_input_tokens", False, "a sample has one token more than its targets",
           why="has no equivalent here")  # fmt: skip
     t.add("pad_samples_to_global_batch_size", False, "training never ends within a batch")
-    t.add("shuffle_documents", True, "documents are shuffled anew each epoch",
-          why="has no equivalent here")  # fmt: skip
     t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
     t.prefix = "model.optim.sched"
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",
           extra=True)  # fmt: skip
     t.add("last_epoch", -1, "a run continues at the step of its checkpoint", extra=True)
-    t.prefix = "model.nsys_profile"
-    profile = "Leave it out; `nsys profile python pretrain_gpt.py ...` sees the whole run"
-    for name, nemo in (("enabled", False), ("start_step", 10), ("end_step", 10), ("ranks", [0]),
-                       ("gen_shape", False)):  # fmt: skip
-        t.add(name, nemo, "nothing is profiled", status=NOT_YET, way_out=profile)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.parallel_rules import SIZES, model_ranks
-from megafp8.config.rules import Finding, Rules, Values, nearest_multiples
+from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.sizes import nearest_multiples
 from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
 
 rule = Rules()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.rules import Finding, Rules, Values, nearest_divisors, nearest_multiples
+from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.sizes import nearest_divisors, nearest_multiples
 from megafp8.config.values import parse_layout
-from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES, ScheduleName
+from megafp8.specs.parallel import (
+    ONE_STAGE_SCHEDULES,
+    ROUND_SCHEDULES,
+    ZERO_BUBBLE_SCHEDULES,
+    ScheduleName,
+)
 
 rule = Rules()
 
@@ -204,4 +210,23 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
             key,
             "with model.fp8_params=True replicas would keep weights of their own",
             "Leave it out, or leave model.fp8_params out",
+        )
+
+
+@rule("model.fp8_backend", "model.pipeline_model_parallel_size", *PIPELINE_DETAILS)
+def _backend_runs_in_stages(v: Values) -> Iterator[Finding]:
+    backend, key = v["model.fp8_backend"], "model.fp8_backend"
+    if v["model.pipeline_model_parallel_size"] == 1:
+        return
+    if backend == "te":
+        yield Finding(
+            key,
+            "Transformer Engine's FP8 state has not been shown to be right on pipeline stages",
+            "Use model.fp8_backend=native, or model.pipeline_model_parallel_size=1",
+        )
+    elif backend == "torchao" and schedule_of(v) in ZERO_BUBBLE_SCHEDULES:
+        yield Finding(
+            key,
+            f"torchao's linear computes both gradients at once, which {schedule_of(v)} does not",
+            "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
         )

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 Values = Mapping[str, Any]
 Origins = Mapping[str, str]
 
-_SEARCH_LIMIT = 10_000
-
 
 class Finding(NamedTuple):
     """What a rule has to say about one key."""
@@ -44,19 +42,3 @@ class Rules:
         for keys, check in self._rules:
             if all(key in values for key in keys):
                 yield from check(values)
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"

@@ -12,20 +12,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, optim_rules, parallel_rules
+from megafp8.config import (
+    backends,
+    fp8_rules,
+    model_rules,
+    optim_rules,
+    parallel_rules,
+    profile_rules,
+)
+from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
-from megafp8.config.rules import (
-    Finding,
-    Origins,
-    Rules,
-    Values,
-    nearest_divisors,
-    nearest_multiples,
-)
+from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
+from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
+from megafp8.config.validate_data import (
+    TOKENIZER_KEYS,
+    builtin_has_its_tokenizer,
+    tokenizer_is_named,
+)
 
 rule = Rules()
 
@@ -52,13 +59,13 @@ FP8_DETAILS = (
     "model.fp8_health",
     *fp8_rules.HEALTH_LIMITS,
     "model.pad_inner_dim",
-    "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
 
 CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.every_n_train_steps",
     "exp_manager.checkpoint_callback_params.train_time_interval",
+    "exp_manager.checkpoint_callback_params.save_top_k",
 )
 """What means nothing unless checkpoints are written."""
 
@@ -108,7 +115,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, parallel_rules.rule, fp8_rules.rule, optim_rules.rule):
+    modules = (model_rules, parallel_rules, fp8_rules, optim_rules, profile_rules, backends)
+    for rules in (rule, *(module.rule for module in modules)):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -119,17 +127,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.hidden_size", "model.num_attention_heads")
-def _heads_share_hidden(v: Values) -> Iterator[Finding]:
-    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
-    if hidden % heads:
-        yield Finding(
-            "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
-            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
 
 
 @rule("model.num_attention_heads", "model.tensor_model_parallel_size")
@@ -180,6 +177,16 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
         )
 
 
+@rule(*TOKENIZER_KEYS)
+def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in tokenizer_is_named(v))
+
+
+@rule("model.tokenizer.library", "model.data.data_prefix")
+def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in builtin_has_its_tokenizer(v))
+
+
 # --- FP8 ---------------------------------------------------------------------------------------
 
 
@@ -206,7 +213,7 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
 
 @rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
@@ -276,6 +283,10 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
             asked = key in v and v[key] != keys[key].default
             if asked and _strength(key, origins) >= _strength(switch, origins):
                 yield Finding(key, f"means nothing with {switch}=False", "Leave one of the two out")
+    for detail, feature in without_effect(v):
+        if _strength(detail, origins) >= _strength(feature.key, origins):
+            off = f"means nothing with {feature.key}={feature.off}"
+            yield Finding(detail, off, f"{feature.way_out}, or leave it out")
     if v.get("exp_manager.explicit_log_dir") is not None:
         log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
         if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):
@@ -295,12 +306,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def _hidden_step(v: Values) -> int:
-    """What a hidden size must be a multiple of, as far as the other keys are known."""
-    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

@@ -9,7 +9,7 @@ gradients not scaled; one division comes later, over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,10 +39,14 @@ from megafp8.specs.parallel import (
 
 
 class Batch(NamedTuple):
-    """One microbatch on the device: int64 [B, S] each, targets -100 where nothing counts."""
+    """One microbatch on the device: int64 [B, S] each, targets -100 where nothing counts.
+
+    `documents` are the model's keywords that tell a sample's documents apart, if anything does.
+    """
 
     tokens_BS: torch.Tensor  # noqa: N815 (shape suffix)
     targets_BS: torch.Tensor  # noqa: N815 (shape suffix)
+    documents: Mapping[str, torch.Tensor] = {}  # noqa: RUF012
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,16 @@ class PipelinedGPT(nn.Module):
             return first.embedding.word
         return None if last is None else last.output_weight
 
-    def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The summed loss where the head is, 0 on other ranks: FP32 scalar, nats."""
-        x_BSD = self._pass(tokens_BS, None)
+        x_BSD = self._pass(tokens_BS, position_ids_BS, document_ids_BS, None)
         last = self._gpt(self.num_stages - 1)
         if last is None or x_BSD is None:
             return torch.zeros((), device=tokens_BS.device)
@@ -124,7 +135,11 @@ class PipelinedGPT(nn.Module):
 
     def logits(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """[B, S] -> FP32 [B, S, V] on every rank, for generation."""
-        x_BSD = self._pass(tokens_BS, cache)
+        position_ids_BS = None
+        if cache is not None and cache.length:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
+            position_ids_BS = positions.expand_as(tokens_BS)
+        x_BSD = self._pass(tokens_BS, position_ids_BS, None, cache)
         last = self._gpt(self.num_stages - 1)
         if last is None or x_BSD is None:
             shape = (*tokens_BS.shape, self.spec.vocab_size)
@@ -136,13 +151,15 @@ class PipelinedGPT(nn.Module):
             cache.length += tokens_BS.shape[1]
         return self.pp.broadcast(logits_BSV.contiguous(), self.last_rank)
 
-    def _pass(self, tokens_BS: torch.Tensor, cache: KVCache | None) -> torch.Tensor | None:
+    def _pass(
+        self,
+        tokens_BS: torch.Tensor,
+        position_ids_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        cache: KVCache | None,
+    ) -> torch.Tensor | None:
         """Through this rank's stages in turn; the last stage's output before the final norm."""
         boundary = Boundary((*tokens_BS.shape, self.spec.hidden_size), self.residual_dtype)
-        position_ids_BS = None
-        if cache is not None and cache.length:
-            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
-            position_ids_BS = positions.expand_as(tokens_BS)
         for work in self._sent:  # of the microbatch before: nobody runs far ahead
             work.wait()
         self._sent.clear()
@@ -156,7 +173,12 @@ class PipelinedGPT(nn.Module):
                 empty_BSD = tokens_BS.new_empty(boundary.shape, dtype=boundary.dtype)
                 x_BSD = self.pp.receive(empty_BSD, before)
             assert x_BSD is not None
-            x_BSD = gpt.forward_layers(x_BSD, position_ids_BS=position_ids_BS, cache=cache)
+            x_BSD = gpt.forward_layers(
+                x_BSD,
+                position_ids_BS=position_ids_BS,
+                document_ids_BS=document_ids_BS,
+                cache=cache,
+            )
             if index + 1 < self.num_stages and after != self.pp.rank:
                 boundary.check(x_BSD)
                 self._sent.append(self.pp.start_send(x_BSD.contiguous(), after))
@@ -229,10 +251,14 @@ class _Work(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor | None = None) -> torch.Tensor:
         assert self.current is not None
+        position_ids_BS = self.current.documents.get("position_ids_BS")
+        document_ids_BS = self.current.documents.get("document_ids_BS")
         if self.gpt.has_embedding:
-            x_BSD = self.gpt.forward_embedding(self.current.tokens_BS)
+            x_BSD = self.gpt.forward_embedding(self.current.tokens_BS, position_ids_BS)
         assert x_BSD is not None
-        x_BSD = self.gpt.forward_layers(x_BSD)
+        x_BSD = self.gpt.forward_layers(
+            x_BSD, position_ids_BS=position_ids_BS, document_ids_BS=document_ids_BS
+        )
         return self.gpt.forward_head(x_BSD, self.current.targets_BS) if self.gpt.has_head else x_BSD
 
 

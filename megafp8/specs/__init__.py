@@ -7,7 +7,7 @@ from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
-from megafp8.specs.run import RunSpec
+from megafp8.specs.run import ProfileSpec, RunSpec
 from megafp8.specs.train import RampupSpec, TrainSpec
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ParallelSpec",
     "PipelineSpec",
     "PrecisionSpec",
+    "ProfileSpec",
     "RampupSpec",
     "RunSpec",
     "ScheduleSpec",

@@ -36,6 +36,10 @@ class TrainSpec:
     limit_val_batches: int  # global batches per validation during training; the last one is whole
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
+    overfit_batches: int = 0  # global batches that repeat for ever; 0 trains on all data
+    num_sanity_val_steps: int = 0  # global batches validated before the first step
+    fast_dev_run: bool = False  # the last validation is no longer than the others
+    deterministic: bool = False
 
     rampup: RampupSpec | None = None
 

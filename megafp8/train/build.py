@@ -12,13 +12,15 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts, linears_of
+from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
+from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
-from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.precision.scaling import ScalingState
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.train import backends
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,34 +30,32 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
-    scaling = build_scaling(spec, mesh)
     sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
     outer: GradSink = sink
     noting = NotingSink(outer) if mesh.data.size > 1 else None
     outer = noting or outer
     is_split = mesh.pp.size > 1 and parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES
     deferring = DeferringSink(outer) if is_split else None
-    parts = NativeParts(
-        spec.model,
-        COMPUTE_DTYPES[spec.precision.compute],
-        spec.train.seed,
+    engine = backends.make(
+        spec,
+        mesh,
         streams,
-        scaling=scaling,
-        tp=mesh.tp,
-        sink=deferring or outer,
-        counter=counter,
-        half_weights=spec.precision.half_weights,
+        deferring or outer,
+        counter,
+        COMPUTE_DTYPES[spec.precision.compute],
+        build_scaling(spec, mesh),
     )
+    parts = engine.parts
     model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, parallel, mesh.pp)
     model.to(mesh.device)
-    if scaling is not None:
-        scaling.to(mesh.device)
+    if isinstance(engine.scaling, ScalingState):
+        engine.scaling.to(mesh.device)
     stores = {
         linear.weight: linear.store_weight
         for linear in linears_of(model)
         if linear.weight_compute_dtype is not None
     }
-    masters = Masters(model.parameters(), stores)
+    masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
     if noting is not None:
@@ -66,10 +66,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
             bucket_bytes=parallel.grad_bucket_bytes,
             dtype=COMPUTE_DTYPES[parallel.grad_reduce_dtype],
         )
-    events = scaling or NoScaling()
-    state = TrainState(
-        model, masters, AdamW(masters, spec.optim), events, streams, sink, counter, mesh
-    )
+    optimizer = AdamW(masters, spec.optim)
+    state = TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
     if spec.precision.loss_scale is not None:
         state.loss_scale = LossScale(spec.precision.loss_scale)
     state.reducer = None if noting is None else noting.reducer
@@ -80,7 +78,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
                 (spec.train.micro_batch_size, spec.data.seq_length, spec.model.hidden_size),
                 parts.residual_dtype,
             ),
-            scaling=events,
+            scaling=engine.scaling,
             streams=streams,
             deferring=deferring,
             device=mesh.device,
@@ -89,8 +87,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
-    """The scaling state, its amaxes reduced over every rank that holds part of the same tensors."""
+    """Our own engine's, its amaxes reduced over every rank that holds part of the same tensors."""
     recipe = spec.precision.fp8
-    if recipe is None:
+    if recipe is None or spec.precision.backend != "native":
         return None
     return ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)

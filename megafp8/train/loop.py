@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megafp8.checkpoint.best import METRICS
 from megafp8.data.loader import Loader, Microbatch, validation_batches
 from megafp8.data.prepare import PreparedData
+from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import Console, StepReport
 from megafp8.observe.memory import peak_memory_bytes
@@ -21,6 +23,7 @@ from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
 from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.profiling import StepProfiler
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
@@ -41,6 +44,7 @@ class Run:
     trackers: CompositeTracker
     stop: StopRequest
     health: HealthLog
+    profiler: StepProfiler
     bytes_per_token: float  # of the validation text
     last_report: StepReport | None = None
     last_loss: float | None = None
@@ -65,7 +69,9 @@ def _train(run: Run, watchdog: Watchdog) -> bool:
             waited = time.perf_counter() - began
             if (run.state.step + 1) % run.spec.train.log_every_n_steps == 0:
                 run.health.begin()
+            run.profiler.before_step(run.state.step)
             result = train_step(run.state, microbatches)
+            run.profiler.after_step(run.state.step)
             if result.scale_falls:
                 run.state.num_skipped += 1
             elif not result.is_finite and rolls_back(run, microbatches, result):
@@ -82,19 +88,25 @@ def _train(run: Run, watchdog: Watchdog) -> bool:
                 return False
         return True
     finally:
+        run.profiler.close()
         loader.close()
 
 
 def open_loader(run: Run) -> Loader:
     """Batches from where the state stands."""
     train, dp = run.spec.train, run.state.mesh.dp
+    source: SampleSource = run.data.train
+    if train.overfit_batches:
+        source = Repeated(source, train.overfit_batches * train.global_batch_size)
     return Loader(
-        run.data.train,
+        source,
         micro_batch_size=train.micro_batch_size,
         num_microbatches=lambda consumed: train.num_microbatches(dp.size, consumed),
         dp_rank=dp.rank,
         dp_size=dp.size,
         consumed_samples=run.state.consumed_samples,
+        rules=run.data.rules,
+        num_workers=run.spec.data.num_workers,
     )
 
 
@@ -160,6 +172,7 @@ def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited:
     run.health.end(state.step, run.trackers)
     run.console.step(report)
     run.last_report, run.last_loss = report, result.loss
+    run.saver.metrics["reduced_train_loss"] = result.loss
 
 
 def _notes(state: TrainState, result: StepResult) -> tuple[str, ...]:
@@ -174,9 +187,17 @@ def validate(run: Run, *, whole: bool = False) -> float:
     """Nats per token over `limit_val_batches` global batches, or over all validation text."""
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
-    limit = None if whole else train.limit_val_batches * train.global_batch_size
+    is_whole = whole and not train.fast_dev_run
+    limit = None if is_whole else train.limit_val_batches * train.global_batch_size
+    drops_last = run.spec.data.validation_drop_last and not whole
     batches = validation_batches(
-        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+        run.data.validation if whole else run.data.periodic_validation,
+        train.micro_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        limit,
+        multiple_of=train.global_batch_size if drops_last else 1,
+        rules=run.data.rules,
     )
     val_loss, _ = evaluate(run.state, batches)
     bits = bits_per_byte(val_loss, run.bytes_per_token)
@@ -185,9 +206,21 @@ def validate(run: Run, *, whole: bool = False) -> float:
         # The whole validation ends a run, and is done again if the run is killed before it is over.
         run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
     run.trackers.log(run.state.step, values)
+    run.saver.metrics["val_loss"] = val_loss
     seconds = time.perf_counter() - began
     run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
     return val_loss
+
+
+def check_validation(run: Run) -> None:
+    """A short validation before the first step: what would fail, or be too large, fails now."""
+    train, mesh = run.spec.train, run.state.mesh
+    limit = train.num_sanity_val_steps * train.global_batch_size
+    batches = validation_batches(
+        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+    )
+    val_loss, num_tokens = evaluate(run.state, batches)
+    run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")
 
 
 def save(run: Run, *, must_succeed: bool) -> Path | None:
@@ -225,7 +258,8 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
         run.rolled_back_from.add(step)
         newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
-            saving.load(newest, run.state, run.console.warn)
+            meta = saving.load(newest, run.state, run.console.warn)
+            run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
             run.health.rewind(run.state.step)

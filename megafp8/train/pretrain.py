@@ -6,11 +6,12 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from megafp8.checkpoint.best import METRICS, Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
@@ -27,33 +28,62 @@ from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import rundirs, saving
+from megafp8.train import backends, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
-from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.loop import Run, check_validation, save, train, validate
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
+from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.tokenizer_files import save_tokenizer
+from megafp8.train.weights import start_from
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64
 
 
-def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What the user gave, beside the spec: see `pretrain`."""
+
+    command: Sequence[str]
+    settings: tuple[str, ...]
+    record: Mapping[str, object]
+
+
+def pretrain(
+    spec: RunSpec,
+    *,
+    is_sweep: bool,
+    command: Sequence[str],
+    settings: Sequence[str] = (),
+    record: Mapping[str, object] | None = None,
+) -> int:
     """Train, or continue, the run that `spec` describes; returns the exit code.
 
-    `command` is what was typed: shown as what continues the run.
+    Args:
+        command: What was typed: shown as what continues the run.
+        settings: Lines for the start: what is not the default job's, and what changes nothing.
+        record: The same for `summary.json`.
     """
+    typed = Typed(command, tuple(settings), record or {})
     began = time.monotonic()
     follow_launcher()
     with StopRequest() as stop:
         mesh = join(spec.parallel)
         try:
-            prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
-            with open_console(main_rank=mesh.is_main) as console:
-                return _pretrain(spec, mesh, console, stop, is_sweep, command, began)
+            backends.check(spec, mesh.device)
+            prepare_process(
+                mesh.device,
+                fp32=spec.precision.compute == "fp32",
+                deterministic=spec.train.deterministic,
+            )
+            progress_bar = spec.observe.progress_bar
+            with open_console(main_rank=mesh.is_main, progress_bar=progress_bar) as console:
+                return _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
         except UserError as error:
             if error.is_shared and not mesh.is_main:
                 return int(error.exit_code)
@@ -71,24 +101,29 @@ def _pretrain(
     console: Console,
     stop: StopRequest,
     is_sweep: bool,
-    command: Sequence[str],
+    typed: Typed,
     began: float,
 ) -> int:
     choice = _choose_on_main(spec, mesh, is_sweep)
     path = choice.path
     if mesh.is_main:
-        console.header([f"{path}: {choice.reason}"])
+        console.header([f"{path}: {choice.reason}", *typed.settings])
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
     share = share_of(spec, state)
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
-    saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
+    kept = spec.checkpoint
+    best = Best(kept.save_top_k, kept.monitor, kept.mode)
+    saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     _load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.restore_from_path is not None:
+        start_from(spec, state, console.event)
     first_step = state.step
     metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
+        save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
         metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
         trackers = open_trackers(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
@@ -107,6 +142,7 @@ def _pretrain(
         metrics=metrics,
         trackers=trackers,
         stop=stop,
+        profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
@@ -123,8 +159,13 @@ def _pretrain(
     try:
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
             save(run, must_succeed=True)  # something to go back to
-        finished = train(run)
-        summary = summarize(run, path, command, finished, began)
+        if spec.train.num_sanity_val_steps and first_step == 0:
+            check_validation(run)
+        with memory_snapshot_on_oom(
+            spec.profile.memory_snapshot_on_oom, path, mesh.world.rank, console.warn
+        ):
+            finished = train(run)
+        summary = summarize(run, path, typed, finished, began)
         if finished:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
@@ -181,6 +222,7 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
+        *smoke_options(spec),
     ]
 
 
@@ -189,6 +231,19 @@ def _rampup(train: TrainSpec) -> str:
     if ramp is None:
         return ""
     return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
+
+
+def smoke_options(spec: RunSpec) -> list[str]:
+    """A line for each option that makes this run less than, or other than, a training run."""
+    train, lines = spec.train, []
+    if train.fast_dev_run:
+        steps = f"fast_dev_run: {train.max_steps} step(s)"
+        lines.append(f"{steps}; no checkpoints, no loggers, a directory of its own")
+    if train.overfit_batches:
+        lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.deterministic:
+        lines.append("deterministic: operations without a deterministic algorithm are errors")
+    return lines
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
@@ -202,9 +257,14 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
         compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
+        if spec.precision.backend == "te":
+            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
         return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
+    if spec.precision.backend != "native":
+        what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
+        return f"{what}; {backends.describe(spec, device)}"
     wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
     product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
     in_c = device.type == "cpu" and library().lib is not None
@@ -214,9 +274,7 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     )
 
 
-def summarize(
-    run: Run, path: Path, command: Sequence[str], finished: bool, began: float
-) -> RunSummary:
+def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
@@ -238,7 +296,7 @@ def summarize(
         step=state.step,
         total_steps=spec.train.max_steps,
         log_dir=str(path),
-        continue_command=continue_command(spec, path, command, finished),
+        continue_command=continue_command(spec, path, typed.command, finished),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         unigram_bits_per_byte=unigram,
@@ -256,6 +314,7 @@ def summarize(
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
         extra={
+            **typed.record,
             # Counted where the products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
             "fp8_share_planned": 0.0 if share is None else share.share,
@@ -342,4 +401,5 @@ def _load_newest(
             )
         )
     saver.last_step = state.step
+    saver.metrics = dict(meta.get(METRICS, {}))
     console.event(f"continuing from {newest}")

@@ -85,7 +85,7 @@ def forward_backward(
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:
-        batches = [to_device(microbatch, device) for microbatch in microbatches]
+        batches = [Batch(*to_device(m, device), document_inputs(m, device)) for m in microbatches]
         loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices)
         num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
         state.sink.end_step()
@@ -94,7 +94,7 @@ def forward_backward(
         tokens_BS, targets_BS = to_device(microbatch, device)
         state.streams.begin_microbatch(state.step + 1, global_indices[index])
         state.scaling.begin_microbatch(index)
-        loss = state.model(tokens_BS, targets_BS)
+        loss = state.model(tokens_BS, targets_BS, **document_inputs(microbatch, device))
         state.scaling.end_forward()
         loss.backward()
         state.scaling.end_backward()
@@ -112,7 +112,16 @@ def reduce_gradients(state: TrainState) -> None:
         state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
 
 
-def to_device(microbatch: Microbatch, device: torch.device) -> Batch:
+def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     tokens_BS = torch.from_numpy(microbatch.tokens_BS)
     targets_BS = torch.from_numpy(microbatch.targets_BS)
-    return Batch(tokens_BS.to(device), targets_BS.to(device))
+    return tokens_BS.to(device), targets_BS.to(device)
+
+
+def document_inputs(microbatch: Microbatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """What tells a sample's documents apart, as the model's keywords; empty where nothing does."""
+    arrays = {
+        "position_ids_BS": microbatch.position_ids_BS,
+        "document_ids_BS": microbatch.document_ids_BS,
+    }
+    return {name: torch.from_numpy(a).to(device) for name, a in arrays.items() if a is not None}

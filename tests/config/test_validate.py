@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.load import load
-from megafp8.config.rules import nearest_divisors, nearest_multiples
+from megafp8.config.sizes import nearest_divisors, nearest_multiples
 from megafp8.config.validate import validate
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -46,7 +46,7 @@ FP8 = "model.fp8=True"
         "model.ffn_dropout=nan",
         "model.layernorm_epsilon=0",
         "model.make_vocab_size_divisible_by=0",
-        "model.tokenizer.library=sentencepiece",
+        "model.tokenizer.library=nope",
         "model.tokenizer.vocab_size=256",
         "model.seed=-1",
         "model.data.data_prefix=''",
@@ -98,8 +98,7 @@ def test_value_out_of_range(override: str) -> None:
         "model.fp8_amax_history_len=0",
         "model.fp8_amax_history_len=65537",
         "model.fp8_amax_compute_algo=min",
-        "model.fp8_backend=te",
-        "model.fp8_backend=torchao",
+        "model.fp8_backend=apex",
     ],
 )
 def test_fp8_value_out_of_range(override: str) -> None:
@@ -202,6 +201,17 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
             ["at least 16", "GPipe"],
         ),
         (
+            [FP8, *TWO_STAGES, "model.fp8_backend=te"],
+            "model.fp8_backend",
+            ["native"],
+        ),
+        (
+            [FP8, *TWO_STAGES, "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise",
+             "model.pipeline_schedule=InterleavedZeroBubble"],
+            "model.fp8_backend",
+            ["1F1B"],
+        ),
+        (
             [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],
             "model.tp_only_amax_red",
             ["leave model.reduce_amax out"],
@@ -295,7 +305,6 @@ def test_what_fits_together(overrides: list[str]) -> None:
         "model.fp8_amax_history_len=16",
         "model.fp8_amax_compute_algo=most_recent",
         "model.reduce_amax=False",
-        "model.fp8_backend=native",
     ],
 )
 def test_fp8_detail_without_fp8(detail: str) -> None:

@@ -25,6 +25,23 @@ CASES = {
     "bf16 fp8 dropout": Case("bf16", FP8, DROPOUT),
     "hidden dropout": Case("fp32", None, gpt_spec(hidden_dropout=0.1), steps=5),
 }
+LLAMA = gpt_spec(
+    normalization="rmsnorm",
+    activation="swiglu",
+    position_embedding_type="rope",
+    bias=False,
+    share_embeddings_and_output_weights=False,
+    num_query_groups=2,
+    kv_channels=16,
+)
+ALIBI = gpt_spec(
+    activation="reglu", position_embedding_type="alibi", transformer_block_type="post_ln"
+)
+SHAPES = {
+    "llama": Case("fp32", None, LLAMA, steps=5),
+    "llama bf16 fp8": Case("bf16", FP8, LLAMA, steps=5),
+    "alibi": Case("fp32", None, ALIBI, steps=5),
+}
 Outcomes = list[Outcome]  # by rank
 DP_CASES = {name: CASES[name] for name in ("fp32", "bf16 fp8", "hidden dropout")}
 FOUR_RANK_CASES = {
@@ -42,14 +59,15 @@ def by_case(size: int, tp: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Outcomes]:
     """tp=2."""
-    return by_case(2, 2, CASES)
+    return by_case(2, 2, CASES | SHAPES)
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Outcome]:
     """One process."""
     names = ("fp32", "bf16", "fp32 fp8", "bf16 fp8", "hidden dropout")
-    return {name: run_case(CASES[name], single_rank()) for name in names}
+    cases = {name: CASES[name] for name in names} | SHAPES
+    return {name: run_case(case, single_rank()) for name, case in cases.items()}
 
 
 def assembled(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
@@ -172,6 +190,21 @@ def test_first_gradients_equal_one_process(
     ranks, one = two_ranks["fp32"], alone["fp32"]
     assert ranks[0].norms == ranks[1].norms
     assert ranks[0].norms[0] == pytest.approx(one.norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_other_shapes_equal_one_process(
+    two_ranks: dict[str, Outcomes], alone: dict[str, Outcome], case: str
+) -> None:
+    """Grouped heads, gates and slopes are shared out with the heads that they belong to."""
+    ranks, one = two_ranks[case], alone[case]
+    assert_losses_close(ranks, one, 1e-2 if "fp8" in case else 1e-5)
+    if "fp8" in case:
+        assert_same_tables(ranks)
+    else:
+        assert_gradients_close(ranks, one, 1e-5)
+    first, second = (replicated(outcome) for outcome in ranks)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_hidden_dropout_is_the_same_at_every_size(
