@@ -22,7 +22,7 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
-from megafp8.parallel.launch import follow_launcher
+from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
@@ -88,6 +88,9 @@ def pretrain(
         except UserError as error:
             if error.is_shared and not mesh.is_main:
                 return int(error.exit_code)
+            raise
+        except Exception as error:
+            note_death(error)
             raise
         finally:
             leave()
@@ -207,12 +210,15 @@ def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
 def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
     """What this run is, in a few lines, before its first step."""
     model, train = spec.model, spec.train
-    # Fused and sharded parameters count once, by their logical shapes.
-    num_params = sum(
-        math.prod(piece.global_shape) for p in state.model.parameters() for piece in pieces_of(p)
-    )
+    # Fused and sharded parameters count once, by their logical shapes; so do two stages' copies.
+    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
+    own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
+    count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
+    num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    if spec.parallel.pp > 1:
+        layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     return [
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
