@@ -154,6 +154,30 @@ EFFECTS: dict[str, Effect] = {
     "trainer.gradient_clip_val": Trains(0.01),
     "trainer.nonfinite_policy": ShownBy("tests/train/test_nonfinite.py::test_skip"),
     "trainer.fast_dev_run": Runs(2),
+    "trainer.step_timeout": ShownBy(
+        "tests/train/test_layouts.py::test_a_rank_that_hangs_is_named_and_shown"
+    ),
+    "model.pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.virtual_pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_schedule": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_model_parallel_layout": ShownBy(
+        "tests/parallel/test_pipeline.py::test_uneven_layers"
+    ),
+    "model.tp_only_amax_red": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_tp_only_amax_red_leaves_replicas_their_own_scales"
+    ),
+    "model.optim.grad_sync_dtype": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
+    ),
+    "model.grad_allreduce_chunk_size_mb": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_early_reductions_give_the_same_bits"
+    ),
     "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.overfit_batches": Trains(1),
     "trainer.num_sanity_val_steps": Runs(1, sees="output"),
