@@ -8,6 +8,8 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
 ARG TORCH_PIN=2.13.0
+# "dev" brings the tests' tools along.
+ARG EXTRAS=""
 # The image's own Python is used, also where a distribution marks it as its own (PEP 668).
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -17,11 +19,13 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace/megafp8
 
-# Dependencies first, from the two files that decide them: editing the code keeps this layer.
-COPY pyproject.toml README.md LICENSE ./
+# Dependencies first, from the two files that decide them: editing the code or a text keeps this
+# layer. (The package's metadata wants a README and a licence to be there; the real ones follow.)
+COPY pyproject.toml ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
-RUN TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place
+RUN touch README.md LICENSE \
+    && TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place ${EXTRAS:+"--${EXTRAS}"}
 
 COPY . .
 

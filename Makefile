@@ -9,10 +9,10 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-gpu lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-gpu test-slurm container test-container lint format check docs clean
 
 help: ## what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: ## .venv with what training needs
 	@$(SETUP)
@@ -24,13 +24,22 @@ pretrain: setup ## pretrain a small GPT in FP8 (ARGS="key=value …")
 	@$(PY) pretrain_gpt.py model.fp8=True $(ARGS)
 
 test: setup-dev ## the tests that need no GPU and no patience
-	@$(PY) -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist loadfile -q $(ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow and not slurm" -n $(WORKERS) --dist loadfile -q $(ARGS)
 
 test-slow: setup-dev ## the tests that take minutes each
-	@$(PY) -m pytest -m "slow and not gpu" -q $(ARGS)
+	@$(PY) -m pytest -m "slow and not gpu and not slurm" -q $(ARGS)
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	@$(PY) -m pytest -m "gpu" -q $(ARGS)
+
+test-slurm: setup-dev ## the tests on a real Slurm of two nodes, which they start (root)
+	@$(PY) -m pytest -m "slurm" -q $(ARGS)
+
+container: ## the image for CPUs, built without Docker (root; buildah)
+	@scripts/container/build.sh
+
+test-container: container ## quick tests and the default job inside it, with the network off
+	@scripts/container/test.sh
 
 lint: setup-dev ## format, lint and types, changing nothing
 	@$(PY) -m ruff format --check .

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,8 +13,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from megafp8.config.app import AppInfo, run_app
+from megafp8.config.overrides import quoted
+from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
 from megafp8.parallel.launch import is_rank, launch, leave_process
+from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 
 DEFAULT_CONFIG = "pretrain_gpt"
 
@@ -22,34 +25,57 @@ DEFAULT_CONFIG = "pretrain_gpt"
 def gpu_available() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    available = torch.cuda.is_available()
+    if not available and (given := given_gpus(os.environ)):
+        raise SettingError(
+            "trainer.accelerator",
+            None,
+            f"Slurm gave GPU(s) {given} to this job, and PyTorch {torch.__version__} finds none",
+            "Use a CUDA build or container with the driver in it (nvidia-smi there helps), or "
+            "trainer.accelerator=cpu",
+        )
+    return available
 
 
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """One run: in this process, or as ranks that this process starts and watches."""
+    adopt_step(os.environ)  # here too: a sweep's job on Slurm does not come by way of `main`
     spec = resolve(cfg, gpu_available)
-    if not is_rank():
-        for line in info.inert:
-            print(line)
     argv = list(info.overrides)
+    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
+    if info.directory is not None:  # a sweep's job works in the sweep's own folder
+        argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
+        command = ["python", "pretrain_gpt.py", *argv]
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
-    if spec.parallel.world_size > 1 and not is_rank():
+    if is_rank():
+        check_ranks(spec.parallel, os.environ)
+    elif spec.parallel.num_nodes > 1:
+        raise SettingError(
+            "trainer.num_nodes",
+            spec.parallel.num_nodes,
+            "one command starts ranks on its own machine only",
+            "Start the ranks on all nodes with srun or torchrun (examples/slurm/pretrain.sbatch)",
+        )
+    elif spec.parallel.world_size > 1:
         return launch(str(Path(__file__).absolute()), argv, spec.parallel.devices_per_node)
     from megafp8.train.pretrain import pretrain
 
-    if info.directory is not None:  # a sweep's job works in the sweep's own folder
-        observe = dataclasses.replace(spec.observe, explicit_log_dir=str(info.directory))
-        spec = dataclasses.replace(spec, observe=observe)
-    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
-    return pretrain(spec, is_sweep=info.is_sweep, command=command)
+    return pretrain(
+        spec,
+        is_sweep=info.is_sweep,
+        command=command,
+        settings=(*info.table, *info.inert),
+        record=info.record,
+    )
 
 
 def main() -> int:
     """Returns the exit code. Ctrl-C before training begins has nothing to save."""
     try:
+        adopt_step(os.environ)
         return run_app(sys.argv[1:], task)
     except KeyboardInterrupt:
         print("megafp8: interrupted before training began", file=sys.stderr)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megafp8.precision.backends import torchao_linear
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.kernels.compile import library
@@ -86,17 +87,14 @@ def ours(
     return step
 
 
-def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: str) -> Step:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: RecipeName) -> Step:
     plain = nn.ModuleList(
         nn.Linear(ins, outs, bias=False, dtype=torch.bfloat16)
         for _ in range(args.layers)
         for ins, outs in shapes(args.width)
     )
-    config = Float8LinearConfig.from_recipe_name(name)
-    object.__setattr__(config, "emulate", True)
-    model = convert_to_float8_training(plain, config=config)
+    config = torchao_linear.make_config(recipe_of(name), emulate=True)
+    model = torchao_linear.load().convert_to_float8_training(plain, config=config)
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
@@ -150,7 +148,7 @@ def main() -> None:
         "bf16": ours(args, inputs, None),
     }
     steps |= {name: ours(args, inputs, name) for name in RECIPES}
-    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+    for name in RECIPES[1:4]:
         steps[f"torchao {name}"] = torchao(args, inputs, name)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():

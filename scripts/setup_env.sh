@@ -2,7 +2,8 @@
 # Makes the virtual environment that `make` uses, or finds at once that it is ready.
 #
 #   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); what `make` calls
-#   scripts/setup_env.sh --in-place   no .venv: install into PYTHON itself and keep its torch (containers)
+#   scripts/setup_env.sh --in-place [--dev]   no .venv: install into PYTHON itself and keep its torch
+#                                     (containers)
 #
 # Environment: PYTHON (an interpreter to use), VENV (.venv), TORCH_PIN (the CPU build's version).
 # Safe to interrupt at any point and to run again: what is complete is kept, the rest is made anew.
@@ -127,10 +128,12 @@ if $in_place; then
     say "installing the other dependencies"
     # The list without torch: an image's own build may carry a version that pip would replace.
     mapfile -t others < <("$py" -c '
-import re, tomllib
-for line in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]:
+import re, sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+for line in project["dependencies"] + [line for name in sys.argv[1:] for line in extras[name]]:
     if re.match(r"[A-Za-z0-9_-]+", line).group() != "torch":
-        print(line)')
+        print(line)' ${extras:+"$extras"})
     run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
     run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
     say "ready"

@@ -71,11 +71,12 @@ def run_spec(
     model: GPTSpec | None = None,
     optim: OptimSpec | None = None,
     compile: str = "off",
+    parallel: ParallelSpec | None = None,
 ) -> RunSpec:
     return RunSpec(
         model=model or gpt_spec(),
         precision=PrecisionSpec(compute=compute, fp8=fp8),  # type: ignore[arg-type]
-        parallel=ParallelSpec(devices_per_node=world, tp=tp),
+        parallel=parallel or ParallelSpec(devices_per_node=world, tp=tp),
         optim=optim or optim_spec(),
         data=DataSpec(
             prefix="builtin",

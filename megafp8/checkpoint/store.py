@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megafp8.checkpoint.best import NONE, Best
 from megafp8.checkpoint.disk import (
     fsync_directory,
     os_errors_reported,
@@ -140,8 +141,9 @@ def prune(
     keep: int,
     known_good: Collection[Path] = (),
     in_progress: Collection[Path] = (),
+    best: Best = NONE,
 ) -> tuple[Path, ...]:
-    """Removes all but the `keep` newest valid checkpoints, and what dead writers left.
+    """Removes all but the `keep` newest valid checkpoints, the `best`, and what dead writers left.
 
     Each one that is kept is read and verified first, so that damaged ones do not count; those in
     `known_good` (what an earlier call returned) are only looked at. If the newest is damaged,
@@ -161,7 +163,8 @@ def prune(
         except CheckpointError:
             if not good:
                 raise
-    for step_dir in reversed(superfluous):
+    protected = best.of([*good, *superfluous])
+    for step_dir in [path for path in reversed(superfluous) if path not in protected]:
         with os_errors_reported(step_dir, "removing an old checkpoint"):
             remove_whole(step_dir)
     remove_leftovers(root, in_progress)

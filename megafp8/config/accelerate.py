@@ -84,12 +84,13 @@ def _per_node(tree: dict[str, Any]) -> Any:
 
 def _fp8_block(block: dict[str, Any], m: Migration) -> None:
     backend = str(block.get("backend", "TE")).lower()
+    if backend == "ao":
+        _torchao_block(block, m)
+        return
     if backend != "te":
         name = _NAMES.get(backend, plain(block.get("backend")))
         for key, value in block.items():
             ways = {
-                "ao": "torchao's scales are made anew from each tensor: another recipe, which is "
-                "not supported yet. Decide for delayed scaling, as written",
                 "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported. Decide "
                 "for FP8 products with FP32 masters, as written",
             }
@@ -109,6 +110,23 @@ def _fp8_block(block: dict[str, Any], m: Migration) -> None:
             m.decide(path, value, "has no translation", "See --help for what there is")
         else:
             handler(path, value, m)
+
+
+def _torchao_block(block: dict[str, Any], m: Migration) -> None:
+    """torchao's default recipe is `tensorwise`; its first and last linear stay out of FP8."""
+    for key, value in block.items():
+        path = f"fp8_config.{key}"
+        if key == "backend":
+            chosen = {"model.fp8_backend": "torchao", "model.fp8_recipe": "tensorwise"}
+            m.change(path, value, chosen)
+        elif key == "pad_inner_dim":
+            m.change(path, value, {"model.pad_inner_dim": bool(value)})
+        elif key == "enable_fsdp_float8_all_gather" and value:
+            m.decide(path, value, "needs FSDP, which is not supported yet", "Leave it out")
+        elif key in _TE_KEYS:
+            m.drop(path, value, "the backend AO does not read it")
+        else:
+            m.decide(path, value, "has no translation", "See --help for what there is")
 
 
 def _backend(path: str, value: Any, m: Migration) -> None:

@@ -5,8 +5,10 @@ The ordinary path composes by itself, so that errors come fast and in our words.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from megafp8.config.document import help_page
 from megafp8.config.load import load_all
 from megafp8.config.options import Options, parse_options
 from megafp8.config.problems import SettingError
-from megafp8.config.table import resolved_table
+from megafp8.config.secrets import hide
+from megafp8.config.table import record, resolved_table
 from megafp8.errors import ExitCode, UserError
 
 
@@ -32,6 +35,7 @@ class AppInfo:
     # Lines for the start of the run: what is not the default job's, and what changes nothing.
     table: tuple[str, ...] = field(default=(), compare=False)
     inert: tuple[str, ...] = field(default=(), compare=False)
+    record: Mapping[str, object] = field(default_factory=dict, compare=False)  # for summary.json
     directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
 
 
@@ -49,9 +53,17 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
         return report(error)
 
 
+OTHER_RANKS_WAIT_SECONDS = 2.0
+"""Rank 0 tells an error that all ranks have; the launcher ends the others before they speak too."""
+
+
 def report(error: UserError) -> int:
     """Print an error that a user can mend; returns its exit code."""
-    print(f"error: {error}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+    who = "" if rank == "0" else f"rank {rank}: "
+    print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
     return int(error.exit_code)
 
 
@@ -77,5 +89,6 @@ def _run(options: Options, task: Task, prog: str) -> int:
         config_name=options.config_name,
         table=tuple(resolved_table(loaded)),
         inert=tuple(loaded.inert_lines()),
+        record=record(loaded),
     )
     return task(loaded.cfg, info)

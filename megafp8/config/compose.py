@@ -129,14 +129,17 @@ def schema_tree() -> DictConfig:
     return schema
 
 
-def compose(source: Source, overrides: Sequence[str]) -> DictConfig:
-    """One tree of the schema's types. The overrides have been checked one by one before."""
+def compose(source: Source, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """One tree of the schema's types. The overrides have been checked one by one before.
+
+    With `with_hydra` Hydra's own settings are in it too, as `hydra`.
+    """
     register(source)
     outer = GlobalHydra.instance().hydra  # a sweep's, when this composes one of its jobs
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(source.directories[0]), version_base=None):
-            composed = hydra_compose(ROOT_CONFIG, list(overrides))
+            composed = hydra_compose(ROOT_CONFIG, list(overrides), return_hydra_config=with_hydra)
     except Exception as error:  # Hydra's code alone: it stumbles over `hydra: null` and the like
         raise _hydra_problem(source, error) from error
     finally:

@@ -109,7 +109,8 @@ def help_page(prog: str) -> str:
     lines = [_USAGE.format(prog=prog, models=models, precisions=precisions)]
     values = default_job()
     for section, keys in _sections():
-        lines.append(f"{section}.")
+        if section:
+            lines.append(f"{section}.")
         for key in keys:
             name = key.path.removeprefix(section + ".")
             lines.append(f"  {name}={_plain(values[key.path])}")
@@ -127,7 +128,7 @@ def markdown_page() -> str:
     ]
     parts = [_PAGE.format(presets="\n".join(rows))]
     for section, keys in _sections():
-        parts.append(f"## `{section}`\n")
+        parts.append(f"## `{section}`\n" if section else "## Top level\n")
         parts.append("| key | default job | NeMo | valid | continuing | meaning |")
         parts.append("|---|---|---|---|---|---|")
         parts += [_row(key, section, values[key.path]) for key in keys]

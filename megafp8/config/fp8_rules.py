@@ -23,6 +23,7 @@ DELAYED_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.tp_only_amax_red",
 )
 """What delayed scaling alone has."""
 
@@ -32,6 +33,7 @@ DEFAULTS = {
     "model.fp8_amax_history_len": 1024,
     "model.fp8_amax_compute_algo": "max",
     "model.reduce_amax": True,
+    "model.tp_only_amax_red": False,
 }
 
 HEALTH_LIMITS = {
@@ -197,6 +199,32 @@ def _limits_need_measures(v: Values) -> Iterator[Finding]:
                 key,
                 f"model.fp8_health={v['model.fp8_health']} does not measure it",
                 "Set model.fp8_health=full, or leave it out",
+            )
+
+
+@rule(
+    "model.fp8",
+    "model.pad_inner_dim",
+    "model.fp8_recipe",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.encoder_seq_length",
+    "model.micro_batch_size",
+    "model.tensor_model_parallel_size",
+)
+def _padding_pads(v: Values) -> Iterator[Finding]:
+    if not (v["model.fp8"] and v["model.pad_inner_dim"]) or "blockwise" in recipes_in(v):
+        return
+    tp = v["model.tensor_model_parallel_size"]
+    tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
+    sizes = [v["model.hidden_size"], v["model.ffn_hidden_size"]]
+    heads = [v.get("model.kv_channels"), v.get("model.num_query_groups")]
+    if all(size % (TENSOR_CORE_MULTIPLE * tp) == 0 for size in sizes):
+        if tokens % TENSOR_CORE_MULTIPLE == 0 and heads == [None, None]:
+            yield Finding(
+                "model.pad_inner_dim",
+                f"every size is a multiple of {TENSOR_CORE_MULTIPLE} already",
+                "Leave it out",
             )
 
 

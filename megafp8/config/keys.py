@@ -125,6 +125,7 @@ def _type_text(hint: Any) -> str:
         list[float]: "a list of numbers",
         list[bool]: "a list of True and False",
         list[str]: "a list of texts",
+        list[int]: "a list of whole numbers",
         type(None): "null",
     }
     if hint in names:

@@ -34,6 +34,7 @@ from megafp8.config.overrides import (
 )
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
 from megafp8.config.schema import Config, all_keys
+from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.validate import check_values, read_value, read_values
 from megafp8.config.values import one_line
 
@@ -85,12 +86,27 @@ def load_all(
     origins = find_origins(source, good)
     problems += _extra_keys(composed, source)
     values, unreadable = read_values(composed, origins)
-    problems += unreadable
+    problems += unreadable + _secret_problems(values, origins)
     bad = {problem.key for problem in problems}
     problems += check_values({k: v for k, v in values.items() if k not in bad}, origins)
     inert, refused = _nemo_settings(composed, values, origins)
     raise_if_any(problems + refused)
     return Loaded(_typed(composed), origins, tuple(inert))
+
+
+def _secret_problems(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[SettingError]:
+    """Settings are written into the run's directory and shown by trackers: no place for a token."""
+    return [
+        SettingError(
+            path,
+            HIDDEN,
+            f"holds the secret of the environment's {name}, and would be recorded",
+            f"Leave it out; what needs {name} reads it from the environment",
+            origin=origins.get(path, DEFAULT),
+        )
+        for path, value in values.items()
+        if isinstance(value, str) and (name := variable_in(value))
+    ]
 
 
 def find_origins(source: Source, overrides: Sequence[ParsedOverride]) -> dict[str, str]:

@@ -139,10 +139,6 @@ def nemo_sections() -> frozenset[str]:
 def _root(t: _Table) -> None:
     t.prefix = ""
     t.add("name", "megatron_gpt", "a label, for ${name} in other keys", any_text=True)
-    t.add(
-        "restore_from_path", None, "training starts from new weights or continues its own run",
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
 
 
 def _trainer(t: _Table) -> None:
@@ -160,15 +156,14 @@ def _trainer(t: _Table) -> None:
         "max_epochs", -1, "the length of a run is counted in steps", also=(None,),
         way_out="Use trainer.max_steps",
     )  # fmt: skip
-    t.add(
-        "max_time", None, "a run ends by trainer.max_steps or by a signal, which saves it",
-        status=NOT_YET, extra=True,
-        way_out="Use trainer.max_steps, or send SIGTERM (Slurm: --signal) when time is up",
-    )  # fmt: skip
     t.add("limit_test_batches", 500, "pretraining has no test stage", also=(0,))
     t.add(
         "accumulate_grad_batches", 1, "it follows from the batch sizes",
         way_out="Use model.global_batch_size: its microbatches are accumulated",
+    )  # fmt: skip
+    t.add(
+        "limit_train_batches", None, "the length of a run is counted in steps", also=(1.0,),
+        extra=True, way_out="Use trainer.max_steps, or trainer.overfit_batches for a few batches",
     )  # fmt: skip
     t.add("benchmark", False, "there are no convolutions for cuDNN to choose")
     t.add("enable_model_summary", False, "a run says its shape at the start")
@@ -193,11 +188,6 @@ def _exp_manager(t: _Table) -> None:
         status=NOT_YET, way_out="Continue a run by its exp_manager.name",
     )  # fmt: skip
     t.prefix = "exp_manager.checkpoint_callback_params"
-    newest = "checkpoints are kept by age, not by loss"
-    keep = "Use exp_manager.checkpoint_callback_params.keep for the newest N"
-    t.add("monitor", "val_loss", newest, way_out=keep)
-    t.add("mode", "min", newest, way_out=keep)
-    t.add("save_top_k", 10, newest, status=NOT_YET, way_out=keep)
     own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
     t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
     t.add("save_nemo_on_train_end", False, "no .nemo files are written", way_out=own_format)
@@ -209,7 +199,9 @@ def _exp_manager(t: _Table) -> None:
         "model_parallel_size",
         "${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}",
         "it follows from the parallel sizes", ours=(1,),
-        same_as=lambda v: v["model.tensor_model_parallel_size"],
+        same_as=lambda v: (
+            v["model.tensor_model_parallel_size"] * v["model.pipeline_model_parallel_size"]
+        ),
         way_out="Leave it out",
     )  # fmt: skip
     t.add("async_save", False, "a checkpoint is written before the next step", status=NOT_YET)
@@ -221,7 +213,10 @@ def _exp_manager(t: _Table) -> None:
         "every_n_epochs", None, "the length of a run is counted in steps", extra=True,
         way_out="Use exp_manager.checkpoint_callback_params.every_n_train_steps",
     )  # fmt: skip
-    t.add("save_best_model", False, newest, status=NOT_YET, extra=True, way_out=keep)
+    t.add(
+        "save_best_model", False, "a run ends with its last step's weights", extra=True,
+        way_out="Use exp_manager.checkpoint_callback_params.save_top_k=1, which keeps the best",
+    )  # fmt: skip
     t.add("save_weights_only", False, "checkpoints hold all that continues a run", extra=True)
     t.add("verbose", False, "each checkpoint is reported", also=(True,), extra=True)
 
@@ -230,25 +225,10 @@ def _model(t: _Table) -> None:
     t.prefix = "model"
     t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
           ours=(True, False))  # fmt: skip
-    tp = "Use model.tensor_model_parallel_size or data parallelism (trainer.devices)"
-    t.add("pipeline_model_parallel_size", 1, "every rank has all layers", status=NOT_YET,
-          way_out=tp)  # fmt: skip
-    t.add("virtual_pipeline_model_parallel_size", None, "every rank has all layers",
-          status=NOT_YET, way_out=tp)  # fmt: skip
+    tp = "Use model.tensor_model_parallel_size, model.pipeline_model_parallel_size or replicas"
     t.add("expert_model_parallel_size", 1, "there are no experts", status=NOT_YET)
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
           way_out=tp)  # fmt: skip
-    t.add(
-        "kv_channels", None, "it is hidden_size / num_attention_heads",
-        same_as=lambda v: v["model.hidden_size"] / v["model.num_attention_heads"],
-        way_out="Leave it out, or choose model.num_attention_heads to match",
-    )  # fmt: skip
-    t.add(
-        "num_query_groups", None, "each head has keys and values of its own", status=NOT_YET,
-        same_as=lambda v: v["model.num_attention_heads"],
-    )  # fmt: skip
-    t.add("apply_query_key_layer_scaling", False, "scores are scaled by 1 / sqrt(head size) alone")
-    t.add("normalization", "layernorm", "the norm is LayerNorm", status=NOT_YET)
     t.add(
         "do_layer_norm_weight_decay", False, "norms and biases do not decay",
         why="has no equivalent here",
@@ -256,31 +236,13 @@ def _model(t: _Table) -> None:
     t.add("pre_process", True, "the embedding is always there")
     t.add("post_process", True, "the head is always there")
     t.add("persist_layer_norm", True, "torch chooses the kernel")
-    t.add("bias", True, "all linears have biases", status=NOT_YET)
-    t.add("activation", "gelu", "the MLP's activation is GELU", status=NOT_YET)
     t.add("headscale", False, "heads are not scaled", why="has no equivalent here")
-    t.add("transformer_block_type", "pre_ln", "norms come before attention and MLP",
-          why="has no equivalent here")  # fmt: skip
-    t.add("openai_gelu", False, "GELU is the one of model.activation", status=NOT_YET)
     t.add("normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
           why="has no equivalent here")  # fmt: skip
-    t.add("position_embedding_type", "learned_absolute", "positions are learned", status=NOT_YET)
-    rotary = "positions are learned"
-    t.add("rotary_percentage", 1.0, rotary, status=NOT_YET)
-    t.add("seq_len_interpolation_factor", None, rotary, status=NOT_YET)
     t.add("attention_type", "multihead", "attention is multi-head", why="has no equivalent here")
-    t.add("share_embeddings_and_output_weights", True, "input and output share one embedding",
-          status=NOT_YET)  # fmt: skip
-    builtin = "the built-in tokenizer has no files"
-    tokenizer = "Leave it out; an indexed dataset brings its tokenizer.json along"
-    for name, nemo in (
-        ("type", "GPT2BPETokenizer"), ("model", None), ("vocab_file", None),
-        ("merge_file", None), ("delimiter", None), ("sentencepiece_legacy", False),
-    ):  # fmt: skip
-        ours = (None, nemo) if name == "type" else None
-        t.add(f"tokenizer.{name}", nemo, builtin, status=NOT_YET, way_out=tokenizer, ours=ours)
-    t.add("fp32_residual_connection", False, "the residual stream has trainer.precision's dtype",
-          status=NOT_YET)  # fmt: skip
+    other = "the tokenizer's own files say how it cuts text"
+    for name, nemo in (("delimiter", None), ("sentencepiece_legacy", False)):
+        t.add(f"tokenizer.{name}", nemo, other, why="has no equivalent here")
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
     t.add(
@@ -303,11 +265,10 @@ def _model(t: _Table) -> None:
 
 def _model_memory_and_speed(t: _Table) -> None:
     t.prefix = "model"
-    one_node = "no pipeline, no messages between its stages"
-    t.add("overlap_p2p_comm", False, one_node, status=NOT_YET)
-    t.add("batch_p2p_comm", True, one_node, status=NOT_YET)
-    reduce = "gradients are one flat FP32 buffer, summed in one all-reduce"
-    t.add("grad_allreduce_chunk_size_mb", 125, reduce)
+    order = "model.pipeline_schedule orders the messages between stages"
+    t.add("overlap_p2p_comm", False, order)
+    t.add("batch_p2p_comm", True, order)
+    reduce = "gradients are one flat FP32 buffer, divided once after its reduction"
     t.add("grad_div_ar_fusion", True, reduce)
     t.add("gradient_accumulation_fusion", False, "weight gradients go straight into FP32 sums",
           also=(True,))  # fmt: skip
@@ -319,7 +280,7 @@ def _model_memory_and_speed(t: _Table) -> None:
     for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion",
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
-    t.add("apply_rope_fusion", False, "positions are learned", status=NOT_YET)
+    t.add("apply_rope_fusion", False, "torch chooses the kernels", status=NOT_YET)
     whole = "each rank has whole weights, but for tensor parallelism"
     way = "Use model.tensor_model_parallel_size to share weights"
     t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
@@ -331,8 +292,6 @@ def _model_memory_and_speed(t: _Table) -> None:
     t.add("dist_ckpt_load_on_device", True, own)
     memory = "Use a smaller model.micro_batch_size, or model.tensor_model_parallel_size"
     for name in (
-        "activations_checkpoint_granularity", "activations_checkpoint_method",
-        "activations_checkpoint_num_layers",
         "num_micro_batches_with_partial_activation_checkpoints",
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
@@ -355,10 +314,6 @@ def _model_memory_and_speed(t: _Table) -> None:
 
 def _model_fp8(t: _Table) -> None:
     t.prefix = "model"
-    t.add(
-        "tp_only_amax_red", False, "amaxes are reduced over all ranks", status=NOT_YET, extra=True,
-        way_out="Leave it out, or use model.reduce_amax=False for no reduction at all",
-    )  # fmt: skip
     t.add("fp8_dot_product_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("fp8_multi_head_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("use_emha", False, "attention is torch's", why="has no equivalent here")
@@ -370,27 +325,11 @@ def _model_sections(t: _Table) -> None:
     t.add("data_impl", "mmap", indexed, why="has no equivalent here")
     t.add("mmap_bin_files", True, indexed, why="has no equivalent here")
     t.add("skip_warmup", True, "mapped files are not read ahead")
-    t.add("num_workers", 2, "samples are cut out of mapped files, without workers", also=(0,))
-    t.add("dataloader_type", "single", "samples come in one order, each once an epoch",
-          why="has no equivalent here")  # fmt: skip
-    cross = "attention and positions run over the documents in a sample"
-    t.add("reset_position_ids", False, cross, status=NOT_YET)
-    t.add("reset_attention_mask", False, cross, status=NOT_YET)
-    t.add("eod_mask_loss", False, "the end of a document is predicted too", status=NOT_YET)
-    t.add("validation_drop_last", True, "validation in training counts whole global batches",
-          why="has no equivalent here")  # fmt: skip
     t.add("no_seqlen_plus_one_input_tokens", False, "a sample has one token more than its targets",
           why="has no equivalent here")  # fmt: skip
     t.add("pad_samples_to_global_batch_size", False, "training never ends within a batch")
-    t.add("shuffle_documents", True, "documents are shuffled anew each epoch",
-          why="has no equivalent here")  # fmt: skip
     t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
     t.prefix = "model.optim.sched"
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",
           extra=True)  # fmt: skip
     t.add("last_epoch", -1, "a run continues at the step of its checkpoint", extra=True)
-    t.prefix = "model.nsys_profile"
-    profile = "Leave it out; `nsys profile python pretrain_gpt.py ...` sees the whole run"
-    for name, nemo in (("enabled", False), ("start_step", 10), ("end_step", 10), ("ranks", [0]),
-                       ("gen_shape", False)):  # fmt: skip
-        t.add(name, nemo, "nothing is profiled", status=NOT_YET, way_out=profile)

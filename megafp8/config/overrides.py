@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.problems import COMMAND_LINE, SettingError
 from megafp8.config.schema import Config, all_keys, all_sections
+from megafp8.config.secrets import is_secret_name
 
 PRESET_GROUPS = ("model", "precision")
 """Folders of files of settings that every job can choose from: `model=gpt3_125m`."""
@@ -46,6 +47,7 @@ class ParsedOverride:
     settings: tuple[Setting, ...]
     sweep: Override | None  # the parsed form if it holds several values
     preset: tuple[str, str] | None = None  # group and option, if it chooses a file of settings
+    is_hydra: bool = False  # a setting of Hydra's own
 
 
 def parse_overrides(
@@ -81,7 +83,7 @@ def setting_problem(setting: Setting) -> SettingError | None:
             return _section_problem(setting)
         return unknown_key(setting)
     try:
-        OmegaConf.update(_scratch(), setting.key, setting.value)
+        OmegaConf.update(_scratch(), setting.key, setting.value, merge=False)
     except (OmegaConfBaseException, ValueError, OverflowError):
         reason = f"{_show(setting.value)} is not {key.type_text}"
         return SettingError(
@@ -103,6 +105,11 @@ def put_in(tree: DictConfig, setting: Setting) -> SettingError | None:
         way_out = "Mend the value"
         return SettingError(setting.key, setting.value, reason, way_out, origin=setting.origin)
     return None
+
+
+def quoted(text: str) -> str:
+    """A text as the value of an override, whatever is in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def unknown_key(setting: Setting) -> SettingError:
@@ -153,11 +160,8 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     sweeps = override.is_sweep_override()
     if sweeps and not multirun:
         return _sweep_problem(text, key)
-    if key == "hydra.searchpath":
-        way_out = "Use --config-dir DIR for a directory of your own YAML"
-        return SettingError(
-            text, None, "would hide the directories in use", way_out, origin=COMMAND_LINE
-        )
+    if override.is_hydra_override():
+        return _hydra_setting(override, text, multirun)
     if key in PRESET_GROUPS and _names_preset(override):
         return _preset(override, config_dirs)
     is_group = key not in PRESET_GROUPS and any(
@@ -165,7 +169,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     )
     if is_group and not sweeps and isinstance(override.value(), str):
         return ParsedOverride(text, (), None, (key, str(override.value())))
-    if override.is_hydra_override() or is_group:
+    if is_group:
         return ParsedOverride(text, (), override if sweeps else None)
     if override.package is not None:
         return unknown_key(Setting(key, None, COMMAND_LINE))
@@ -180,6 +184,30 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return _section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
     # `+` and `++` add a key, which none of ours needs: they are accepted and do nothing.
     return ParsedOverride(text.lstrip("+"), settings, None)
+
+
+def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverride | SettingError:
+    """Hydra's own settings shape a sweep: its directory, its launcher. They start nothing else."""
+    key = override.key_or_group
+    value = text.partition("=")[2]
+    if key == "hydra.searchpath":
+        reason = "would hide the directories in use"
+        way_out = "Use --config-dir DIR for a directory of your own YAML"
+    elif not multirun:
+        reason = "Hydra's own settings mean something in a sweep (-m) only"
+        way_out = "Leave it out; exp_manager says where a run goes"
+    elif override.is_sweep_override():
+        reason = "one sweep has one setting of Hydra"
+        way_out = "Give one value"
+    elif key.startswith("hydra.callbacks") or "_target_" in text:
+        reason = "settings never name code to run"
+        way_out = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
+    elif is_secret_name(text):
+        reason = "Hydra would write a secret into the sweep's multirun.yaml"
+        way_out = "Set it in the environment, which jobs inherit"
+    else:
+        return ParsedOverride(text, (), None, is_hydra=True)
+    return SettingError(key, value, reason, way_out, origin=COMMAND_LINE)
 
 
 def _names_preset(override: Override) -> bool:

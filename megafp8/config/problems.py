@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megafp8.config.secrets import HIDDEN, hide, is_secret_name
 from megafp8.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -18,13 +19,17 @@ class SettingError(ConfigError):
     def __init__(
         self, key: str, value: object, reason: str, way_out: str, *, origin: str = ""
     ) -> None:
-        super().__init__(key, value, reason, way_out)
+        if value is not None and is_secret_name(key):
+            reason = reason.replace(repr(value), HIDDEN).replace(str(value) or HIDDEN, HIDDEN)
+            value = HIDDEN
+        super().__init__(key or "''", value, reason, way_out)  # an empty argument has no name
         self.origin = origin
+        self.args = (str(self),)
 
     def __str__(self) -> str:
         setting = self.key if self.value is None else f"{self.key}={self.value}"
         place = f" ({self.origin})" if self.origin else ""
-        return f"{setting}{place}: {self.reason}. {self.way_out}"
+        return hide(f"{setting}{place}: {self.reason}. {self.way_out}")
 
 
 class CombinedConfigError(ConfigError):

@@ -7,16 +7,28 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.config.architecture import canonical_activation, gpt_spec
+from megafp8.config.backends import backend, refuse_te_on_cpu
+from megafp8.config.data_prefix import parse_data_prefix, plain_data_prefix
 from megafp8.config.fp8_rules import E4M3_RECIPES
 from megafp8.config.optim_rules import unread_keys
 from megafp8.config.problems import SettingError
-from megafp8.config.schema import Config, ExpManager, Model, Sched, Trainer, all_keys
+from megafp8.config.schema import (
+    Config,
+    ExpManager,
+    Model,
+    NsysProfile,
+    Sched,
+    Trainer,
+    all_keys,
+)
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
     format_number,
     parse_interval_seconds,
+    parse_layout,
     parse_modules,
     parse_splits,
     share_of,
@@ -25,23 +37,22 @@ from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
     Fp8Recipe,
-    GPTSpec,
     HealthSpec,
     LossScaleSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
+    PipelineSpec,
     PrecisionSpec,
+    ProfileSpec,
     RampupSpec,
     RunSpec,
     ScheduleSpec,
     TokenizerSpec,
     TrainSpec,
 )
+from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
-
-VOCAB_SIZE_UNKNOWN = 0
-"""Stands in `RunSpec.model` until the tokenizer is there."""
 
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
@@ -52,18 +63,14 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     assert isinstance(tree, Config)
     trainer, model = tree.trainer, tree.model
     return RunSpec(
-        model=_gpt(model),
+        model=gpt_spec(model),
         precision=_precision(trainer, model),
-        parallel=ParallelSpec(
-            num_nodes=trainer.num_nodes,
-            devices_per_node=trainer.devices,
-            tp=model.tensor_model_parallel_size,
-            accelerator=trainer.accelerator,
-        ),
+        parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
         data=_data(model),
         train=TrainSpec(
-            max_steps=trainer.max_steps,
+            max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
+            max_time_seconds=parse_interval_seconds(trainer.max_time),
             micro_batch_size=model.micro_batch_size,
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
@@ -73,10 +80,16 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
             compile=model.compile,  # type: ignore[arg-type]  # validated
+            overfit_batches=trainer.overfit_batches,
+            num_sanity_val_steps=trainer.num_sanity_val_steps,
+            fast_dev_run=bool(trainer.fast_dev_run),
+            deterministic=trainer.deterministic,
         ),
-        checkpoint=_checkpoint(tree.exp_manager),
-        observe=_observe(tree.exp_manager, model),
+        checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
+        observe=_observe(tree, model),
+        profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
+        restore_from_path=tree.restore_from_path,
         resolved=resolved,
     )
 
@@ -93,15 +106,30 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values["trainer.accelerator"] = _accelerator(
         values["trainer.accelerator"], accelerator_available
     )
+    refuse_te_on_cpu(values)
     splits = parse_splits(values["model.data.splits_string"])
     assert splits is not None
     values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
+    prefix = "model.data.data_prefix"
+    values[prefix] = plain_data_prefix(values[prefix])
+    if values["model.tokenizer.library"] in ("builtin", "megatron"):
+        values["model.tokenizer.type"] = None  # NeMo's files give it always
     interval = "exp_manager.checkpoint_callback_params.train_time_interval"
     values[interval] = parse_interval_seconds(values[interval])
+    values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
+    values["model.activation"] = canonical_activation(values["model.activation"])
     values |= {key: all_keys()[key].default for key in unread_keys(values)}
     if values["trainer.precision"] == 32:
         values["model.megatron_amp_O2"] = True  # either way weights are FP32
+    values["trainer.fast_dev_run"] = int(values["trainer.fast_dev_run"])
+    if values["trainer.memory_snapshot_on_oom"] and values["trainer.accelerator"] == "cpu":
+        raise SettingError(
+            "trainer.memory_snapshot_on_oom",
+            True,
+            "has no effect here: it is CUDA's memory, and the run is on the CPU",
+            "Leave it out",
+        )
     if not values["model.fp8"]:
         values |= {key: all_keys()[key].default for key in FP8_DETAILS}
     elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
@@ -132,20 +160,24 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
     )
 
 
-def _gpt(model: Model) -> GPTSpec:
-    return GPTSpec(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        max_position_embeddings=model.max_position_embeddings,
-        vocab_size=VOCAB_SIZE_UNKNOWN,
-        init_method_std=model.init_method_std,
-        use_scaled_init_method=model.use_scaled_init_method,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        ffn_dropout=model.ffn_dropout,
-        layernorm_epsilon=model.layernorm_epsilon,
+def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
+    stages = model.virtual_pipeline_model_parallel_size or 1
+    pipeline = PipelineSpec(
+        schedule=model.pipeline_schedule or ("1F1B" if stages == 1 else "Interleaved1F1B"),  # type: ignore[arg-type]  # validated
+        stages_per_rank=stages,
+        layout=parse_layout(model.pipeline_model_parallel_layout),
+    )
+    return ParallelSpec(
+        num_nodes=trainer.num_nodes,
+        devices_per_node=trainer.devices,
+        tp=model.tensor_model_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        accelerator=trainer.accelerator,
+        pipeline=pipeline,
+        tp_only_amax_red=model.tp_only_amax_red,
+        grad_bucket_bytes=model.grad_allreduce_chunk_size_mb * MIB,
+        grad_reduce_dtype=model.optim.grad_sync_dtype,  # type: ignore[arg-type]  # validated
+        step_timeout_seconds=trainer.step_timeout,
     )
 
 
@@ -207,6 +239,7 @@ def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,
+        backend=backend(model.fp8_backend),
     )
 
 
@@ -248,43 +281,79 @@ def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
 
 
 def _data(model: Model) -> DataSpec:
+    data, tokenizer = model.data, model.tokenizer
+    prefix = parse_data_prefix(data.data_prefix)
+    assert prefix is not None, "validated"
     return DataSpec(
-        prefix=model.data.data_prefix,
+        prefix=prefix,
         cache_dir=model.data.index_mapping_dir,
         splits=parse_splits(model.data.splits_string) or (),
         seq_length=model.data.seq_length,
         tokenizer=TokenizerSpec(
-            library=model.tokenizer.library, vocab_size=model.tokenizer.vocab_size
+            library=tokenizer.library,
+            vocab_size=tokenizer.vocab_size,
+            type=tokenizer.type,
+            model=tokenizer.model,
+            vocab_file=tokenizer.vocab_file,
+            merge_file=tokenizer.merge_file,
         ),
         seed=model.seed,
+        shuffle_documents=data.shuffle_documents,
+        dataloader_type=data.dataloader_type,  # type: ignore[arg-type]  # validated
+        num_workers=data.num_workers,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        validation_drop_last=data.validation_drop_last,
     )
 
 
-def _checkpoint(manager: ExpManager) -> CheckpointSpec:
+def _profile(profile: NsysProfile, trainer: Trainer) -> ProfileSpec:
+    return ProfileSpec(
+        enabled=profile.enabled,
+        start_step=profile.start_step,
+        end_step=profile.end_step,
+        ranks=tuple(profile.ranks),
+        gen_shape=profile.gen_shape,
+        memory_snapshot_on_oom=trainer.memory_snapshot_on_oom,
+    )
+
+
+def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
     params = manager.checkpoint_callback_params
-    if not manager.create_checkpoint_callback:
+    if trial or not manager.create_checkpoint_callback:
         return CheckpointSpec(
             every_n_train_steps=None,
             train_time_interval_seconds=None,
             save_last=False,
             keep=params.keep,
+            save_top_k=params.save_top_k,
+            monitor=params.monitor,
+            mode=params.mode,  # type: ignore[arg-type]  # validated
         )
     return CheckpointSpec(
         every_n_train_steps=params.every_n_train_steps,
         train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
         save_last=params.save_last,
         keep=params.keep,
+        save_top_k=params.save_top_k,
+        monitor=params.monitor,
+        mode=params.mode,  # type: ignore[arg-type]  # validated
     )
 
 
-def _observe(manager: ExpManager, model: Model) -> ObserveSpec:
+def _observe(tree: Config, model: Model) -> ObserveSpec:
+    """A trial (`fast_dev_run`) never works in a run's own directory."""
+    manager, trainer = tree.exp_manager, tree.trainer
+    trial = bool(trainer.fast_dev_run)
     return ObserveSpec(
         exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
-        name=manager.name,
+        name=None if trial else manager.name,
         explicit_log_dir=manager.explicit_log_dir,
-        resume_if_exists=manager.resume_if_exists,
-        create_tensorboard_logger=manager.create_tensorboard_logger,
-        create_wandb_logger=manager.create_wandb_logger,
+        resume_if_exists=manager.resume_if_exists and not trial,
+        create_tensorboard_logger=manager.create_tensorboard_logger and not trial,
+        create_wandb_logger=manager.create_wandb_logger and not trial,
+        progress_bar=trainer.enable_progress_bar,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
         health=HealthSpec(

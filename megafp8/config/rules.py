@@ -42,10 +42,3 @@ class Rules:
         for keys, check in self._rules:
             if all(key in values for key in keys):
                 yield from check(values)
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
-    below = value // step * step
-    near = [below] if below == value else [m for m in (below, below + step) if m > 0]
-    return " or ".join(str(m) for m in near)

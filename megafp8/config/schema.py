@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megafp8.config.data_prefix import PREFIX_TEXT, parse_data_prefix
 from megafp8.config.keys import (
     Key,
     Valid,
@@ -32,9 +33,11 @@ from megafp8.config.values import (
     SCHEDULES,
     is_rampup,
     parse_interval_seconds,
+    parse_layout,
     parse_modules,
     parse_splits,
 )
+from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 from megafp8.specs.precision import RECIPES
 
 
@@ -71,7 +74,7 @@ class Trainer:
         "Nodes of the run.",
         nemo=1,
         kind="layout",
-        valid=one_of(1, later=range(2, 2**53), suggestion="Run on one node, trainer.num_nodes=1"),
+        valid=at_least(1),
     )
     accelerator: str = key(
         "auto",
@@ -115,6 +118,20 @@ class Trainer:
         kind="optim",
         valid=or_null(at_least(0)),
     )
+    max_time: int | float | str | None = key(
+        None,
+        'Time by which this process has saved and left (exit code 75), as "DD:HH:MM:SS", '
+        '"HH:MM:SS" or seconds; null for none. The same command continues.',
+        kind="policy",
+        valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', _is_interval),
+    )
+    step_timeout: float | None = key(
+        None,
+        "Seconds without a sign of life from a rank after which its stacks are shown and all "
+        "leave; longer than the longest step, validation and save. Null: no watch.",
+        kind="policy",
+        valid=or_null(above(0)),
+    )
     gradient_clip_algorithm: str = key(
         "norm",
         "`norm` shrinks all gradients together until their norm is `gradient_clip_val`; `value` "
@@ -128,6 +145,38 @@ class Trainer:
         "to the last checkpoint.",
         kind="policy",
         valid=one_of("stop", "skip", "rollback"),
+    )
+    fast_dev_run: bool | int = key(
+        False,
+        "A trial of this many steps (True for one), with short validations and neither checkpoints "
+        "nor loggers, in a directory of its own.",
+        kind="length",
+        valid=Valid("True, False or a number of steps", lambda v: v >= 0),
+    )
+    overfit_batches: int = key(
+        0,
+        "Train on the first N global batches over and over; 0 for all data.",
+        kind="data",
+        valid=at_least(0),
+    )
+    num_sanity_val_steps: int = key(
+        0,
+        "Global batches validated before the first step, so that a failure comes early.",
+        kind="logging",
+        valid=at_least(0),
+    )
+    enable_progress_bar: bool = key(
+        True, "Draw a live block on a terminal; without it, plain lines.", kind="logging"
+    )
+    deterministic: bool = key(
+        False,
+        "Refuse operations that have no deterministic algorithm (torch, cuBLAS).",
+        kind="layout",
+    )
+    memory_snapshot_on_oom: bool = key(
+        False,
+        "With CUDA: when memory runs out, write what held it into the run's directory.",
+        kind="logging",
     )
 
 
@@ -159,6 +208,28 @@ class CheckpointCallback:
         "Newest checkpoints kept; older ones go once a newer one is verified.",
         kind="logging",
         valid=at_least(1),
+    )
+    save_top_k: int = key(
+        0,
+        "Best checkpoints kept besides the newest `keep`, by `monitor`; -1 keeps all.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(-1),
+    )
+    monitor: str = key(
+        "val_loss",
+        "What ranks checkpoints: `val_loss`, or `reduced_train_loss`, the last one logged before "
+        "the save.",
+        nemo="val_loss",
+        kind="logging",
+        valid=one_of("val_loss", "reduced_train_loss"),
+    )
+    mode: str = key(
+        "min",
+        "Whether the smallest or the largest `monitor` is best.",
+        nemo="min",
+        kind="logging",
+        valid=one_of("min", "max"),
     )
 
 
@@ -210,18 +281,39 @@ class Tokenizer:
 
     library: str = key(
         "builtin",
-        "`builtin`: a byte-level BPE trained on the corpus itself.",
+        "`builtin`: the one recorded with the data; a byte-level BPE for the built-in corpus. The "
+        "others name one, which must be that of the data: `huggingface` by `type`, "
+        "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
         kind="data",
-        valid=one_of(
-            "builtin",
-            later=("megatron", "huggingface", "sentencepiece", "tiktoken"),
-            suggestion="Use builtin",
-        ),
+        valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
     )
+    type: str | None = key(
+        None,
+        "With `huggingface`: a name on the Hub or a folder. With `megatron`: GPT2BPETokenizer.",
+        nemo="GPT2BPETokenizer",
+        kind="data",
+    )
+    model: str | None = key(
+        None,
+        "With `sentencepiece`: the `.model` file. With `tiktoken`: a file of ranks, or the name of "
+        "one of its encodings.",
+        nemo=None,
+        kind="data",
+        valid=or_null(_PATH),
+    )
+    vocab_file: str | None = key(
+        None, "With `megatron`: GPT-2's `vocab.json`.", nemo=None, kind="data",
+        valid=or_null(_PATH),
+    )  # fmt: skip
+    merge_file: str | None = key(
+        None, "With `megatron`: GPT-2's `merges.txt`.", nemo=None, kind="data",
+        valid=or_null(_PATH),
+    )  # fmt: skip
     vocab_size: int = key(
         4096,
-        "Tokens of the tokenizer, before padding; 256 of them are the bytes, one ends a document.",
+        "Tokens of the built-in corpus's tokenizer, before padding; 256 of them are the bytes, one "
+        "ends a document.",
         kind="data",
         valid=at_least(257),
     )
@@ -231,17 +323,19 @@ class Tokenizer:
 class Data:
     """Where the text comes from and how it becomes samples."""
 
-    data_prefix: str = key(
+    data_prefix: Any = key(
         MISSING,
-        "`builtin` for the corpus that comes along, or an indexed dataset's path without "
-        "`.bin`/`.idx`.",
+        "`builtin` for the corpus that comes along; or an indexed dataset's path without "
+        "`.bin`/`.idx`; or a blend `[0.3, path, 0.7, path]`, whose weights hold in training to "
+        "within one sample at every point; or `{train: [...], validation: [...], test: [...]}`, "
+        "which leaves `splits_string` unused.",
         nemo=MISSING,
         kind="data",
-        valid=Valid("builtin, or a path", bool),
+        valid=Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None),
     )
     index_mapping_dir: str | None = key(
         None,
-        "Where prepared indices are kept; null: the user's cache.",
+        "Where index maps and the built-in dataset are kept; null: the user's cache.",
         nemo=None,
         kind="layout",
         valid=or_null(_PATH),
@@ -264,6 +358,44 @@ class Data:
         nemo="${model.encoder_seq_length}",
         kind="data",
         valid=at_least(1),
+    )
+    num_workers: int = key(
+        2,
+        "Threads that read samples ahead; 0 reads them where they are needed.",
+        nemo=2,
+        kind="layout",
+        valid=between(0, 64),
+    )
+    dataloader_type: str = key(
+        "single",
+        "`single`: each epoch cuts its own samples out of its own order of documents. `cyclic`: "
+        "those of the first epoch come again, in another order each epoch.",
+        nemo="single",
+        kind="data",
+        valid=one_of("single", "cyclic"),
+    )
+    reset_position_ids: bool = key(
+        False, "Positions start anew after the end of a document.", nemo=False, kind="data"
+    )
+    reset_attention_mask: bool = key(
+        False, "No attention from one document of a sample to another.", nemo=False, kind="data"
+    )
+    eod_mask_loss: bool = key(
+        False, "Nothing is predicted from the end of a document.", nemo=False, kind="data"
+    )
+    validation_drop_last: bool = key(
+        True,
+        "Validation during training takes whole samples and whole global batches only; that at a "
+        "run's end takes every token.",
+        nemo=True,
+        kind="logging",
+    )
+    shuffle_documents: bool = key(
+        True,
+        "Shuffle documents before samples are cut from them; the order of samples is shuffled "
+        "either way.",
+        nemo=True,
+        kind="data",
     )
 
 
@@ -366,7 +498,40 @@ class Optim:
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
     eps: float = key(1e-8, "Added to the root of the second moment.", kind="optim", valid=above(0))
+    grad_sync_dtype: str = key(
+        "fp32",
+        "In which gradients are summed over replicas; `bf16` sends half as much.",
+        kind="optim",
+        valid=one_of("fp32", "bf16"),
+    )
     sched: Sched = field(default_factory=Sched)
+
+
+@dataclass
+class NsysProfile:
+    """A profile of some steps: NVTX ranges for Nsight Systems, a Chrome trace without CUDA."""
+
+    enabled: bool = key(
+        False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
+    )
+    start_step: int = key(
+        10, "First step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    end_step: int = key(
+        10, "Last step that is profiled, counted from 0.", nemo=10, kind="logging",
+        valid=at_least(0),
+    )  # fmt: skip
+    ranks: list[int] = key(
+        [0],
+        "Ranks that are profiled.",
+        nemo=[0],
+        kind="logging",
+        valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
+    )
+    gen_shape: bool = key(
+        False, "Record the shapes of operations' inputs.", nemo=False, kind="logging"
+    )
 
 
 @dataclass
@@ -398,6 +563,43 @@ class Model:
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
     )
+    pipeline_model_parallel_size: int = key(
+        1,
+        "Ranks that hold the layers in turn (pipeline stages).",
+        nemo=1,
+        kind="layout",
+        valid=at_least(1),
+    )
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None,
+        "Stages on each pipeline rank; null: one.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(at_least(1)),
+    )
+    pipeline_schedule: str | None = key(
+        None,
+        "Order of the pipeline's work. Null: `1F1B`, with several stages on a rank "
+        "`Interleaved1F1B`. The zero-bubble ones compute weight gradients where a rank would wait.",
+        kind="layout",
+        valid=or_null(one_of(*PIPELINE_SCHEDULES)),
+    )
+    pipeline_model_parallel_layout: str | None = key(
+        None,
+        "Layers of each stage in the model's order, as `3,4,4,1`; null: equal numbers.",
+        kind="layout",
+        valid=Valid(
+            "numbers of layers with commas between, or null",
+            lambda v: v is None or parse_layout(v) is not None,
+        ),
+    )
+    grad_allreduce_chunk_size_mb: int = key(
+        125,
+        "MiB of FP32 gradients that are summed over replicas at once, while backward still runs.",
+        nemo=125,
+        kind="layout",
+        valid=at_least(1),
+    )
     encoder_seq_length: int = key(
         MISSING, "Tokens of a sequence.", nemo=512, kind="model", valid=at_least(1)
     )
@@ -417,6 +619,20 @@ class Model:
     )
     num_attention_heads: int = key(
         MISSING, "Attention heads.", nemo=12, kind="model", valid=at_least(1)
+    )
+    kv_channels: int | None = key(
+        None,
+        "Width of a head; null for `hidden_size / num_attention_heads`.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    num_query_groups: int | None = key(
+        None,
+        "Heads of keys and values, each shared by a group of query heads; null for one each.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
     )
     init_method_std: float = key(
         0.02, "Standard deviation of initial weights.", nemo=0.02, kind="model", valid=above(0)
@@ -440,8 +656,120 @@ class Model:
     ffn_dropout: float = key(
         0.0, "Dropout inside the MLP.", nemo=0.0, kind="model", valid=from_to_below(0, 1)
     )
+    normalization: str = key(
+        "layernorm",
+        "LayerNorm, or RMSNorm, which has no mean and no bias.",
+        nemo="layernorm",
+        kind="model",
+        valid=one_of(
+            "layernorm",
+            "rmsnorm",
+            later=("layernorm1p", "low_precision_layernorm"),
+            suggestion="Use layernorm or rmsnorm",
+        ),
+    )
     layernorm_epsilon: float = key(
-        1e-5, "Added to the variance in LayerNorm.", nemo=1e-5, kind="model", valid=above(0)
+        1e-5,
+        "Added to the variance, or mean square, in norms.",
+        nemo=1e-5,
+        kind="model",
+        valid=above(0),
+    )
+    bias: bool = key(True, "Biases of the linears; norms keep theirs.", nemo=True, kind="model")
+    activation: str = key(
+        "gelu",
+        "Of the MLP. geglu, swiglu and reglu are gated: FC1 makes `2 * ffn_hidden_size` features. "
+        "`fast-` ones are the same (NeMo: one GEMM instead of two; here it is always one).",
+        nemo="gelu",
+        kind="model",
+        valid=one_of(
+            "gelu",
+            "geglu",
+            "swiglu",
+            "reglu",
+            "squared-relu",
+            "fast-geglu",
+            "fast-swiglu",
+            "fast-reglu",
+        ),
+    )
+    openai_gelu: bool = key(
+        False, "GELU by tanh, as GPT-2 has it, instead of erf.", nemo=False, kind="model"
+    )
+    transformer_block_type: str = key(
+        "pre_ln",
+        "Norms before attention and MLP, or (`post_ln`) after each residual addition.",
+        nemo="pre_ln",
+        kind="model",
+        valid=one_of(
+            "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
+        ),
+    )
+    position_embedding_type: str = key(
+        "learned_absolute",
+        "Learned positions, rotary ones (RoPE), linear biases (ALiBi), or none.",
+        nemo="learned_absolute",
+        kind="model",
+        valid=one_of(
+            "learned_absolute",
+            "rope",
+            "alibi",
+            "none",
+            later=("kerple", "xpos", "sandwich", "learned_parameters"),
+            suggestion="Use rope or alibi",
+        ),
+    )
+    rotary_percentage: float = key(
+        1.0,
+        "Part of a head's width that RoPE turns.",
+        nemo=1.0,
+        kind="model",
+        valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
+    )
+    rotary_base: float = key(
+        10000.0, "RoPE's base: larger ones turn more slowly.", kind="model", valid=above(1)
+    )
+    seq_len_interpolation_factor: float | None = key(
+        None,
+        "RoPE's positions are divided by it, to reach longer sequences; null for no division.",
+        nemo=None,
+        kind="model",
+        valid=or_null(at_least(1)),
+    )
+    share_embeddings_and_output_weights: bool = key(
+        True, "Input and output have one embedding.", nemo=True, kind="model"
+    )
+    apply_query_key_layer_scaling: bool = key(
+        False,
+        "Divide queries by the layer's number and multiply scores by it in the softmax: the same "
+        "but for rounding (made for FP16 softmax; here it is FP32).",
+        nemo=False,
+        kind="model",
+    )
+    fp32_residual_connection: bool = key(
+        False, "Keep the residual stream in FP32.", nemo=False, kind="model"
+    )
+    activations_checkpoint_granularity: str | None = key(
+        None,
+        "What backward computes again instead of keeping it: attention's core (`selective`), "
+        "whole layers (`full`), or nothing.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("selective", "full")),
+    )
+    activations_checkpoint_method: str | None = key(
+        None,
+        "`uniform`: all layers, in groups; `block`: only the first layers.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(one_of("uniform", "block")),
+    )
+    activations_checkpoint_num_layers: int | None = key(
+        None,
+        "With uniform, the layers of a group (null: 1); with block, how many are computed again.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(at_least(1)),
     )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded to a multiple.", nemo=128, kind="model", valid=at_least(1)
@@ -522,6 +850,9 @@ class Model:
     )
     reduce_amax: bool = key(
         True, "Largest amax over the ranks that share a tensor.", nemo=True, kind="model"
+    )
+    tp_only_amax_red: bool = key(
+        False, "Not over replicas: those keep scales of their own.", kind="model"
     )
     fp8_recipe: str = key(
         "delayed",
@@ -610,9 +941,15 @@ class Model:
     )
     fp8_backend: str = key(
         "auto",
-        "Who runs FP8: `native` is our own, on any device; `auto` chooses and reports.",
+        "Who runs the layers: `native` is our own, on any device; `te` (Transformer Engine, BF16 "
+        "too), `torchao`; `auto` is `native`.",
         kind="layout",
-        valid=one_of("auto", "native", later=("te", "torchao"), suggestion="Use auto or native"),
+        valid=one_of("auto", "native", "te", "torchao"),
+    )
+    enable_fsdp_float8_all_gather: bool = key(
+        False,
+        "torchao's FP8 all-gather of weights that FSDP shards; there is no FSDP yet.",
+        kind="layout",
     )
     compile: str = key(
         "off",
@@ -622,12 +959,21 @@ class Model:
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
+    nsys_profile: NsysProfile = field(default_factory=NsysProfile)
 
 
 @dataclass
 class Config:
     """The whole tree."""
 
+    restore_from_path: str | None = key(
+        None,
+        "Weights to start from: a run's directory, one of its checkpoints, or what "
+        "`megafp8.cli.import_hf` wrote. A run that has a checkpoint of its own continues it.",
+        nemo=None,
+        kind="model",
+        valid=or_null(_PATH),
+    )
     trainer: Trainer = field(default_factory=Trainer)
     exp_manager: ExpManager = field(default_factory=ExpManager)
     model: Model = field(default_factory=Model)
@@ -642,7 +988,7 @@ def all_keys() -> dict[str, Key]:
 @cache
 def all_sections() -> frozenset[str]:
     """Every inner node by its dotted path: `model`, `model.optim`, …"""
-    parents = (path.rpartition(".")[0] for path in all_keys())
+    parents = (path.rpartition(".")[0] for path in all_keys() if "." in path)
     return frozenset(p[:end] for p in parents for end in _ends(p))
 
 

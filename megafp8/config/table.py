@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.compose import DEFAULT_CONFIG, conf_dir
@@ -12,20 +14,45 @@ from megafp8.config.validate import read_value
 from megafp8.config.values import one_line
 
 
-def resolved_table(loaded: Loaded) -> list[str]:
-    """One line for each setting that is not the default job's: `key = value (origin)`.
+class Changed(NamedTuple):
+    """One setting that is not the default job's."""
 
-    The origin is a preset, a file or the command line; what follows from another key says so.
-    """
+    key: str
+    value: Any
+    origin: str  # a preset, a file or the command line; what follows from another key says so
+    usual: Any
+
+
+def resolved_table(loaded: Loaded) -> list[str]:
+    """One line for each setting that is not the default job's: `key = value (origin)`."""
+    return [
+        f"{c.key} = {one_line(c.value)} ({c.origin}; default job: {one_line(c.usual)})"
+        for c in changed(loaded)
+    ]
+
+
+def record(loaded: Loaded) -> dict[str, object]:
+    """The same for `summary.json`, and the settings that were given and change nothing."""
+    return {
+        "non_default": [
+            {"key": c.key, "value": c.value, "origin": c.origin, "default": c.usual}
+            for c in changed(loaded)
+        ],
+        "inert_keys": [{"key": s.key, "value": s.value, "origin": s.origin} for s in loaded.inert],
+    }
+
+
+def changed(loaded: Loaded) -> list[Changed]:
+    """The settings that are not the default job's, in the schema's order."""
     job = OmegaConf.load(conf_dir() / f"{DEFAULT_CONFIG}.yaml")
     assert isinstance(job, DictConfig)
-    lines = []
+    found = []
     for path in all_keys():
         value, usual = read_value(loaded.cfg, path), read_value(job, path)
         if value != usual:
             origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
-            lines.append(f"{path} = {one_line(value)} ({origin}; default job: {one_line(usual)})")
-    return lines
+            found.append(Changed(path, value, origin, usual))
+    return found
 
 
 def _origin_of_default(cfg: DictConfig, path: str) -> str:

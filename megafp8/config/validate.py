@@ -1,6 +1,6 @@
 """Which settings fit together. Pure: no device, no file, no torch.
 
-Rules of FP8 recipes are in `fp8_rules`.
+Rules of FP8 recipes are in `fp8_rules`, those of layouts in `parallel_rules`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import fp8_rules, optim_rules
+from megafp8.config import (
+    backends,
+    fp8_rules,
+    model_rules,
+    optim_rules,
+    parallel_rules,
+    profile_rules,
+)
+from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
 from megafp8.config.overrides import Setting, setting_problem
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, PRESET, SettingError, raise_if_any
-from megafp8.config.rules import Finding, Origins, Rules, Values, nearest_multiples
+from megafp8.config.rules import Finding, Origins, Rules, Values
 from megafp8.config.schema import all_keys
+from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
+from megafp8.config.validate_data import (
+    TOKENIZER_KEYS,
+    builtin_has_its_tokenizer,
+    tokenizer_is_named,
+)
 
 rule = Rules()
 
@@ -30,6 +44,7 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.tp_only_amax_red",
     "model.fp8_recipe",
     "model.fp8_power_2_scale",
     "model.fp8_params",
@@ -44,17 +59,15 @@ FP8_DETAILS = (
     "model.fp8_health",
     *fp8_rules.HEALTH_LIMITS,
     "model.pad_inner_dim",
-    "model.fp8_backend",
 )
 """What means nothing unless `model.fp8` is on."""
 
 CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.every_n_train_steps",
     "exp_manager.checkpoint_callback_params.train_time_interval",
+    "exp_manager.checkpoint_callback_params.save_top_k",
 )
 """What means nothing unless checkpoints are written."""
-
-_SEARCH_LIMIT = 10_000
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -102,7 +115,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    for rules in (rule, fp8_rules.rule, optim_rules.rule):
+    modules = (model_rules, parallel_rules, fp8_rules, optim_rules, profile_rules, backends)
+    for rules in (rule, *(module.rule for module in modules)):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
@@ -113,29 +127,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.hidden_size", "model.num_attention_heads")
-def _heads_share_hidden(v: Values) -> Iterator[Finding]:
-    hidden, heads = v["model.hidden_size"], v["model.num_attention_heads"]
-    if hidden % heads:
-        yield Finding(
-            "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
-            f"Nearest hidden sizes: {nearest_multiples(hidden, _hidden_step(v))}",
-        )
-
-
-@rule("model.tensor_model_parallel_size", "trainer.devices")
-def _tp_divides_devices(v: Values) -> Iterator[Finding]:
-    devices, tp = v["trainer.devices"], v["model.tensor_model_parallel_size"]
-    if devices % tp:
-        yield Finding(
-            "model.tensor_model_parallel_size",
-            f"trainer.devices={devices} is not a multiple of it",
-            f"Nearest tensor-parallel sizes: {nearest_divisors(devices, tp)}; "
-            f"or trainer.devices: {nearest_multiples(devices, tp)}",
-        )
 
 
 @rule("model.num_attention_heads", "model.tensor_model_parallel_size")
@@ -164,28 +155,6 @@ def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "model.global_batch_size",
-    "model.micro_batch_size",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "model.tensor_model_parallel_size",
-)
-def _batches_fit(v: Values) -> Iterator[Finding]:
-    ranks, tp = v["trainer.devices"] * v["trainer.num_nodes"], v["model.tensor_model_parallel_size"]
-    if ranks % tp:
-        return  # said already
-    batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // tp
-    if batch % (micro * dp):
-        fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
-        yield Finding(
-            "model.global_batch_size",
-            f"is not a multiple of model.micro_batch_size={micro} times {dp} data-parallel ranks",
-            f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
-            + (f"; or model.micro_batch_size: {fits}" if fits else ""),
-        )
-
-
 @rule("model.encoder_seq_length", "model.data.seq_length")
 def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
     length = v["model.encoder_seq_length"]
@@ -206,6 +175,16 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
             f"is less than model.encoder_seq_length={length}",
             f"Give at least {length}, or leave it out",
         )
+
+
+@rule(*TOKENIZER_KEYS)
+def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in tokenizer_is_named(v))
+
+
+@rule("model.tokenizer.library", "model.data.data_prefix")
+def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
+    yield from (Finding(*found) for found in builtin_has_its_tokenizer(v))
 
 
 # --- FP8 ---------------------------------------------------------------------------------------
@@ -234,7 +213,7 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
 
 @rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", _hidden_step(v))
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
@@ -304,6 +283,10 @@ def _contradictions(v: Values, origins: Origins) -> Iterator[Finding]:
             asked = key in v and v[key] != keys[key].default
             if asked and _strength(key, origins) >= _strength(switch, origins):
                 yield Finding(key, f"means nothing with {switch}=False", "Leave one of the two out")
+    for detail, feature in without_effect(v):
+        if _strength(detail, origins) >= _strength(feature.key, origins):
+            off = f"means nothing with {feature.key}={feature.off}"
+            yield Finding(detail, off, f"{feature.way_out}, or leave it out")
     if v.get("exp_manager.explicit_log_dir") is not None:
         log_dir, exp_dir = "exp_manager.explicit_log_dir", "exp_manager.exp_dir"
         if exp_dir in origins and _strength(exp_dir, origins) >= _strength(log_dir, origins):
@@ -323,21 +306,6 @@ def _strength(key: str, origins: Origins) -> int:
 
 
 # --- helpers -----------------------------------------------------------------------------------
-
-
-def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
-    start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
-    near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
-    return " or ".join(str(d) for d in near if d is not None) or "1"
-
-
-def _hidden_step(v: Values) -> int:
-    """What a hidden size must be a multiple of, as far as the other keys are known."""
-    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
-    return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
 def _range_finding(key: Key, value: Any) -> Finding | None:

@@ -18,6 +18,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -40,6 +41,7 @@ DTYPE_CODES: dict[int, np.dtype[np.generic]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+_CODES = {known: code for code, known in DTYPE_CODES.items()}
 REBUILD = "Write the dataset again, or copy both of its files again"
 UINT16_VOCABULARY = 65500  # Megatron's own limit, a little below 2**16
 
@@ -59,6 +61,23 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
+def write_index(
+    path: Path,
+    dtype: np.dtype[np.generic],
+    lengths: NDArray[np.integer],
+    documents: NDArray[np.integer],
+) -> None:
+    """Writes an `.idx` of sequences that lie one after another, and has it on the disk."""
+    lengths, documents = lengths.astype("<i4"), documents.astype("<i8")
+    ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+    offsets = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
+    header = HEADER.pack(MAGIC, VERSION, _CODES[dtype], len(lengths), len(documents))
+    with open(path, "wb") as file:
+        for part in (header, lengths.tobytes(), offsets.tobytes(), documents.tobytes()):
+            file.write(part)
+        _finish(file)
+
+
 class IndexedWriter:
     """Writes one dataset, a document at a time; nothing is under its name until `close`.
 
@@ -68,7 +87,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: DTypeLike) -> None:
         self._prefix = prefix
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._code = {known: code for code, known in DTYPE_CODES.items()}[self._dtype]
+        assert self._dtype in _CODES, f"the format has no {self._dtype}"
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
         self._bin_tmp = _temporary(bin_path(prefix))
@@ -106,16 +125,9 @@ class IndexedWriter:
         self._idx_tmp.unlink(missing_ok=True)
 
     def _write_files(self) -> None:
-        lengths = np.asarray(self._lengths, dtype="<i4")
-        ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
-        offsets = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
-        documents = np.asarray(self._documents, dtype="<i8")
-        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents))
         _finish(self._bin)
-        with open(self._idx_tmp, "wb") as file:
-            for part in (header, lengths.tobytes(), offsets.tobytes(), documents.tobytes()):
-                file.write(part)
-            _finish(file)
+        lengths, documents = np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8")
+        write_index(self._idx_tmp, self._dtype, lengths, documents)
         os.replace(self._bin_tmp, bin_path(self._prefix))
         os.replace(self._idx_tmp, idx_path(self._prefix))
 
@@ -179,8 +191,17 @@ class IndexedDataset:
     def num_tokens(self) -> int:
         return int(self.lengths_N.sum(dtype=np.int64))
 
+    @cached_property
+    def has_one_sequence_per_document(self) -> bool:
+        """Whether document d is sequence d, as every writer for language models has it."""
+        return self.num_documents == self.num_sequences and bool(
+            (np.diff(self.documents_D1) == 1).all()
+        )
+
     def tokens_per_document(self) -> NDArray[np.int64]:
         """Number of tokens of each document, [num_documents]."""
+        if self.has_one_sequence_per_document:
+            return self.lengths_N.astype(np.int64)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths_N, dtype=np.int64)])
         counts: NDArray[np.int64] = np.diff(ends[self.documents_D1])
         return counts

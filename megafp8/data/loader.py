@@ -1,10 +1,10 @@
-"""Microbatches for one data-parallel rank, read ahead in a thread."""
+"""Microbatches for one data-parallel rank, read ahead in threads."""
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -12,7 +12,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.samples import IGNORE, FiniteSource, SampleSource
+from megafp8.data.document_rules import IGNORE, DocumentRules
+from megafp8.data.samples import FiniteSource, SampleSource
 
 STEPS_AHEAD = 2
 PAD_ID = 0  # any token will do: no counted position attends to padding
@@ -23,22 +24,37 @@ PAD_ID = 0  # any token will do: no counted position attends to padding
 class Microbatch:
     """What one forward pass reads: writable, contiguous int64 arrays of [B, S].
 
-    `targets_BS` is IGNORE (-100) where nothing is to be predicted.
+    `targets_BS` is IGNORE (-100) where nothing is to be predicted. Where documents are to be told
+    apart, `position_ids_BS` counts from each one's first token, and a token of `document_ids_BS`
+    (int32) attends to those with the same number only.
     """
 
     tokens_BS: NDArray[np.int64]  # noqa: N815 (shape suffix)
     targets_BS: NDArray[np.int64]  # noqa: N815 (shape suffix)
+    position_ids_BS: NDArray[np.int64] | None = None  # noqa: N815 (shape suffix)
+    document_ids_BS: NDArray[np.int32] | None = None  # noqa: N815 (shape suffix)
 
     @property
     def num_targets(self) -> int:
         return int(np.count_nonzero(self.targets_BS != IGNORE))
 
 
-def microbatch(windows: Sequence[NDArray[np.int64]]) -> Microbatch:
+def microbatch(
+    windows: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None
+) -> Microbatch:
     """Inputs and targets of windows of [S + 1] each."""
     windows_BT = np.stack(windows)
-    tokens_BS = np.where(windows_BT[:, :-1] == IGNORE, PAD_ID, windows_BT[:, :-1])
-    return Microbatch(np.ascontiguousarray(tokens_BS), windows_BT[:, 1:].copy())
+    raw_BS = windows_BT[:, :-1]  # with its padding, which is no token and ends no document
+    tokens_BS = np.ascontiguousarray(np.where(raw_BS == IGNORE, PAD_ID, raw_BS))
+    targets_BS = windows_BT[:, 1:].copy()
+    if rules is None:
+        return Microbatch(tokens_BS, targets_BS)
+    return Microbatch(
+        tokens_BS,
+        rules.targets(raw_BS, targets_BS),
+        rules.position_ids(raw_BS),
+        rules.document_ids(raw_BS),
+    )
 
 
 def rank_samples(
@@ -58,7 +74,7 @@ def rank_samples(
 class Loader:
     """Iterates optimizer steps: each item is the list of this rank's microbatches.
 
-    A thread reads up to two steps ahead. An exception in it is raised by the `next` that needed
+    Threads read ahead, each a whole step. An exception in one is raised by the `next` that needed
     the failed step, and by every one after it. Use it in a `with`, or call `close`.
     """
 
@@ -71,55 +87,62 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         consumed_samples: int = 0,
+        rules: DocumentRules | None = None,
+        num_workers: int = 1,
     ) -> None:
         """Starts to read ahead.
 
         Args:
-            source: The endless training stream.
+            source: The endless training stream; several threads may read it at once.
             micro_batch_size: Samples per microbatch and rank.
             num_microbatches: Microbatches per rank and step; a function tells those of the step
                 that begins after so many consumed samples.
             dp_rank: This rank's place on the data-parallel axis.
             dp_size: Ranks on that axis.
             consumed_samples: Samples that all ranks together have trained on already.
+            rules: What the ends of documents do; None: nothing.
+            num_workers: Threads; 0: `next` itself reads.
         """
         assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-        self._source = source
+        self._source, self._rules = source, rules
         self._num_microbatches = num_microbatches
         self._layout = (micro_batch_size, dp_rank, dp_size)
         self._round_size = micro_batch_size * dp_size
         self.consumed_samples = consumed_samples  # by the steps handed out so far
-        self._ready: queue.Queue[list[Microbatch] | BaseException] = queue.Queue(STEPS_AHEAD)
-        self._closing = threading.Event()
+        self._asked_for = consumed_samples  # by the steps that threads have been given
+        self._ready: deque[Future[list[Microbatch]]] = deque()
+        self._closed = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(consumed_samples,), name="data-loader", daemon=True
+        self._threads = (
+            ThreadPoolExecutor(num_workers, thread_name_prefix="data-loader")
+            if num_workers
+            else None
         )
-        self._thread.start()
+        for _ in range(STEPS_AHEAD + num_workers if num_workers else 0):
+            self._read_ahead()
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
         return self
 
     def __next__(self) -> list[Microbatch]:
-        if self._closing.is_set():
+        if self._closed:
             raise RuntimeError("the loader is closed")
         if self._failure is None:
-            step = self._ready.get()
-            if not isinstance(step, BaseException):
+            try:
+                step = self._next_step()
+            # Whatever it is, every `next` from now on has to raise it.
+            except BaseException as error:
+                self._failure = error
+            else:
                 self.consumed_samples += len(step) * self._round_size
                 return step
-            self._failure = step
         raise self._failure
 
     def close(self) -> None:
-        """Ends the thread; safe to call twice."""
-        self._closing.set()
-        while self._thread.is_alive():
-            try:  # a full queue would keep the thread waiting
-                self._ready.get_nowait()
-            except queue.Empty:
-                pass
-            self._thread.join(timeout=0.01)
+        """Ends the threads; safe to call twice."""
+        self._closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self
@@ -132,24 +155,27 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _read_ahead(self, consumed_samples: int) -> None:
-        while not self._closing.is_set():
-            item: list[Microbatch] | BaseException
-            try:
-                item = self._step(consumed_samples)
-            # Whatever it is, `next` has to raise it: nothing else would ever wake it.
-            except BaseException as error:
-                item = error
-            self._ready.put(item)
-            if isinstance(item, BaseException):
-                return
-            consumed_samples += len(item) * self._round_size
+    def _next_step(self) -> list[Microbatch]:
+        if self._threads is None:
+            return self._step(self.consumed_samples)
+        step = self._ready.popleft().result()
+        self._read_ahead()
+        return step
+
+    def _read_ahead(self) -> None:
+        assert self._threads is not None
+        self._ready.append(self._threads.submit(self._step, self._asked_for))
+        self._asked_for += self._count(self._asked_for) * self._round_size
+
+    def _count(self, consumed_samples: int) -> int:
+        """Microbatches of the step that begins there."""
+        count = self._num_microbatches
+        return count if isinstance(count, int) else count(consumed_samples)
 
     def _step(self, consumed_samples: int) -> list[Microbatch]:
-        count = self._num_microbatches
-        count = count if isinstance(count, int) else count(consumed_samples)
+        count = self._count(consumed_samples)
         return [
-            microbatch([self._source[int(number)] for number in numbers])
+            microbatch([self._source[int(number)] for number in numbers], self._rules)
             for numbers in rank_samples(consumed_samples, count, *self._layout)
         ]
 
@@ -160,6 +186,9 @@ def validation_batches(
     dp_rank: int,
     dp_size: int,
     limit: int | None = None,
+    *,
+    multiple_of: int = 1,
+    rules: DocumentRules | None = None,
 ) -> Iterator[Microbatch]:
     """This rank's share of the validation samples, each in one microbatch of one rank.
 
@@ -173,12 +202,18 @@ def validation_batches(
         dp_size: Ranks on that axis.
         limit: At most so many samples over all ranks, spread evenly over the source; the choice is
             the same for every layout. None: all of them.
+        multiple_of: Samples over all ranks are a multiple of it; but where there are fewer than
+            one multiple, all are taken.
+        rules: What the ends of documents do; None: nothing.
     """
     total = source.num_samples
     count = total if limit is None else min(limit, total)
+    if count >= multiple_of:
+        count -= count % multiple_of
     chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
     nothing = np.full(source.seq_length + 1, IGNORE, np.int64)
     per_round = micro_batch_size * dp_size
     for first in range(0, count, per_round):
         (numbers,) = rank_samples(first, 1, micro_batch_size, dp_rank, dp_size)
-        yield microbatch([source[int(chosen[n])] if n < count else nothing for n in numbers])
+        windows = [source[int(chosen[n])] if n < count else nothing for n in numbers]
+        yield microbatch(windows, rules)

@@ -1,48 +1,54 @@
-"""From a `DataSpec` to training and validation samples, built once and cached."""
+"""From a `DataSpec` to training and validation samples; what takes long is cached."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.build import PREFIX, SIDECAR, build_dataset
+from megafp8.data.blend import BlendedSamples, JoinedSamples
+from megafp8.data.builtin import cache_folder, open_builtin
 from megafp8.data.corpus import BUILTIN, Corpus
-from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
+from megafp8.data.document_rules import DocumentRules
+from megafp8.data.index_cache import IndexCache
+from megafp8.data.indexed import idx_path
+from megafp8.data.named_tokenizers import configured_tokenizer
+from megafp8.data.opened import OpenedDataset, open_prefix
 from megafp8.data.samples import (
-    Splits,
+    FiniteSource,
+    SampleOrder,
+    SampleSource,
     TokenStream,
     TrainSamples,
     ValidationSamples,
     check_vocabulary,
     split_documents,
 )
-from megafp8.data.sidecar import (
-    FORMAT_VERSION,
-    Sidecar,
-    end_of_document_beside,
-    find_beside,
-    load_sidecar,
-    sampled_fingerprint,
-    verify_files,
-)
-from megafp8.data.tokenize import Tokenizer, load_tokenizer
+from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 from megafp8.specs import DataSpec
-from megafp8.specs.data import BUILTIN_CORPUS
+from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
 
-ATTEMPTS = 3  # when other processes replace the same folder meanwhile
 COUNT_TOKENS = 1 << 20  # counted at once
-STALE_SECONDS = 3600.0  # a build takes seconds: an older temporary folder is a killed one's
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """Documents of one dataset that a split takes, in the order in which they were drawn."""
+
+    opened: OpenedDataset
+    documents: NDArray[np.int64]
+    weight: str
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.opened.dataset.tokens_per_document()[self.documents].sum())
 
 
 @dataclass(frozen=True)
@@ -52,255 +58,251 @@ class PreparedData:
     Attributes:
         train: The endless training stream.
         validation: Every validation token once.
+        periodic_validation: What validation during training draws from: as `validation`, but with
+            `validation_drop_last` without tokens that do not fill a sample.
         tokenizer: Text to tokens and back.
         vocab_size: Of the tokenizer, before padding.
-        fingerprint: Of the dataset's content; a checkpoint records it, so that a changed dataset
+        fingerprint: Of the datasets' content; a checkpoint records it, so that a changed dataset
             is refused. It depends on no path and no time.
+        rules: What the ends of documents do to positions, attention and loss; None: nothing.
+        train_parts: Datasets of the training stream.
+        validation_parts: Datasets of the validation.
         num_train_tokens: In the training documents, with their ends.
         num_validation_tokens: Likewise; each of them is predicted once.
     """
 
-    train: TrainSamples
-    validation: ValidationSamples
+    train: SampleSource
+    validation: FiniteSource
+    periodic_validation: FiniteSource
     tokenizer: Tokenizer
     vocab_size: int
     fingerprint: str
+    rules: DocumentRules | None
+    train_parts: tuple[DataPart, ...]
+    validation_parts: tuple[DataPart, ...]
     num_train_tokens: int
     num_validation_tokens: int
-    dataset: IndexedDataset
-    splits: Splits
 
     def validation_tokens(self) -> NDArray[np.int64]:
         """What a pass over `validation` predicts, in order, ends of documents too."""
-        return self.validation.tokens()
+        streams = (self._stream(part) for part in self.validation_parts)
+        return np.concatenate([stream.read(1, stream.num_tokens) for stream in streams])
 
     def validation_text(self) -> bytes:
         """The validation documents' original bytes, one after another, without their ends."""
-        return b"".join(self.document_text(int(document)) for document in self.splits.validation)
+        return b"".join(
+            self.document_text(part.opened, int(document))
+            for part in self.validation_parts
+            for document in part.documents
+        )
 
-    def document_text(self, document: int) -> bytes:
+    def document_text(self, opened: OpenedDataset, document: int) -> bytes:
         """Bytes of one document; exactly those it was tokenized from, for a byte-level BPE."""
-        tokens = self.dataset.document(document)
-        check_vocabulary(tokens, self.vocab_size, self.dataset)
+        tokens = opened.dataset.document(document)
+        check_vocabulary(tokens, self.vocab_size, opened.dataset)
         return self.tokenizer.decode(tokens[tokens != self.tokenizer.eod_id]).encode("utf-8")
 
     def train_token_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training documents, [vocab_size]. Reads them all."""
         counts = np.zeros(self.vocab_size, np.int64)
-        stream = TokenStream(
-            self.dataset, self.splits.train, self.tokenizer.eod_id, self.vocab_size
-        )
-        for start in range(1, stream.num_tokens, COUNT_TOKENS):
-            tokens = stream.read(start, min(start + COUNT_TOKENS, stream.num_tokens))
-            counts += np.bincount(tokens, minlength=self.vocab_size)
+        for stream in (self._stream(part) for part in self.train_parts):
+            for start in range(1, stream.num_tokens, COUNT_TOKENS):
+                tokens = stream.read(start, min(start + COUNT_TOKENS, stream.num_tokens))
+                counts += np.bincount(tokens, minlength=self.vocab_size)
         return counts
+
+    def _stream(self, part: DataPart) -> TokenStream:
+        return TokenStream(
+            part.opened.dataset, part.documents, self.tokenizer.eod_id, self.vocab_size
+        )
 
 
 def prepare(
-    spec: DataSpec, notify: Callable[[str], None], corpus: Corpus = BUILTIN
+    spec: DataSpec,
+    notify: Notify,
+    corpus: Corpus = BUILTIN,
+    index_cache: IndexCache | None = None,
 ) -> PreparedData:
-    """Opens the dataset that `spec` names, building the built-in one first if need be.
+    """Opens the datasets that `spec` names, building the built-in one first if need be.
 
-    Any number of processes may call it at once: each builds in a folder of its own, one of them
-    is renamed into place, and the others throw theirs away and use that one.
+    Any number of processes may call it at once, on any number of hosts.
 
     Args:
         spec: What to open, how to split and cut it.
         notify: Told, in a line, what takes time or was mended.
         corpus: What `builtin` means.
+        index_cache: Where index maps are kept; None: in the cache folder, if they are large.
 
     Raises:
         DataError: Files are missing or damaged, or too small for the splits or one sample.
+        ConfigError: A tokenizer lacks a setting.
     """
-    if spec.prefix != BUILTIN_CORPUS:
-        return _open_prefix(spec, Path(spec.prefix).expanduser(), notify)
-    key = _cache_key(corpus, spec.tokenizer.vocab_size)
-    folder = cache_folder(spec.cache_dir) / f"{corpus.name}-{key[:16]}"
-    for _ in range(ATTEMPTS):
-        if not folder.exists():
-            _build_into(folder, corpus, spec.tokenizer.vocab_size, notify)
-        inode = _inode(folder)
-        try:
-            sidecar = load_sidecar(folder / SIDECAR)
-            verify_files(folder, sidecar, whole=True)
-            prefix = folder / PREFIX
-            tokenizer = load_tokenizer(folder / sidecar.files[2].name, sidecar.end_of_document)
-            dataset = IndexedDataset(prefix)
-        except DataError as error:
-            notify(f"data: the cached dataset is damaged and is built again: {error}")
-            _move_away(folder, inode)
-            continue
-        return _assemble(spec, dataset, tokenizer, sidecar.fingerprint)
-    raise DataError(
-        folder,
-        "cache",
-        f"was damaged again after each of {ATTEMPTS} builds",
-        "Delete it, or set model.data.index_mapping_dir to a folder on a sound disk",
-    )
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Where prepared datasets are kept (XDG Base Directory Specification)."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the specification says to ignore any other
-        return Path(base, "megafp8")
-    try:
-        return Path.home() / ".cache" / "megafp8"
-    except RuntimeError as error:
-        raise DataError(
-            "~",
-            "cache folder",
-            "this user has no home folder",
-            "Set model.data.index_mapping_dir to a folder that you may write",
-        ) from error
-
-
-def _cache_key(corpus: Corpus, vocab_size: int) -> str:
-    """Names the folder: whatever may change its content changes the name."""
-    parts = f"{corpus.key()}\n{vocab_size}\n{FORMAT_VERSION}"
-    return hashlib.sha256(parts.encode()).hexdigest()
-
-
-def _open_prefix(spec: DataSpec, prefix: Path, notify: Callable[[str], None]) -> PreparedData:
-    """A dataset that someone prepared; the tokenizer has to be beside it."""
-    dataset = IndexedDataset(prefix)
-    words = find_beside(prefix, "tokenizer.json")
-    if words is None:
-        raise DataError(
-            prefix.with_name(f"{prefix.name}.tokenizer.json"),
-            "tokenizer",
-            f"is missing, and so is {prefix.with_name('tokenizer.json')}",
-            "Put the tokenizer.json that the dataset was tokenized with beside it",
-        )
-    tokenizer = load_tokenizer(words, end_of_document_beside(prefix))
-    sidecar = _sidecar_of(prefix, words, notify)
-    if sidecar is None:
-        fingerprint = sampled_fingerprint(prefix, words)
+    cache = index_cache or IndexCache(_index_folder(spec), notify)
+    opener = _Opener(spec, notify, corpus, cache)
+    if isinstance(spec.prefix, SeparateSplits):
+        notify("data: model.data.splits_string is not used: data_prefix names each split's data")
+        train = [opener.whole(weighted, "train") for weighted in spec.prefix.train]
+        validation = [opener.whole(weighted, "validation") for weighted in spec.prefix.validation]
+        for weighted in spec.prefix.test:  # nothing reads it yet, but what is there must be good
+            opener.whole(weighted, "test")
     else:
-        verify_files(prefix.parent, sidecar, whole=False)
-        fingerprint = sidecar.fingerprint
-    return _assemble(spec, dataset, tokenizer, fingerprint)
+        prefix = spec.prefix
+        blend = (Weighted("1", prefix),) if isinstance(prefix, str) else prefix
+        both = [opener.split(weighted) for weighted in blend]
+        train, validation = [pair[0] for pair in both], [pair[1] for pair in both]
+    return _assemble(spec, opener, train, validation, cache)
 
 
-def _sidecar_of(prefix: Path, words: Path, notify: Callable[[str], None]) -> Sidecar | None:
-    """The sidecar, if there is one and it is about exactly these files."""
-    path = find_beside(prefix, "dataset.json")
-    if path is None:
-        return None
-    try:
-        sidecar = load_sidecar(path)
-    except DataError as error:  # a foreign one may name the end of a document and nothing else
-        notify(f"data: parts of the dataset are hashed instead of all of it: {error}")
-        return None
-    names = [record.name for record in sidecar.files]
-    mine = [bin_path(prefix).name, idx_path(prefix).name, words.name]
-    return sidecar if names == mine else None
+class _Opener:
+    """Opens each dataset once, and holds that all share one vocabulary."""
+
+    def __init__(self, spec: DataSpec, notify: Notify, corpus: Corpus, cache: IndexCache) -> None:
+        self._spec, self._notify, self._corpus, self._cache = spec, notify, corpus, cache
+        self._given = configured_tokenizer(spec.tokenizer)
+        self._opened: dict[str, OpenedDataset] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return next(iter(self._opened.values())).tokenizer
+
+    def open(self, prefix: str) -> OpenedDataset:
+        known = self._opened.get(prefix)
+        if known is not None:
+            return known
+        spec = self._spec
+        if prefix == BUILTIN_CORPUS:
+            vocab_size, cache = spec.tokenizer.vocab_size, cache_folder(spec.cache_dir)
+            opened = open_builtin(self._corpus, vocab_size, cache, self._notify)
+        else:
+            opened = open_prefix(Path(prefix).expanduser(), self._notify, self._given)
+        if self._opened and opened.tokenizer.digest != self.tokenizer.digest:
+            raise DataError(
+                opened.dataset.prefix,
+                "vocabulary",
+                f"its tokenizer ({opened.tokenizer.vocab_size} tokens) is not that of "
+                f"{next(iter(self._opened))} ({self.tokenizer.vocab_size} tokens)",
+                "Prepare all datasets of a blend with the same tokenizer",
+            )
+        self._opened[prefix] = opened
+        return opened
+
+    def split(self, weighted: Weighted) -> tuple[DataPart, DataPart]:
+        """Training and validation parts of one dataset."""
+        opened, spec = self.open(weighted.prefix), self._spec
+
+        def build() -> dict[str, NDArray[np.integer]]:
+            tokens = opened.dataset.tokens_per_document()
+            source = idx_path(opened.dataset.prefix)
+            splits = split_documents(tokens, spec.splits, spec.seed, source)
+            return {"train": splits.train, "validation": splits.validation}
+
+        key = {"data": opened.fingerprint, "splits": spec.splits, "seed": spec.seed}
+        splits = self._cache.get("splits", key, opened.dataset.num_documents, build)
+        train = splits["train"].astype(np.int64, copy=False)
+        validation = splits["validation"].astype(np.int64, copy=False)
+        if not spec.shuffle_documents:
+            train, validation = np.sort(train), np.sort(validation)
+        return (
+            DataPart(opened, train, weighted.weight),
+            DataPart(opened, validation, weighted.weight),
+        )
+
+    def whole(self, weighted: Weighted, split: str) -> DataPart:
+        """All documents of one dataset, for one split."""
+        opened = self.open(weighted.prefix)
+        if opened.dataset.num_tokens == 0:
+            raise DataError(
+                idx_path(opened.dataset.prefix),
+                "documents",
+                f"there is no token for the {split} split",
+                "Prepare the dataset again from a corpus that has text",
+            )
+        documents = np.arange(opened.dataset.num_documents, dtype=np.int64)
+        return DataPart(opened, documents, weighted.weight)
 
 
 def _assemble(
-    spec: DataSpec, dataset: IndexedDataset, tokenizer: Tokenizer, fingerprint: str
+    spec: DataSpec,
+    opener: _Opener,
+    train_parts: Sequence[DataPart],
+    validation_parts: Sequence[DataPart],
+    cache: IndexCache,
 ) -> PreparedData:
-    splits = split_documents(
-        dataset.tokens_per_document(), spec.splits, spec.seed, idx_path(dataset.prefix)
-    )
-    eod_id, vocab_size, seq_length = tokenizer.eod_id, tokenizer.vocab_size, spec.seq_length
-    train = TrainSamples(
-        dataset,
-        splits.train,
-        seq_length=seq_length,
+    tokenizer, seq_length = opener.tokenizer, spec.seq_length
+    eod_id, vocab_size = tokenizer.eod_id, tokenizer.vocab_size
+    order = SampleOrder(
         seed=spec.seed,
-        eod_id=eod_id,
-        vocab_size=vocab_size,
+        shuffle_documents=spec.shuffle_documents,
+        recut=spec.dataloader_type == "single",
     )
-    validation = ValidationSamples(
-        dataset, splits.validation, seq_length=seq_length, eod_id=eod_id, vocab_size=vocab_size
-    )
+    separate = isinstance(spec.prefix, SeparateSplits)
+    trains = [
+        TrainSamples(
+            part.opened.dataset,
+            part.documents,
+            seq_length=seq_length,
+            order=order,
+            eod_id=eod_id,
+            vocab_size=vocab_size,
+            cache=cache,
+            fingerprint=f"{part.opened.fingerprint} {'all' if separate else spec.splits}",
+        )
+        for part in train_parts
+    ]
+
+    def validation(drop_last: bool) -> FiniteSource:
+        sources = [
+            ValidationSamples(
+                part.opened.dataset,
+                part.documents,
+                seq_length=seq_length,
+                eod_id=eod_id,
+                vocab_size=vocab_size,
+                drop_last=drop_last,
+            )
+            for part in validation_parts
+        ]
+        return sources[0] if len(sources) == 1 else JoinedSamples(sources)
+
+    whole = validation(drop_last=False)
+    periodic = validation(drop_last=True) if spec.validation_drop_last else whole
+    weights = [part.weight for part in train_parts]
     return PreparedData(
-        train=train,
-        validation=validation,
+        train=trains[0] if len(trains) == 1 else BlendedSamples(trains, weights),
+        validation=whole,
+        periodic_validation=periodic if periodic.num_samples else whole,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        fingerprint=fingerprint,
-        num_train_tokens=train.num_tokens,
-        num_validation_tokens=validation.num_tokens,
-        dataset=dataset,
-        splits=splits,
+        fingerprint=_fingerprint([*train_parts, *validation_parts]),
+        rules=_rules(spec, eod_id),
+        train_parts=tuple(train_parts),
+        validation_parts=tuple(validation_parts),
+        num_train_tokens=sum(part.num_tokens for part in train_parts),
+        num_validation_tokens=sum(part.num_tokens for part in validation_parts),
     )
 
 
-def _build_into(
-    folder: Path, corpus: Corpus, vocab_size: int, notify: Callable[[str], None]
-) -> None:
-    """Builds beside `folder` and renames: it is whole or not there."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
-        build = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
-    except OSError as error:
-        raise _unwritable(folder.parent, error) from error
-    try:
-        notify(f"data: training the tokenizer and tokenizing the {corpus.name} corpus (once)")
-        started = time.monotonic()
-        sidecar = build_dataset(corpus, vocab_size, build)
-        build.chmod(0o755)  # mkdtemp's is private, and a cache may be shared
-        try:
-            os.rename(build, folder)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return  # another process was faster; its folder has the same content
-        notify(
-            f"data: {sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
-            f"{sidecar.num_tokens} tokens of a vocabulary of {sidecar.vocab_size}, "
-            f"built in {time.monotonic() - started:.1f} s: {folder}"
-        )
-    except OSError as error:
-        raise _unwritable(folder.parent, error) from error
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
-
-
-def _inode(folder: Path) -> int | None:
-    """Which folder goes by this name now; None: there is none."""
-    try:
-        return folder.stat().st_ino
-    except OSError:
+def _rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
+    if not (spec.reset_position_ids or spec.reset_attention_mask or spec.eod_mask_loss):
         return None
-
-
-def _move_away(folder: Path, inode: int | None) -> None:
-    """Takes a damaged folder out of the way in one step, then deletes it.
-
-    It stays if it is not the one that was looked at: another process has mended it meanwhile.
-    """
-    if _inode(folder) != inode:
-        return
-    away = folder.with_name(f"{folder.name}.tmp-damaged-{os.getpid()}-{time.time_ns()}")
-    try:
-        os.rename(folder, away)
-    except FileNotFoundError:  # another process did
-        return
-    except OSError as error:
-        raise _unwritable(folder.parent, error) from error
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Deletes what killed builds of the same dataset left."""
-    for path in folder.parent.glob(f"{folder.name}.tmp-*"):
-        try:
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # gone meanwhile
-            continue
-
-
-def _unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(
-        folder,
-        "cache folder",
-        f"cannot be written ({error.strerror or error})",
-        "Set model.data.index_mapping_dir to a folder that you may write",
+    return DocumentRules(
+        eod_id=eod_id,
+        reset_position_ids=spec.reset_position_ids,
+        reset_attention_mask=spec.reset_attention_mask,
+        eod_mask_loss=spec.eod_mask_loss,
     )
+
+
+def _fingerprint(parts: Sequence[DataPart]) -> str:
+    """That of the one dataset, or a hash of all of them in order."""
+    found = [part.opened.fingerprint for part in parts]
+    if len(set(found)) == 1:
+        return found[0]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def _index_folder(spec: DataSpec) -> Path | None:
+    try:
+        return cache_folder(spec.cache_dir)
+    except DataError:  # no home folder: nothing can be kept, and nothing must be
+        return None

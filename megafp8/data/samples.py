@@ -8,18 +8,27 @@ one's last token is the next one's first, and every token but the leading one is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.data.document_rules import IGNORE
+from megafp8.data.index_cache import IndexCache
+from megafp8.data.index_maps import (
+    EpochMap,
+    cached_epoch_map,
+    epoch_map,
+    sequences_of,
+    shuffled,
+)
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.errors import DataError
 
-IGNORE = -100  # a target that is not counted; the default of torch's cross entropy
 # Purposes keep the orders drawn from one seed apart from each other.
 _SPLIT, _DOCUMENTS, _WINDOWS = 1, 2, 3
-_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+_EPOCHS_KEPT = 2  # for batches across a border
 
 
 class SampleSource(Protocol):
@@ -30,6 +39,21 @@ class SampleSource(Protocol):
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
         """Sample `index` >= 0 of the endless stream, [seq_length + 1]."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The first `num_samples` samples of a stream, again and again."""
+
+    source: SampleSource
+    num_samples: int
+
+    @property
+    def num_samples_per_epoch(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        return self.source[index % self.num_samples]
 
 
 class FiniteSource(Protocol):
@@ -52,19 +76,6 @@ class Splits:
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
     test: NDArray[np.int64]
-
-
-def shuffled(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of `range(count)` that depends on `key` alone.
-
-    Sorts by SplitMix64 of a counter. NumPy may change what its own generators return from one
-    version to the next, and a run must continue with the same order.
-    """
-    state = np.zeros(1, np.uint64)
-    for part in key:
-        state = _splitmix64(state ^ np.uint64(part & 0xFFFF_FFFF_FFFF_FFFF))
-    order = _splitmix64(state + np.arange(count, dtype=np.uint64) * _GOLDEN)
-    return np.argsort(order, kind="stable").astype(np.int64)
 
 
 def split_documents(
@@ -130,11 +141,7 @@ class TokenStream:
         eod_id: int,
         vocab_size: int,
     ) -> None:
-        first = dataset.documents_D1[documents]
-        counts = dataset.documents_D1[documents + 1] - first
-        # The sequences of all documents, one range after another, without a Python loop.
-        before = np.cumsum(counts) - counts
-        self._sequences = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+        self._sequences = sequences_of(dataset, documents)
         self._ends = 1 + np.cumsum(dataset.lengths_N[self._sequences], dtype=np.int64)
         self._dataset, self._eod_id, self._vocab_size = dataset, eod_id, vocab_size
         self.num_tokens = int(self._ends[-1]) if len(self._ends) else 1  # with the leading one
@@ -164,12 +171,27 @@ class TokenStream:
         return tokens
 
 
-class TrainSamples:
-    """The endless training stream: epochs of shuffled documents, cut and shuffled again.
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """How an epoch's samples are ordered.
 
-    Each epoch has its own order of documents and, over the windows cut from those, its own order
-    of samples. Tokens after the last whole window, fewer than `seq_length`, are left out; which
-    ones those are changes from epoch to epoch.
+    Attributes:
+        seed: Of every order.
+        shuffle_documents: Shuffle documents before windows are cut from them; windows always are.
+        recut: Each epoch has its own order of documents and so its own windows (`single`); else
+            those of the first epoch come again in another order (`cyclic`).
+    """
+
+    seed: int
+    shuffle_documents: bool = True
+    recut: bool = True
+
+
+class TrainSamples:
+    """The endless training stream: epochs of documents, cut into windows, which are shuffled.
+
+    Tokens after the last whole window, fewer than `seq_length`, are left out; which ones those are
+    changes with the order of documents.
     """
 
     def __init__(
@@ -178,17 +200,33 @@ class TrainSamples:
         documents: NDArray[np.int64],
         *,
         seq_length: int,
-        seed: int,
+        order: SampleOrder,
         eod_id: int,
         vocab_size: int,
+        cache: IndexCache | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """Raises DataError when the documents do not fill one window."""
-        self._dataset, self._documents = dataset, documents
-        self.seq_length, self._seed = seq_length, seed
+        """Raises DataError when the documents do not fill one window.
+
+        Args:
+            dataset: Whose tokens they are.
+            documents: Those to train on.
+            seq_length: Tokens that a sample predicts.
+            order: Of documents and windows.
+            eod_id: The token that ends a document.
+            vocab_size: Tokens are below it.
+            cache: Keeps index maps; None: they are computed in each process.
+            fingerprint: Of the dataset's content and of what `documents` are: names its maps.
+        """
+        self._dataset, self._order = dataset, order
+        self._documents = documents if order.shuffle_documents else np.sort(documents)
+        self.seq_length = seq_length
         self._eod_id, self._vocab_size = eod_id, vocab_size
+        self._cache, self._fingerprint = cache or IndexCache(None, print), fingerprint
         self.num_tokens = int(dataset.tokens_per_document()[documents].sum())
         self._num_samples = self.num_tokens // seq_length
-        self._epochs: dict[int, tuple[TokenStream, NDArray[np.int64]]] = {}
+        self._epochs: dict[int, EpochMap] = {}
+        self._lock = Lock()
         if self._num_samples == 0:
             raise DataError(
                 idx_path(dataset.prefix),
@@ -203,30 +241,64 @@ class TrainSamples:
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
         epoch, window = self.locate(index)
-        start = window * self.seq_length
-        return self._epoch(epoch)[0].read(start, start + self.seq_length + 1)
+        known = self.epoch(epoch)
+        tokens = np.empty(self.seq_length + 1, np.int64)
+        at = 0
+        if window == 0:
+            tokens[0] = self._eod_id
+            at = 1
+        place, offset = int(known.first_N[window]), int(known.offset_N[window])
+        while at < len(tokens):
+            sequence = int(known.sequences_Q[place])
+            stop = min(offset + len(tokens) - at, int(self._dataset.lengths_N[sequence]))
+            tokens[at : at + stop - offset] = self._dataset.sequence(sequence, offset, stop)
+            at += stop - offset
+            place, offset = place + 1, 0
+        check_vocabulary(tokens, self._vocab_size, self._dataset)
+        return tokens
 
     def locate(self, index: int) -> tuple[int, int]:
         """Epoch and window of sample `index` of the endless stream."""
         assert index >= 0, f"sample {index}"
         epoch, position = divmod(index, self._num_samples)
-        return epoch, int(self._epoch(epoch)[1][position])
+        return epoch, int(self.epoch(epoch).order_N[position])
 
-    def _epoch(self, epoch: int) -> tuple[TokenStream, NDArray[np.int64]]:
-        """The epoch's stream and order of windows; two are kept, for batches across a border."""
-        known = self._epochs.get(epoch)
-        if known is None:
-            documents = self._documents[
-                shuffled(len(self._documents), self._seed, _DOCUMENTS, epoch)
-            ]
-            known = (
-                TokenStream(self._dataset, documents, self._eod_id, self._vocab_size),
-                shuffled(self._num_samples, self._seed, _WINDOWS, epoch),
+    def epoch(self, number: int) -> EpochMap:
+        """The index map of an epoch; any number of threads may ask."""
+        with self._lock:
+            known = self._epochs.get(number)
+            if known is None:
+                known = self._map_of(number)
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    self._epochs.pop(next(iter(self._epochs)))
+                self._epochs[number] = known
+            return known
+
+    def _map_of(self, epoch: int) -> EpochMap:
+        order, num_windows = self._order, self._num_samples
+        cut = epoch if order.recut else 0
+        key: dict[str, object] = {
+            "data": self._fingerprint,
+            "seq_length": self.seq_length,
+            "seed": order.seed,
+            "epoch": epoch,
+            "cut": cut,
+            "shuffle_documents": order.shuffle_documents,
+        }
+
+        def build() -> dict[str, NDArray[np.integer]]:
+            documents = self._documents
+            if order.shuffle_documents:
+                documents = documents[shuffled(len(documents), order.seed, _DOCUMENTS, cut)]
+            return epoch_map(
+                self._dataset,
+                documents,
+                self.seq_length,
+                num_windows,
+                lambda: shuffled(num_windows, order.seed, _WINDOWS, epoch),
             )
-            while len(self._epochs) > 1:
-                self._epochs.pop(next(iter(self._epochs)))
-            self._epochs[epoch] = known
-        return known
+
+        return cached_epoch_map(self._cache, key, len(self._documents) + 3 * num_windows, build)
 
 
 class ValidationSamples:
@@ -240,10 +312,12 @@ class ValidationSamples:
         seq_length: int,
         eod_id: int,
         vocab_size: int,
+        drop_last: bool = False,
     ) -> None:
+        """`drop_last` leaves out tokens at the end that do not fill a sample."""
         self._stream = TokenStream(dataset, documents, eod_id, vocab_size)
-        self._seq_length = seq_length
-        self.num_tokens = self._stream.num_tokens - 1  # predicted ones
+        self._seq_length, self._drop_last = seq_length, drop_last
+        self.num_tokens = self._stream.num_tokens - 1  # of the documents
 
     @property
     def seq_length(self) -> int:
@@ -251,6 +325,8 @@ class ValidationSamples:
 
     @property
     def num_samples(self) -> int:
+        if self._drop_last:
+            return self.num_tokens // self._seq_length
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
@@ -265,11 +341,3 @@ class ValidationSamples:
     def tokens(self) -> NDArray[np.int64]:
         """All predicted tokens in order: those of the documents, with their ends."""
         return self._stream.read(1, self._stream.num_tokens)
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection on 64 bits."""
-    x = x + _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return x ^ (x >> np.uint64(31))

@@ -119,10 +119,10 @@ def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
             raise DataError(path, "content", reason, _AGAIN)
 
 
-def sampled_fingerprint(prefix: Path, tokenizer: Path) -> str:
-    """Fingerprint of a dataset without recorded hashes, in bounded time.
+def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
+    """Fingerprint of a dataset without recorded hashes, in bounded time; `tokenizer` is a hash too.
 
-    Hashes the whole `.idx` and tokenizer, and of `.bin` its size and evenly spaced blocks: hashing
+    Hashes the whole `.idx`, and of `.bin` its size and evenly spaced blocks: hashing
     terabytes would hold up every start. A change inside one skipped block alone goes unnoticed.
     """
     tokens = bin_path(prefix)
@@ -133,8 +133,8 @@ def sampled_fingerprint(prefix: Path, tokenizer: Path) -> str:
         for number in range(SAMPLED_BLOCKS):
             file.seek(last * number // (SAMPLED_BLOCKS - 1))
             digest.update(file.read(BLOCK_BYTES))
-    index, words = record_file(idx_path(prefix)), record_file(tokenizer)
-    return "sampled:" + _combine([digest.hexdigest(), index.sha256, words.sha256])
+    index = record_file(idx_path(prefix))
+    return "sampled:" + _combine([digest.hexdigest(), index.sha256, tokenizer])
 
 
 def find_beside(prefix: Path, name: str) -> Path | None:
@@ -154,6 +154,17 @@ def end_of_document_beside(prefix: Path) -> str:
         return str(json.loads(path.read_text(encoding="utf-8"))["end_of_document"])
     except (OSError, ValueError, KeyError, TypeError):
         return END_OF_DOCUMENT
+
+
+def recorded_vocab_size(prefix: Path) -> int | None:
+    """Of the tokenizer that a dataset was made with, if its `dataset.json` tells."""
+    path = find_beside(prefix, "dataset.json")
+    if path is None:
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 _AGAIN = "Prepare the dataset again, or copy its files again"

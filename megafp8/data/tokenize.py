@@ -1,10 +1,11 @@
-"""A byte-level BPE: trained on a corpus, kept as `tokenizer.json`, exact in both directions."""
+"""Text to token numbers and back; a byte-level BPE trained on a corpus; reading recorded ones."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +19,71 @@ END_OF_DOCUMENT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a document
 
 
-class Tokenizer:
+JSON_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+TIKTOKEN_FILE = "tokenizer.tiktoken.json"
+TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE)
+"""Names under which a tokenizer lies beside its dataset."""
+
+
+class Tokenizer(Protocol):
     """Text to token numbers and back.
 
     The end-of-document token never comes out of `encode`: the same characters in a text are
     ordinary text, so no document can end another one.
     """
 
+    @property
+    def eod_id(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token."""
+
+    @property
+    def end_of_document(self) -> str:
+        """The token of `eod_id`, as its vocabulary spells it."""
+
+    @property
+    def file_name(self) -> str:
+        """The one of `TOKENIZER_FILES` that `save` writes."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that decides what `encode` gives, and of the end of a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers of `text`, without an end-of-document token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads where the library can."""
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text of `ids`; tokens that end inside a character show as U+FFFD."""
+
+    def save(self, path: Path) -> None:
+        """Writes a file that `load_tokenizer` reads, if it has `file_name`'s end."""
+
+
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library, kept as `tokenizer.json`."""
+
+    file_name = JSON_FILE
+
     def __init__(self, rust: tokenizers.Tokenizer, eod_id: int) -> None:
         # Without this the library turns "<|endoftext|>" inside a text into the special token.
         rust.encode_special_tokens = True
+        # What a file asks for is for batches of a model, not for a corpus.
+        rust.no_truncation()
+        rust.no_padding()
         self._rust = rust
         self.eod_id = eod_id
-        self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
+        self.end_of_document = str(rust.id_to_token(eod_id))
+        # Numbers may have gaps: the count alone would be too small.
+        self.vocab_size = 1 + max(rust.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"{self.eod_id}\n{self._rust.to_str()}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token numbers of `text`, without an end-of-document token."""
@@ -39,7 +92,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
-        encodings = self._rust.encode_batch(list(texts), add_special_tokens=False)
+        # Without offsets into the text, which nobody asks for here.
+        encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
@@ -53,7 +107,7 @@ class Tokenizer:
         path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE; the same texts always give the same tokenizer.
 
     All 256 bytes are in the alphabet from the start, so any text at all can be encoded and
@@ -85,11 +139,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     rust.train_from_iterator(texts, trainer)
     eod_id = rust.token_to_id(END_OF_DOCUMENT)
     assert eod_id is not None, "the trainer left its special token out"
-    return Tokenizer(rust, eod_id)
+    return JsonTokenizer(rust, eod_id)
+
+
+def byte_tokenizer() -> JsonTokenizer:
+    """A token for each of the 256 bytes, and one that ends a document."""
+    return train_tokenizer([], SMALLEST_VOCABULARY)
 
 
 def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokenizer:
-    """Reads a `tokenizer.json`.
+    """Reads a tokenizer as it was recorded; the end of its name says which kind it is.
 
     Args:
         path: The file.
@@ -97,6 +156,23 @@ def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokeni
 
     Raises:
         DataError: The file is missing, not a tokenizer, or has no such token.
+    """
+    if path.name.endswith(TIKTOKEN_FILE):
+        from megafp8.data.tiktoken_tokenizer import load_tiktoken
+
+        return load_tiktoken(path)
+    if path.name.endswith(SENTENCEPIECE_FILE):
+        from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
+
+        return load_sentencepiece(path, None)
+    return load_json(path, end_of_document)
+
+
+def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:
+    """Reads a `tokenizer.json` of the `tokenizers` library.
+
+    Raises:
+        DataError: As `load_tokenizer`.
     """
     import tokenizers
 
@@ -118,4 +194,4 @@ def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokeni
             f"has no {end_of_document!r}, the token that ends a document",
             'Name the one it has as "end_of_document" in dataset.json beside the dataset',
         )
-    return Tokenizer(rust, eod_id)
+    return JsonTokenizer(rust, eod_id)

@@ -39,9 +39,12 @@ def constant(value: float) -> Draw:
 def parameter(
     shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
 ) -> torch.nn.Parameter:
-    """A local parameter filled from its logical tensors; remembers its `pieces`."""
+    """A local parameter filled from its logical tensors; remembers its `pieces`.
+
+    On the meta device there is nothing to fill.
+    """
     local = torch.empty(shape)
-    for piece in pieces:
+    for piece in () if local.is_meta else pieces:
         extent = [
             slice(start, start + part.stop - part.start)
             for start, part in zip(piece.offset, piece.local, strict=True)

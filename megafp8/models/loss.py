@@ -66,7 +66,7 @@ class HeadLoss(nn.Module):
     def forward(
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
     ) -> torch.Tensor:
-        """FP32 scalar: the sum over targets that are not IGNORE, in nats."""
+        """FP32 scalar (FP64 where the model is): the sum over targets not IGNORE, in nats."""
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden_BSD.flatten(0, 1),
             weight_VD,
@@ -77,9 +77,21 @@ class HeadLoss(nn.Module):
         return loss
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """FP32 logits [B, S, V], for generation."""
+        """FP32 logits [B, S, V], for generation; FP64 where the model is."""
         flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
-        return flat.float().view(*hidden_BSD.shape[:2], -1)
+        return flat.to(_sum_dtype(flat)).view(*hidden_BSD.shape[:2], -1)
+
+    def loss_of_chunk(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The chunk's summed loss, and its gradient with respect to the logits if asked for."""
+        log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(logits_CV))
+        loss = F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
+        return loss, _grad_logits(log_probs_CV, targets_C) if with_grad else None
+
+    def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Over whoever has other rows of the weight: nobody here."""
+        return grad_hidden_TD
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -95,28 +107,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
         chunk = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab)))
-        loss = torch.zeros((), device=hidden_TD.device)
+        work = _sum_dtype(hidden_TD)
+        loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None
         grad_weight_VD: torch.Tensor | None = None
         for begin in range(0, num_tokens, chunk):
             rows = slice(begin, begin + chunk)
             hidden_CD, targets_C = hidden_TD[rows], targets_T[rows]
             logits_CV = head.matmul(hidden_CD, weight_VD, place="head", transpose_b=True)
-            log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
-            loss += F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
-            if grad_hidden_TD is None:
+            chunk_loss, grad_CV = head.loss_of_chunk(
+                logits_CV, targets_C, grad_hidden_TD is not None
+            )
+            loss += chunk_loss
+            if grad_hidden_TD is None or grad_CV is None:
                 continue
-            grad_CV = _grad_logits(log_probs_CV, targets_C)
             if head.grad_scale != 1.0:
                 grad_CV *= head.grad_scale
             grad_CV = grad_CV.to(hidden_TD.dtype)
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
             part_VD = head.matmul(grad_CV, hidden_CD, place="head grad_weight", transpose_a=True)
             if grad_weight_VD is None:
-                grad_weight_VD = part_VD if num_tokens <= chunk else part_VD.float()
+                grad_weight_VD = part_VD if num_tokens <= chunk else part_VD.to(work)
             else:
                 grad_weight_VD += part_VD
         if grad_hidden_TD is not None:
+            grad_hidden_TD = head.sum_grad_hidden(grad_hidden_TD)
             ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
             ctx.weight, ctx.head = weight_VD, head
         return loss
@@ -130,6 +145,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_weight_VD = grad_weight_VD * grad_loss
         grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD)
         return grad_hidden_TD, grad_weight, None, None, None
+
+
+def _sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """What sums are kept in: FP32, or FP64 where the model is."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _grad_logits(log_probs_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:

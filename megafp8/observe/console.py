@@ -412,18 +412,23 @@ class LiveConsole(Console):
 def open_console(
     *,
     main_rank: bool = True,
+    progress_bar: bool = True,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Console:
     """The console for this rank and this stream (standard output if none is given).
 
     Live on a terminal that can move its cursor, else plain. `NO_COLOR` takes the colours and leaves
-    the rest.
+    the rest; `progress_bar` False leaves the plain lines.
     """
     if not main_rank:
         return SilentConsole()
     stream = stream if stream is not None else sys.stdout
-    if _is_terminal(stream) and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
+    if (
+        progress_bar
+        and _is_terminal(stream)
+        and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    ):
         return LiveConsole(stream, clock=clock)
     return PlainConsole(stream, clock=clock)
 

@@ -63,9 +63,9 @@ class Masters:
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:
     """The FP32 initialization before it was rounded, where there was a rounding."""
-    if param.dtype == torch.float32:
-        return param
     initial = getattr(param, "initial_master", None)
+    if param.dtype == torch.float32 and initial is None:
+        return param
     master = param.detach().float() if initial is None else initial.to(param.device)
     param.initial_master = None  # type: ignore[attr-defined]
     return nn.Parameter(master)

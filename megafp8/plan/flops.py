@@ -51,8 +51,9 @@ def gemm_flops_per_token(
         raise ValueError(f"attention={attention!r}: count it as 'causal' or 'full'")
     layers, hidden, ffn = spec.num_layers, spec.hidden_size, spec.ffn_hidden_size
     seq = spec.max_position_embeddings if seq_length is None else seq_length
-    qkv, projection, mlp = 3 * hidden * hidden, hidden * hidden, 2 * hidden * ffn
-    scores_and_values = 2 * hidden * seq / (2 if attention == "causal" else 1)
+    qkv, projection = hidden * (spec.query_size + 2 * spec.kv_size), spec.query_size * hidden
+    mlp = (3 if spec.is_gated else 2) * hidden * ffn
+    scores_and_values = 2 * spec.query_size * seq / (2 if attention == "causal" else 1)
     per_mac = _GEMMS_PER_LINEAR * _FLOPS_PER_MAC
     return ModelFlops(
         linear=float(per_mac * layers * (qkv + projection + mlp)),
@@ -64,5 +65,8 @@ def gemm_flops_per_token(
 def flops_per_token(
     spec: GPTSpec, attention: AttentionCount = "causal", *, seq_length: int | None = None
 ) -> float:
-    """All model FLOPs per token, forward + backward: `L(24 h² + 12 h f) + 6 V h + {6|12} L h S`."""
+    """All model FLOPs per token, forward + backward.
+
+    `L(24 h² + 12 h f) + 6 V h + {6|12} L h S` without query groups, gates and heads of own width.
+    """
     return gemm_flops_per_token(spec, attention, seq_length=seq_length).total

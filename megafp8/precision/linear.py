@@ -23,6 +23,11 @@ from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.precision import GemmName
 
+KEEP_NUMBERS_BELOW = 4096
+"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers in BF16 as well, where
+FP8 is emulated: they are 2 bytes a weight, and making them anew is then a noticeable part of the
+products. From there on activations dominate memory, and products time."""
+
 
 class PendingReduction(Protocol):
     """A reduction that may still be under way."""
@@ -130,7 +135,7 @@ class Linear(nn.Module):
             return Operands(grad_output_TO, grad_output_TO), total_O
         return self.quantizer.operands_and_sum("grad_output", grad_output_TO)
 
-    def weight_operands(self, work: torch.dtype) -> Operands:
+    def weight_operands(self, work: torch.dtype, num_tokens: int = 0) -> Operands:
         """The weight as the GEMMs read it; in FP8 it is quantized once a step and kept."""
         if self._stored_weight is not None:
             return self._stored_operands(self._stored_weight, work)
@@ -140,6 +145,8 @@ class Linear(nn.Module):
         if self._cached_weight is None or self._cached_version != version:
             self._cached_weight = self.quantizer.operands("weight", self.weight.detach())
             self._cached_version = version
+        if num_tokens >= KEEP_NUMBERS_BELOW:
+            self._cached_weight = _without_numbers(self._cached_weight)
         return self._cached_weight
 
     def product(
@@ -191,6 +198,12 @@ class Linear(nn.Module):
         return Operands(plain_OI, plain_OI)
 
 
+def _without_numbers(weight: Operands) -> Operands:
+    """The same FP8 operands; one object still serves both products where it did."""
+    last, first = (o.without_grid() if isinstance(o, Fp8Tensor) else o for o in weight)
+    return Operands(last, last if weight.along_first is weight.along_last else first)
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -202,7 +215,7 @@ class _LinearFunction(torch.autograd.Function):
         is_grad_enabled: bool,
     ) -> torch.Tensor:
         input = layer.input_operands(input_TI, with_first=is_grad_enabled)
-        weight = layer.weight_operands(input_TI.dtype)
+        weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
         sums_output = layer.comm.sums_output
         output_TO = layer.product(
             "output",

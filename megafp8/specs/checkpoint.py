@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,3 +14,6 @@ class CheckpointSpec:
     train_time_interval_seconds: float | None
     save_last: bool
     keep: int  # newest checkpoints kept; older ones go after a newer one is verified
+    save_top_k: int = 0  # of the best kept besides; -1 keeps all
+    monitor: str = "val_loss"
+    mode: Literal["min", "max"] = "min"

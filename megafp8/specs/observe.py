@@ -44,4 +44,5 @@ class ObserveSpec:
     create_wandb_logger: bool
     wandb_project: str | None
     wandb_name: str | None
+    progress_bar: bool = True
     health: HealthSpec = HealthSpec()

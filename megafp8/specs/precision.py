@@ -9,6 +9,7 @@ from typing import Literal, get_args
 FormatName = Literal["e4m3", "e5m2"]
 RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 GemmName = Literal["output", "grad_input", "grad_weight"]
+BackendName = Literal["native", "te", "torchao"]
 ModulePrecision = RecipeName | Literal["high_precision"]
 
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
@@ -83,5 +84,6 @@ class PrecisionSpec:
 
     compute: Literal["bf16", "fp16", "fp32"]
     fp8: Fp8Recipe | None
+    backend: BackendName = "native"  # who runs the layers; never "auto": resolved already
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # FP16's

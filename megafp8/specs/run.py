@@ -15,6 +15,18 @@ from megafp8.specs.train import TrainSpec
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSpec:
+    """Which steps are profiled, on which ranks. Steps are counted from 0."""
+
+    enabled: bool = False
+    start_step: int = 10
+    end_step: int = 10  # profiled too
+    ranks: tuple[int, ...] = (0,)
+    gen_shape: bool = False
+    memory_snapshot_on_oom: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """The resolved configuration in the project's own words.
 
@@ -31,4 +43,6 @@ class RunSpec:
     checkpoint: CheckpointSpec
     observe: ObserveSpec
     vocab_divisible_by: int
+    profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
+    restore_from_path: str | None = None  # where a new run takes its weights from

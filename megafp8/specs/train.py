@@ -29,6 +29,7 @@ class TrainSpec:
     """Counts are optimizer steps unless named otherwise."""
 
     max_steps: int
+    max_time_seconds: float | None = None  # of one process, from its start
     micro_batch_size: int  # samples per forward pass and data-parallel rank
     global_batch_size: int  # samples per optimizer step over all ranks
     log_every_n_steps: int
@@ -36,6 +37,10 @@ class TrainSpec:
     limit_val_batches: int  # global batches per validation during training; the last one is whole
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
+    overfit_batches: int = 0  # global batches that repeat for ever; 0 trains on all data
+    num_sanity_val_steps: int = 0  # global batches validated before the first step
+    fast_dev_run: bool = False  # the last validation is no longer than the others
+    deterministic: bool = False
 
     rampup: RampupSpec | None = None
     compile: Literal["off", "block"] = "off"  # by torch; block: a transformer layer at a time

@@ -1,9 +1,9 @@
 """Regional compilation: `torch.compile` of one transformer layer, used by all of them.
 
-Norms, activations, residual sums and rotary embeddings are fused between the linears. What holds
-Python state stays eager, each a break of the graph: the linears (their casts and products are
-kernels already), dropout (keyed by its place), counts, and what backward computes again. Only
-training is compiled; evaluation and generation run eagerly.
+Norms, activations and residual sums between the linears are fused. What holds Python state stays
+eager, each a break of the graph: the linears (their casts and products are kernels already),
+attention's core (which counts), dropout (keyed by its place), and what backward computes again.
+Only training is compiled; evaluation and generation run eagerly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from megafp8.errors import ConfigError
 from megafp8.models.attention import AttentionContext, AttentionCore
-from megafp8.models.gpt import GPT
+from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
 from megafp8.parallel.parts import linears_of
 from megafp8.precision.kernels import triton_launch
@@ -57,25 +57,27 @@ def unavailable(device: torch.device) -> str | None:
     return None if reason is None else f"torch compiles for GPUs with Triton: {reason}"
 
 
-def compile_layers(model: GPT, device: torch.device) -> CompileCounter:
+def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     """Compile each layer's training pass in place; layers of equal shapes share their graphs.
 
     Raises:
-        ConfigError: Torch cannot compile here.
+        ConfigError: Torch cannot compile here, or the layers are not ours.
     """
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     reason = unavailable(device)
+    if not layers:
+        reason = "the backend brings layers of its own, which are not compiled"
     if reason is not None:
         raise ConfigError("model.compile", "block", reason, "Set model.compile=off")
     counter = CompileCounter()
     for linear in linears_of(model):
         _stay_eager(linear, "forward")
     for module in model.modules():
-        if isinstance(module, Dropout) and module.p > 0:
+        if isinstance(module, AttentionCore) or (isinstance(module, Dropout) and module.p > 0):
             _stay_eager(module, "forward")
-        elif isinstance(module, AttentionCore):
-            _stay_eager(module, "forward" if module.dropout > 0 else "_count")
-    _stay_eager(model.parts, "recomputed")
-    for layer in model.layers:
+    for parts in {id(layer.parts): layer.parts for layer in layers}.values():
+        _stay_eager(parts, "recomputed")
+    for layer in layers:
         _compile(layer, counter)
     return counter
 

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.data.loader import Microbatch
 from megafp8.train.state import TrainState
-from megafp8.train.step import to_device
+from megafp8.train.step import document_inputs, to_device
 
 
 @torch.no_grad()
@@ -20,8 +20,9 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
     with state.scaling.evaluation():
         for batch in batches:
             tokens_BS, targets_BS = to_device(batch, device)
-            totals[0] += state.model(tokens_BS, targets_BS)
+            totals[0] += state.model(tokens_BS, targets_BS, **document_inputs(batch, device))
             totals[1] += (targets_BS >= 0).sum()
     state.model.train()
-    state.mesh.dp.all_reduce_sum(totals)
+    state.mesh.pp.all_reduce_sum(totals[0])  # 0 but for the stage with the head
+    state.mesh.data.all_reduce_sum(totals)
     return (totals[0] / totals[1]).item(), int(totals[1].item())

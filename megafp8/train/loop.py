@@ -6,23 +6,28 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megafp8.checkpoint.best import METRICS
 from megafp8.data.loader import Loader, Microbatch, validation_batches
 from megafp8.data.prepare import PreparedData
+from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import Console, StepReport
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import bits_per_byte
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
 from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.profiling import StepProfiler
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
+from megafp8.train.timelimit import TimeLimit
 
 MAX_NONFINITE_IN_A_ROW = 10
 
@@ -39,26 +44,38 @@ class Run:
     metrics: MetricsFile | None  # the main rank's
     trackers: CompositeTracker
     stop: StopRequest
+    limit: TimeLimit
     health: HealthLog
+    profiler: StepProfiler
     bytes_per_token: float  # of the validation text
     last_report: StepReport | None = None
     last_loss: float | None = None
+    stopped_by_time: bool = False
     last_save: float = field(default_factory=time.monotonic)
     nonfinite_in_a_row: int = 0
     rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
 
 
 def train(run: Run) -> bool:
-    """Train until `max_steps`; False if a signal ended it before (everything is saved then)."""
+    """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
+    with Watchdog(run.state.mesh, run.spec.parallel.step_timeout_seconds) as watchdog:
+        return _train(run, watchdog)
+
+
+def _train(run: Run, watchdog: Watchdog) -> bool:
     loader = open_loader(run)
+    run.limit.start()
     try:
         while run.state.step < run.spec.train.max_steps:
+            watchdog.beat(f"step {run.state.step + 1}")
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
             if (run.state.step + 1) % run.spec.train.log_every_n_steps == 0:
                 run.health.begin()
+            run.profiler.before_step(run.state.step)
             result = train_step(run.state, microbatches)
+            run.profiler.after_step(run.state.step)
             if result.scale_falls:
                 run.state.num_skipped += 1
             elif not result.is_finite and rolls_back(run, microbatches, result):
@@ -75,19 +92,25 @@ def train(run: Run) -> bool:
                 return False
         return True
     finally:
+        run.profiler.close()
         loader.close()
 
 
 def open_loader(run: Run) -> Loader:
     """Batches from where the state stands."""
     train, dp = run.spec.train, run.state.mesh.dp
+    source: SampleSource = run.data.train
+    if train.overfit_batches:
+        source = Repeated(source, train.overfit_batches * train.global_batch_size)
     return Loader(
-        run.data.train,
+        source,
         micro_batch_size=train.micro_batch_size,
         num_microbatches=lambda consumed: train.num_microbatches(dp.size, consumed),
         dp_rank=dp.rank,
         dp_size=dp.size,
         consumed_samples=run.state.consumed_samples,
+        rules=run.data.rules,
+        num_workers=run.spec.data.num_workers,
     )
 
 
@@ -102,7 +125,10 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     interval = spec.checkpoint.every_n_train_steps
     pause = spec.checkpoint.train_time_interval_seconds
     is_time = pause is not None and time.monotonic() - run.last_save >= pause
-    stop, is_time = agree(run.state.mesh, run.stop.signal is not None, is_time)
+    is_late = run.limit.is_due()
+    stop, is_time, is_late = agree(run.state.mesh, run.stop.signal is not None, is_time, is_late)
+    run.stopped_by_time = is_late and not stop
+    stop = stop or is_late
     if stop or (is_last and spec.checkpoint.save_last):
         save(run, must_succeed=True)
     elif is_time or (interval and step % interval == 0):
@@ -153,6 +179,7 @@ def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited:
     run.health.end(state.step, run.trackers)
     run.console.step(report)
     run.last_report, run.last_loss = report, result.loss
+    run.saver.metrics["reduced_train_loss"] = result.loss
 
 
 def _notes(state: TrainState, result: StepResult) -> tuple[str, ...]:
@@ -167,9 +194,17 @@ def validate(run: Run, *, whole: bool = False) -> float:
     """Nats per token over `limit_val_batches` global batches, or over all validation text."""
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
-    limit = None if whole else train.limit_val_batches * train.global_batch_size
+    is_whole = whole and not train.fast_dev_run
+    limit = None if is_whole else train.limit_val_batches * train.global_batch_size
+    drops_last = run.spec.data.validation_drop_last and not whole
     batches = validation_batches(
-        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+        run.data.validation if whole else run.data.periodic_validation,
+        train.micro_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        limit,
+        multiple_of=train.global_batch_size if drops_last else 1,
+        rules=run.data.rules,
     )
     val_loss, _ = evaluate(run.state, batches)
     bits = bits_per_byte(val_loss, run.bytes_per_token)
@@ -178,9 +213,21 @@ def validate(run: Run, *, whole: bool = False) -> float:
         # The whole validation ends a run, and is done again if the run is killed before it is over.
         run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
     run.trackers.log(run.state.step, values)
+    run.saver.metrics["val_loss"] = val_loss
     seconds = time.perf_counter() - began
     run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
     return val_loss
+
+
+def check_validation(run: Run) -> None:
+    """A short validation before the first step: what would fail, or be too large, fails now."""
+    train, mesh = run.spec.train, run.state.mesh
+    limit = train.num_sanity_val_steps * train.global_batch_size
+    batches = validation_batches(
+        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+    )
+    val_loss, num_tokens = evaluate(run.state, batches)
+    run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")
 
 
 def save(run: Run, *, must_succeed: bool) -> Path | None:
@@ -193,6 +240,7 @@ def save(run: Run, *, must_succeed: bool) -> Path | None:
             raise
         run.console.warn(f"checkpoint at step {run.state.step} failed, training goes on: {error}")
         return None
+    run.limit.saved(time.monotonic() - run.last_save)
     run.console.event(f"step {run.state.step} saved and verified: {path}")
     return path
 
@@ -218,7 +266,8 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
         run.rolled_back_from.add(step)
         newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
-            saving.load(newest, run.state, run.console.warn)
+            meta = saving.load(newest, run.state, run.console.warn)
+            run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
             run.health.rewind(run.state.step)

@@ -6,12 +6,16 @@ Attention's two products are counted apart, never in FP8; see the counted share 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from megafp8.errors import ConfigError
 from megafp8.parallel.parts import linears_of
+from megafp8.parallel.te_parts import TeLayer
+from megafp8.precision.backends.planned import PlannedGemms
+from megafp8.precision.backends.torchao_linear import TorchaoLinear
 from megafp8.precision.linear import Linear
 from megafp8.specs import GPTSpec
 from megafp8.specs.precision import GEMMS, Fp8Recipe
@@ -31,7 +35,7 @@ class PrecisionShare:
 
 
 def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
-    """Of our own linears and the head."""
+    """Of our own linears, other backends' modules and the head."""
     fp8 = total = 0
     reasons: dict[str, list[str]] = defaultdict(list)
     for linear in linears_of(model):
@@ -46,6 +50,12 @@ def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> Preci
                 own = recipe.precision_of(linear.name) == "rowwise_with_gw_hp"
                 why = "model.fp8_recipe" if own and gemm == "grad_weight" else "chosen by product"
                 reasons[f"{gemm}, {why}"].append(linear.name)
+    for planned in _planned(model):
+        total += planned.flops * len(GEMMS)
+        fp8 += planned.flops * len(planned.fp8)
+        if len(planned.fp8) < len(GEMMS):
+            missing = ", ".join(gemm for gemm in GEMMS if gemm not in planned.fp8)
+            reasons[f"{missing}, {planned.reason}"].append(planned.name)
     head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
     higher = [f"head ({head / max(1, total + head):.0%}; never in FP8)"]
     higher += [f"{_names(names)} ({why})" for why, names in reasons.items()]
@@ -65,7 +75,13 @@ def require_fp8(share: PrecisionShare) -> None:
 
 def _why(linear: Linear, recipe: Fp8Recipe) -> str:
     rule = next((rule for rule in recipe.modules if rule.matches(linear.name)), None)
-    return "high precision" if rule is None else rule.source
+    return "first or last, kept by torchao's default" if rule is None else rule.source
+
+
+def _planned(model: nn.Module) -> Iterator[PlannedGemms]:
+    for module in model.modules():
+        if isinstance(module, TorchaoLinear | TeLayer):
+            yield module.planned()
 
 
 def _names(names: list[str]) -> str:

@@ -6,9 +6,12 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
+from megafp8.checkpoint.best import METRICS, Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
@@ -19,41 +22,74 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
-from megafp8.parallel.launch import follow_launcher
+from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import rundirs, saving
+from megafp8.train import backends, restarts, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
-from megafp8.train.loop import Run, save, train, validate
+from megafp8.train.loop import Run, check_validation, save, train, validate
 from megafp8.train.precision_means import means_of
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
+from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.timelimit import TimeLimit
+from megafp8.train.tokenizer_files import save_tokenizer
+from megafp8.train.weights import start_from
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64
 
 
-def pretrain(spec: RunSpec, *, is_sweep: bool, command: Sequence[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What the user gave, beside the spec: see `pretrain`."""
+
+    command: Sequence[str]
+    settings: tuple[str, ...]
+    record: Mapping[str, object]
+
+
+def pretrain(
+    spec: RunSpec,
+    *,
+    is_sweep: bool,
+    command: Sequence[str],
+    settings: Sequence[str] = (),
+    record: Mapping[str, object] | None = None,
+) -> int:
     """Train, or continue, the run that `spec` describes; returns the exit code.
 
-    `command` is what was typed: shown as what continues the run.
+    Args:
+        command: What was typed: shown as what continues the run.
+        settings: Lines for the start: what is not the default job's, and what changes nothing.
+        record: The same for `summary.json`.
     """
+    typed = Typed(command, tuple(settings), record or {})
     began = time.monotonic()
     follow_launcher()
+    mesh = join(spec.parallel)  # a signal ends what still waits for others: nothing has begun
     with StopRequest() as stop:
-        mesh = join(spec.parallel)
         try:
-            prepare_process(mesh.device, fp32=spec.precision.compute == "fp32")
-            with open_console(main_rank=mesh.is_main) as console:
-                return _pretrain(spec, mesh, console, stop, is_sweep, command, began)
+            backends.check(spec, mesh.device)
+            prepare_process(
+                mesh.device,
+                fp32=spec.precision.compute == "fp32",
+                deterministic=spec.train.deterministic,
+            )
+            progress_bar = spec.observe.progress_bar
+            with open_console(main_rank=mesh.is_main, progress_bar=progress_bar) as console:
+                return _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
         except UserError as error:
             if error.is_shared and not mesh.is_main:
                 return int(error.exit_code)
+            raise
+        except Exception as error:
+            note_death(error)
             raise
         finally:
             leave()
@@ -65,24 +101,30 @@ def _pretrain(
     console: Console,
     stop: StopRequest,
     is_sweep: bool,
-    command: Sequence[str],
+    typed: Typed,
     began: float,
 ) -> int:
     choice = _choose_on_main(spec, mesh, is_sweep)
     path = choice.path
     if mesh.is_main:
-        console.header([f"{path}: {choice.reason}"])
+        console.header([f"{path}: {choice.reason}", *typed.settings])
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
     share = share_of(spec, state)
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
-    saver = saving.Saver(path / CHECKPOINTS_DIR, spec.checkpoint.keep, meta)
+    kept = spec.checkpoint
+    best = Best(kept.save_top_k, kept.monitor, kept.mode)
+    saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     _load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.restore_from_path is not None:
+        start_from(spec, state, console.event)
     first_step = state.step
+    _check_progress_on_main(path, state)
     metrics: MetricsFile | None = None
     trackers = CompositeTracker([])
     if mesh.is_main:
+        save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
         metrics = MetricsFile(path / "metrics.jsonl", resume_step=first_step, warn=console.warn)
         trackers = open_trackers(
             spec.observe, path, resume_step=first_step, config=spec.resolved, warn=console.warn
@@ -101,6 +143,8 @@ def _pretrain(
         metrics=metrics,
         trackers=trackers,
         stop=stop,
+        limit=TimeLimit(spec.train.max_time_seconds, began),
+        profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=text_bytes / data.num_validation_tokens,
     )
     console.header(describe(spec, state, data))
@@ -117,8 +161,13 @@ def _pretrain(
     try:
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:
             save(run, must_succeed=True)  # something to go back to
-        finished = train(run)
-        summary = summarize(run, path, command, finished, began)
+        if spec.train.num_sanity_val_steps and first_step == 0:
+            check_validation(run)
+        with memory_snapshot_on_oom(
+            spec.profile.memory_snapshot_on_oom, path, mesh.world.rank, console.warn
+        ):
+            finished = train(run)
+        summary = summarize(run, path, typed, finished, began)
         if finished:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
@@ -134,6 +183,10 @@ def _pretrain(
         if finished:
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
+    if not finished:
+        saving.from_main(
+            mesh, None
+        )  # a launcher may end the others as soon as one has left with 75
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
 
@@ -156,12 +209,15 @@ def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
 def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
     """What this run is, in a few lines, before its first step."""
     model, train = spec.model, spec.train
-    # Fused and sharded parameters count once, by their logical shapes.
-    num_params = sum(
-        math.prod(piece.global_shape) for p in state.model.parameters() for piece in pieces_of(p)
-    )
+    # Fused and sharded parameters count once, by their logical shapes; so do two stages' copies.
+    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
+    own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
+    count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
+    num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    if spec.parallel.pp > 1:
+        layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     return [
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
@@ -172,6 +228,7 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
+        *smoke_options(spec),
     ]
 
 
@@ -180,6 +237,19 @@ def _rampup(train: TrainSpec) -> str:
     if ramp is None:
         return ""
     return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
+
+
+def smoke_options(spec: RunSpec) -> list[str]:
+    """A line for each option that makes this run less than, or other than, a training run."""
+    train, lines = spec.train, []
+    if train.fast_dev_run:
+        steps = f"fast_dev_run: {train.max_steps} step(s)"
+        lines.append(f"{steps}; no checkpoints, no loggers, a directory of its own")
+    if train.overfit_batches:
+        lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.deterministic:
+        lines.append("deterministic: operations without a deterministic algorithm are errors")
+    return lines
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
@@ -193,18 +263,22 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
         compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
+        if spec.precision.backend == "te":
+            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
         return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    device = state.mesh.device
+    if spec.precision.backend != "native":
+        what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
+        return f"{what}; {backends.describe(spec, device)}"
     work = COMPUTE_DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"{means_of(recipe, state.scaling.engine, state.mesh.device, work)}"
+        f"{means_of(recipe, state.scaling.engine, device, work)}"
     )
 
 
-def summarize(
-    run: Run, path: Path, command: Sequence[str], finished: bool, began: float
-) -> RunSummary:
+def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
@@ -218,6 +292,8 @@ def summarize(
         xz = xz_bits_per_byte(text)
     report, counter, share = run.last_report, state.counter, share_of(spec, state)
     name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    if run.stopped_by_time:
+        name = "trainer.max_time"
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
     gemms = sum(totals.values()) - attention
@@ -226,7 +302,7 @@ def summarize(
         step=state.step,
         total_steps=spec.train.max_steps,
         log_dir=str(path),
-        continue_command=continue_command(spec, path, command, finished),
+        continue_command=continue_command(spec, path, typed.command, finished),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         unigram_bits_per_byte=unigram,
@@ -244,6 +320,7 @@ def summarize(
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
         extra={
+            **typed.record,
             # Counted where the products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
             "fp8_share_planned": 0.0 if share is None else share.share,
@@ -314,6 +391,18 @@ def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
     return RunChoice(path, continues, reason, lock=None)
 
 
+def _check_progress_on_main(path: Path, state: TrainState) -> None:
+    error: UserError | None = None
+    if state.mesh.is_main:
+        try:
+            restarts.check_progress(path, state.step)
+        except UserError as failure:
+            error = failure
+    error = saving.from_main(state.mesh, error)
+    if error is not None:
+        saving.raise_on_all(error)
+
+
 def _load_newest(
     saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
 ) -> None:
@@ -332,4 +421,5 @@ def _load_newest(
             )
         )
     saver.last_step = state.step
+    saver.metrics = dict(meta.get(METRICS, {}))
     console.event(f"continuing from {newest}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import warnings
 
@@ -24,8 +25,11 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(option, value) == 1 for option, value in settings)
 
 
-def prepare_process(device: torch.device, *, fp32: bool) -> None:
+def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = False) -> None:
     """Settings that every run wants on this device."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(deterministic)
     if device.type == "cpu":
         keep_freed_memory()
         if fp32:

@@ -10,6 +10,7 @@ The manifest's meta keeps the scalars: step, samples, updates, configuration, da
 
 from __future__ import annotations
 
+import math
 import platform
 import subprocess
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import megafp8
 from megafp8.checkpoint import store
+from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.disk import os_errors_reported
 from megafp8.checkpoint.layout import set_aside, step_name
 from megafp8.checkpoint.placement import Placement
@@ -29,6 +31,7 @@ from megafp8.errors import CheckpointError, NonFiniteError, UserError
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision.backends.te_state import TeScaling
 from megafp8.precision.scaling import ScalingState
 from megafp8.train.state import TrainState
 
@@ -36,10 +39,11 @@ Notify = Callable[[str], None]
 
 
 class Saver:
-    """Writes a run's checkpoints under `root` and keeps the newest ones."""
+    """Writes a run's checkpoints under `root` and keeps the newest and the best ones."""
 
-    def __init__(self, root: Path, keep: int, meta: dict[str, Any]) -> None:
-        self.root, self.keep, self.meta = root, keep, meta
+    def __init__(self, root: Path, keep: int, meta: dict[str, Any], best: Best = NONE) -> None:
+        self.root, self.keep, self.meta, self.best = root, keep, meta, best
+        self.metrics: dict[str, float] = {}  # what was measured last, by its name
         self._known_good: Collection[Path] = ()
         self.last_step: int | None = None  # of the newest checkpoint that this run has committed
 
@@ -75,7 +79,9 @@ class Saver:
         if mesh.is_main and error is None and staging is not None:
             try:
                 final = store.commit(staging, self.root, step, entries, self._meta(state))
-                self._known_good = store.prune(self.root, self.keep, self._known_good)
+                self._known_good = store.prune(
+                    self.root, self.keep, self._known_good, best=self.best
+                )
             except UserError as failure:
                 error = failure
         elif mesh.is_main and staging is not None:
@@ -93,6 +99,7 @@ class Saver:
     def _meta(self, state: TrainState) -> dict[str, Any]:
         return {
             **self.meta,
+            METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,
             "num_skipped": state.num_skipped,
@@ -112,6 +119,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
     if isinstance(state.scaling, ScalingState):
         _load_scaling(reader, state, notify)
+        if isinstance(state.scaling, TeScaling):
+            state.scaling.push()
     if "rng/torch" in reader.names():
         torch.set_rng_state(reader.read("rng/torch"))
     meta = reader.meta
@@ -183,25 +192,25 @@ def _pieces(
     prefix: str, param: torch.nn.Parameter, tensor: torch.Tensor, mesh: Mesh
 ) -> Iterator[Placement]:
     for piece in pieces_of(param):
-        is_replica = mesh.dp.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
+        is_replica = mesh.data.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
         yield Placement(
             prefix + piece.name,
             piece.global_shape,
             piece.offset,
             tensor[piece.local],
-            replica=int(is_replica),
+            replica=int(is_replica or piece.replica > 0),
         )
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:
     """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
     assert isinstance(state.scaling, ScalingState)
-    world = state.mesh.world
+    stage = state.mesh.stage
     for name, row in _scaling_rows(state.scaling):
         if _is_synchronized(state):
-            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(world.rank > 0))
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
         else:
-            shape, offset = (world.size, *row.shape), (world.rank, *(0,) * row.dim())
+            shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
             yield Placement(f"{name}/shards", shape, offset, row[None])
 
 
@@ -214,7 +223,9 @@ def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_synchronized(state: TrainState) -> bool:
     assert isinstance(state.scaling, ScalingState)
-    return state.scaling.recipe.reduce_amax or state.mesh.world.size == 1
+    mesh = state.mesh
+    is_over_all = state.scaling.recipe.reduce_amax and mesh.amax.size == mesh.stage.size
+    return is_over_all or mesh.stage.size == 1
 
 
 def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:

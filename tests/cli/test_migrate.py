@@ -128,17 +128,20 @@ def test_what_accelerate_asks_and_cannot_be_had(old: str, new: str, key: str) ->
     assert keys_of(migrate(TE_BLOCK.replace(old, new), "x").undecided) == {key}
 
 
-@pytest.mark.parametrize(
-    ("backend", "rest"),
-    [
-        ("AO", "pad_inner_dim: true\n  enable_fsdp_float8_all_gather: true\n"),
-        ("MSAMP", "opt_level: O2\n"),
-    ],
-)
-def test_other_backends_must_be_decided(backend: str, rest: str) -> None:
-    m = migrate(f"mixed_precision: fp8\nfp8_config:\n  backend: {backend}\n  {rest}", "x")
-    assert len(m.undecided) == rest.count(":") + 1
-    assert all(backend in line for line in m.undecided)
+def test_ms_amp_must_be_decided() -> None:
+    m = migrate("mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n  opt_level: O2\n", "x")
+    assert len(m.undecided) == 2 and all("MSAMP" in line for line in m.undecided)
+
+
+def test_torchao_is_a_backend(tmp_path: Path) -> None:
+    start = "use_cpu: true\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"
+    m = migrate(start + "  pad_inner_dim: true\n  margin: 1\n", "x")
+    assert not m.undecided and keys_of(m.inert) == {"fp8_config.margin"}
+    spec = run_spec(**write(tmp_path, m))
+    assert spec.precision.backend == "torchao" and spec.precision.fp8 is not None
+    assert spec.precision.fp8.name == "tensorwise" and spec.precision.fp8.pad_inner_dim
+    sharded = migrate(start + "  enable_fsdp_float8_all_gather: true\n", "x")
+    assert keys_of(sharded.undecided) == {"fp8_config.enable_fsdp_float8_all_gather"}
 
 
 def test_keys_of_other_backends_are_inert_under_te() -> None:

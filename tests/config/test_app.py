@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,9 +51,15 @@ def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (["--nope"], "--nope"),
         (["-cn", "nope"], "There are: pretrain_gpt"),
         (["trainer.accelerator=gpu"], "no GPU"),
-        (["-m", "model.fp8=True,maybe"], "'maybe' is not True or False"),
+        (["-m", "model.fp8=1,2", "model.sed=3"], "Did you mean model.seed?"),
+        (["-m", "model.optim.lr=interval(0,1)"], "Give the values"),
+        (["-m", "hydra.launcher._target_=os.system"], "never name code to run"),
+        (["-m", "hydra.callbacks.x._target_=os.system"], "never name code to run"),
+        (["-m", "+hydra.job.env_set.HF_TOKEN=planted"], "in the environment"),
+        (["-m", "hydra/launcher=nope"], "hydra/launcher/nope"),
         (["-m", "exp_manager.exp_dir=x", "model.seed=1,2"], "hydra.sweep.dir"),
-        (["hydra/launcher=nope"], "hydra/launcher/nope"),
+        (["hydra/launcher=joblib"], "in a sweep (-m) only"),
+        (["hydra.run.dir=here"], "in a sweep (-m) only"),
     ],
 )
 def test_user_errors_end_with_2_and_no_traceback(
@@ -90,7 +97,8 @@ def test_sweep(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("fp8=")]
     assert [line.split()[0] for line in lines] == ["fp8=True"] * 2 + ["fp8=False"] * 2
     (sweep,) = (tmp_path / "multirun").iterdir()
-    assert {path.name for path in sweep.iterdir()} == {"0", "1", "2", "3", "multirun.yaml"}
+    names = {path.name for path in sweep.iterdir()}
+    assert names == {"0", "1", "2", "3", "multirun.yaml", "sweep.json"}
     for number, line in enumerate(lines):
         folder = f"multirun/{sweep.name}/{number}"
         assert line.endswith(f"job={number} dir={folder} log_dir={folder} sweep=True")
@@ -117,16 +125,88 @@ def test_sweep_over_own_yaml(tmp_path: Path) -> None:
     assert "job=1 dir=there/1" in done.stdout and done.stdout.count("fp8=True") == 2
 
 
-def test_sweep_goes_on_after_a_failed_job_and_tells(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "model.num_layers=2,99,1", "hydra.sweep.dir=here")
+def outcomes(sweep: Path) -> list[tuple[str, int]]:
+    return [(r["outcome"], r["code"]) for r in json.loads((sweep / "sweep.json").read_text())]
+
+
+FAILING = ["model.num_layers=2,99,x,1", "hydra.sweep.dir=here"]
+AS_TOLD = [("not finite", 3), ("crashed", 1), ("refused", 2), ("finished", 0)]
+
+
+@pytest.mark.parametrize(
+    "launcher", ["basic", "joblib", pytest.param("submitit_local", marks=pytest.mark.slow)]
+)
+def test_sweep_goes_on_after_refused_and_failed_jobs_and_tells(
+    tmp_path: Path, launcher: str
+) -> None:
+    if launcher != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    done = shell(tmp_path, "-m", *FAILING, f"hydra/launcher={launcher}")
     assert done.returncode == 3  # of the first job that failed
-    assert done.stdout.count("fp8=") == 3 and "here/2" in done.stdout
-    assert "AssertionError: a bug" in done.stderr  # a bug keeps its traceback
+    assert outcomes(tmp_path / "here") == AS_TOLD
+    table = done.stdout[done.stdout.index("[sweep] 4 jobs in here") :].splitlines()
+    assert table[1].split() == ["job", "overrides", "outcome", "val", "loss"]
+    assert [line.split()[:2] for line in table[2:6]] == [
+        [str(num), f"model.num_layers={value}"] for num, value in enumerate((2, 99, "x", 1))
+    ]
+    assert "job 2: model.num_layers=x (command line): 'x' is not a whole number" in done.stdout
+    if launcher != "submitit_local":  # whose jobs have log files
+        assert done.stdout.count("fp8=") == 3
+        assert "AssertionError: a bug" in done.stderr  # a bug keeps its traceback
+    assert (tmp_path / "here" / "3" / "job.json").exists()
+    assert not (tmp_path / "here" / "2").exists()  # nothing of a refused job
+
+
+def test_sweep_of_refused_jobs_starts_nothing(tmp_path: Path) -> None:
+    done = shell(tmp_path, "-m", "model.fp8=yep,maybe")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("is not True or False") == 2 and "fp8=" not in done.stdout[:8]
+    assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
 
 
 def test_sweep_ends_when_a_job_was_saved_on_a_signal(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "model.num_layers=3,1")
+    done = shell(tmp_path, "-m", "model.num_layers=3,1", "hydra.sweep.dir=here")
     assert done.returncode == 75 and done.stdout.count("fp8=") == 1
+    assert outcomes(tmp_path / "here") == [("saved on a signal", 75), ("not started", 1)]
+
+
+def test_directories_of_jobs_by_their_overrides(tmp_path: Path) -> None:
+    subdir = "hydra.sweep.subdir=${hydra.job.num}-${hydra.job.override_dirname}"
+    done = shell(tmp_path, "-m", "model.seed=1,2", "model.fp8=True", subdir, "hydra.sweep.dir=here")
+    assert done.returncode == 0, done.stderr
+    there = {path.name for path in (tmp_path / "here").iterdir() if path.is_dir()}
+    assert there == {f"{n}-model.fp8=True,model.seed={n + 1}" for n in (0, 1)}
+    done = shell(tmp_path, "-m", "model.seed=1,2", "hydra.sweep.subdir=../x")
+    assert done.returncode == 2 and "inside the sweep" in done.stderr
+
+
+EVIL = "_target_: os.system\n"
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        f"hydra:\n  launcher:\n    {EVIL}",
+        f"hydra:\n  sweeper:\n    {EVIL}",
+        f"hydra:\n  callbacks:\n   x:\n    {EVIL}    command: touch planted\n",
+        f"model:\n  optim:\n    {EVIL}",
+        f"trainer:\n    {EVIL}",
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["-m", "model.seed=1,2"]])
+def test_files_name_no_code_to_run(
+    tmp_path: Path,
+    yaml: str,
+    more: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"defaults: [pretrain_gpt, _self_]\n{yaml}")
+    code = run_app(["-cd", ".", "-cn", "mine", *more], lambda cfg, info: 0)
+    harmless = not more and yaml.startswith("hydra")  # Hydra's own settings shape sweeps only
+    assert code == (0 if harmless else 2), capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def never(cfg: DictConfig, info: AppInfo) -> int:
@@ -144,7 +224,8 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 def test_cfg_prints_the_composed_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["--cfg", "job", "model.seed=7"], never) == 0
     composed = OmegaConf.create(capsys.readouterr().out)
-    assert composed.model.seed == 7 and set(composed) == {"trainer", "exp_manager", "model"}
+    sections = {"restore_from_path", "trainer", "exp_manager", "model"}
+    assert composed.model.seed == 7 and set(composed) == sections
     assert run_app(["-c", "job", "--resolve"], never) == 0
     assert "${" not in capsys.readouterr().out
     assert run_app(["-c", "job", "model.seed=7", "model.sequence_parallel=False"], never) == 0

@@ -105,7 +105,7 @@ def test_did_you_mean(wrong: str, meant: str) -> None:
         ("model.optim.betas=${model.fp8}", "model.optim.betas", "False is not a list"),
         ("trainer.precision=${model.fp8}", "trainer.precision", "False is not"),
         ("model.num_layers=???", "model.num_layers", "must be given"),
-        ("hydra.searchpath=[x]", "hydra.searchpath=[x]", "--config-dir"),
+        ("hydra.searchpath=[x]", "hydra.searchpath", "--config-dir"),
         ("model@foo=1", "model", "no such key"),
     ],
 )

@@ -24,12 +24,22 @@ PARAMETERS = {
     "gpt3_6.7b": 6_658_596_864,
     "gpt3_13b": 12_853_626_880,
     "gpt3_175b": 174_604_836_864,
+    "llama3_8b": 8_030_261_248,  # as published
 }
 """By hand: L (12 h² + 13 h) + (V + S + 2) h, with GPT-2's vocabulary V."""
 
 
 def sum_of_parameters(spec: GPTSpec) -> int:
-    """Embedding (tied), positions, layers (four linears with biases, two norms), final norm."""
+    """Embedding (tied), positions, layers (four linears with biases, two norms), final norm.
+
+    Llama: two embeddings, no positions, no biases; three MLP linears; 4 heads share a key's.
+    """
+    if spec.normalization == "rmsnorm":
+        h, f, quarter = spec.hidden_size, spec.ffn_hidden_size, spec.hidden_size // 4
+        assert (spec.num_attention_heads, spec.num_kv_heads, spec.head_size) == (32, 8, 128)
+        assert not spec.bias and not spec.share_embeddings_and_output_weights
+        layer = 2 * h * h + 2 * h * quarter + 3 * h * f + 2 * h
+        return 2 * 128256 * h + spec.num_layers * layer + h
     hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
     linears = 4 * hidden * hidden + 4 * hidden + 2 * hidden * ffn + ffn + hidden
     layers = spec.num_layers * (linears + 4 * hidden)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.load import load
-from megafp8.config.validate import nearest_divisors, nearest_multiples, validate
+from megafp8.config.sizes import nearest_divisors, nearest_multiples
+from megafp8.config.validate import validate
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -17,7 +18,9 @@ FP8 = "model.fp8=True"
     "override",
     [
         "trainer.devices=0",
-        "trainer.num_nodes=2",
+        "trainer.num_nodes=0",
+        "trainer.max_time=0",
+        "trainer.max_time=soon",
         "trainer.accelerator=tpu",
         "trainer.precision=16-true",
         "trainer.gradient_clip_algorithm=both",
@@ -45,7 +48,7 @@ FP8 = "model.fp8=True"
         "model.ffn_dropout=nan",
         "model.layernorm_epsilon=0",
         "model.make_vocab_size_divisible_by=0",
-        "model.tokenizer.library=sentencepiece",
+        "model.tokenizer.library=nope",
         "model.tokenizer.vocab_size=256",
         "model.seed=-1",
         "model.data.data_prefix=''",
@@ -97,12 +100,15 @@ def test_value_out_of_range(override: str) -> None:
         "model.fp8_amax_history_len=0",
         "model.fp8_amax_history_len=65537",
         "model.fp8_amax_compute_algo=min",
-        "model.fp8_backend=te",
-        "model.fp8_backend=torchao",
+        "model.fp8_backend=apex",
     ],
 )
 def test_fp8_value_out_of_range(override: str) -> None:
     assert the_problem(FP8, override).key == override.partition("=")[0]
+
+
+TWO_STAGES = ["trainer.devices=2", "model.pipeline_model_parallel_size=2"]
+FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,91 @@ def test_fp8_value_out_of_range(override: str) -> None:
              "model.make_vocab_size_divisible_by=127"],
             "model.make_vocab_size_divisible_by",
             ["126 or 128"],
+        ),
+        (
+            ["model.pipeline_model_parallel_size=2", "trainer.devices=3"],
+            "model.pipeline_model_parallel_size",
+            ["1 or 3", "2 or 4"],
+        ),
+        (
+            [*FOUR_STAGES, "model.tensor_model_parallel_size=2"],
+            "model.tensor_model_parallel_size",
+            ["Nearest sizes: 1", "8"],
+        ),
+        (
+            ["model.virtual_pipeline_model_parallel_size=2"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            ["model.pipeline_schedule=GPipe"],
+            "model.pipeline_schedule",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            ["model.pipeline_model_parallel_layout='2,2'"],
+            "model.pipeline_model_parallel_layout",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=1F1B",
+             "model.virtual_pipeline_model_parallel_size=2"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["Interleaved1F1B"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=ZBVZeroBubble"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["=2"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=Interleaved1F1B"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["2 or more", "1F1B"],
+        ),
+        ([*TWO_STAGES, "model.num_layers=5"], "model.num_layers", ["4 or 6", "layout"]),
+        (
+            [*TWO_STAGES, "model.pipeline_model_parallel_layout='1,2'"],
+            "model.pipeline_model_parallel_layout",
+            ["2 numbers that add up to 4"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_model_parallel_layout='1,2,1'"],
+            "model.pipeline_model_parallel_layout",
+            ["2 numbers that add up to 4"],
+        ),
+        ([*FOUR_STAGES, "model.global_batch_size=24"], "model.global_batch_size", ["32", "GPipe"]),
+        (
+            [*TWO_STAGES, "model.global_batch_size=40",
+             "model.virtual_pipeline_model_parallel_size=2"],
+            "model.global_batch_size",
+            ["32 or 48"],
+        ),
+        (
+            [*TWO_STAGES, "model.rampup_batch_size=[8,8,100]"],
+            "model.rampup_batch_size",
+            ["at least 16", "GPipe"],
+        ),
+        (
+            [FP8, *TWO_STAGES, "model.fp8_backend=te"],
+            "model.fp8_backend",
+            ["native"],
+        ),
+        (
+            [FP8, *TWO_STAGES, "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise",
+             "model.pipeline_schedule=InterleavedZeroBubble"],
+            "model.fp8_backend",
+            ["1F1B"],
+        ),
+        (
+            [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],
+            "model.tp_only_amax_red",
+            ["leave model.reduce_amax out"],
+        ),
+        (
+            [FP8, "trainer.devices=2", "model.fp8_params=True", "model.tp_only_amax_red=True"],
+            "model.tp_only_amax_red",
+            ["leave model.fp8_params out"],
         ),
         (["model.global_batch_size=30"], "model.global_batch_size", ["24 or 32", "6 or 10"]),
         (["trainer.devices=3"], "model.global_batch_size", ["24 or 48"]),
@@ -216,7 +307,6 @@ def test_what_fits_together(overrides: list[str]) -> None:
         "model.fp8_amax_history_len=16",
         "model.fp8_amax_compute_algo=most_recent",
         "model.reduce_amax=False",
-        "model.fp8_backend=native",
     ],
 )
 def test_fp8_detail_without_fp8(detail: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from megafp8.data.indexed import (
     bin_path,
     idx_path,
     token_dtype,
+    write_index,
 )
 from megafp8.errors import DataError
 from tests.data.helpers import write_dataset
@@ -160,28 +164,65 @@ def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
 
 
 def test_mutated_indices_are_refused_or_read(tmp_path: Path) -> None:
-    """600 seeded mutations: bits, bytes, extreme words, cuts, insertions; never another error."""
+    """4000 seeded mutations: bits, bytes, extreme words, cuts, insertions; never another error.
+
+    Half of them in the header, and nothing is allocated that the files are not large enough for.
+    """
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, 60000, n).tolist() for n in (3, 0, 7, 1, 12)]
     write_dataset(tmp_path / "d", documents)
     original = idx_path(tmp_path / "d").read_bytes()
     refused = 0
-    for _ in range(600):
-        idx_path(tmp_path / "d").write_bytes(_mutate(original, rng))
+    tracemalloc.start()
+    for number in range(4000):
+        end = HEADER.size if number % 2 else len(original)
+        idx_path(tmp_path / "d").write_bytes(_mutate(original, rng, end))
         try:
             data = IndexedDataset(tmp_path / "d")
-        except DataError:
+        except DataError as error:
+            assert error.file in (idx_path(tmp_path / "d"), bin_path(tmp_path / "d"))
+            assert error.field and error.reason
             refused += 1
             continue
         tokens = [data.document(i) for i in range(data.num_documents)]
         assert sum(map(len, tokens)) == data.num_tokens == int(data.tokens_per_document().sum())
-    assert 300 < refused < 600, "the mutations should reach both outcomes"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4_000_000, peak
+    assert 2000 < refused < 3999, "the mutations should reach both outcomes"
 
 
-def _mutate(original: bytes, rng: np.random.Generator) -> bytes:
+def test_another_users_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong permissions, as the operating system tells them: root may read every file."""
+    write_dataset(tmp_path / "d", DOCUMENTS)
+    if os.geteuid() != 0:
+        idx_path(tmp_path / "d").chmod(0)
+    else:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(DataError, match=r"d\.idx: file: cannot be read \(Permission denied\)"):
+        IndexedDataset(tmp_path / "d")
+
+
+def test_damage_is_told_at_once(tmp_path: Path) -> None:
+    """A million sequences, the last one damaged."""
+    lengths = np.full(1_000_000, 1)
+    lengths[-1] = 2
+    bin_path(tmp_path / "d").write_bytes(bytes(2_000_000))
+    write_index(idx_path(tmp_path / "d"), np.dtype("<u2"), lengths, np.arange(1_000_001))
+    started = time.process_time()
+    with pytest.raises(DataError, match="sequence 999999"):
+        IndexedDataset(tmp_path / "d")
+    assert time.process_time() - started < 1
+
+
+def _mutate(original: bytes, rng: np.random.Generator, end: int) -> bytes:
     raw = bytearray(original)
     for _ in range(int(rng.integers(1, 3))):
-        at = int(rng.integers(0, len(raw)))
+        at = int(rng.integers(0, min(end, len(raw))))
         match int(rng.integers(0, 5)):
             case 0:
                 raw[at] ^= 1 << int(rng.integers(0, 8))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megafp8.data.document_rules import IGNORE
 from megafp8.data.loader import Loader, Microbatch, rank_samples, validation_batches
-from megafp8.data.samples import IGNORE
 
 SEQ = 4
 
@@ -122,7 +122,7 @@ def test_close_ends_the_thread(taken: int) -> None:
         next(loader)
     loader.close()
     loader.close()
-    assert not [t for t in threading.enumerate() if t.name == "data-loader"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("data-loader")]
     with pytest.raises(RuntimeError, match="closed"):
         next(loader)
 
@@ -164,3 +164,34 @@ def test_padding_inside_a_window() -> None:
     (mb,) = validation_batches(Padded(1), 1, 0, 1)
     assert mb.targets_BS.tolist() == [[8, IGNORE, IGNORE, IGNORE]]
     assert mb.tokens_BS.tolist() == [[7, 8, 0, 0]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_workers_change_who_reads_and_not_what(workers: int) -> None:
+    readers: set[str] = set()
+
+    class Watched(Numbers):
+        def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+            readers.add(threading.current_thread().name)
+            time.sleep(0.002)
+            return super().__getitem__(index)
+
+    with Loader(
+        Watched(), micro_batch_size=2, num_microbatches=2, dp_rank=0, dp_size=1, num_workers=workers
+    ) as loader:
+        assert _samples([next(loader) for _ in range(12)]) == list(range(48))
+    assert len(readers) == max(1, workers)
+    assert all(name.startswith("data-loader") for name in readers) == (workers > 0)
+
+
+@pytest.mark.parametrize("total", [3, 12, 19, 24])
+@pytest.mark.parametrize("limit", [None, 4, 16])
+def test_validation_by_whole_global_batches(total: int, limit: int | None) -> None:
+    batches = [
+        mb
+        for rank in range(2)
+        for mb in validation_batches(Numbers(total), 2, rank, 2, limit, multiple_of=8)
+    ]
+    counted = sum(int((mb.targets_BS[:, 0] != IGNORE).sum()) for mb in batches)
+    count = min(total, limit or total)
+    assert counted == (count // 8 * 8 or count)

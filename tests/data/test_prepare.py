@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megafp8.data.builtin import cache_folder
 from megafp8.data.corpus import Corpus, Document, builtin_documents, builtin_key
-from megafp8.data.prepare import PreparedData, cache_folder, prepare
+from megafp8.data.prepare import PreparedData, prepare
 from megafp8.errors import DataError
 from megafp8.specs import TokenizerSpec
 from tests.data.helpers import data_spec, tiny_corpus, tiny_documents, write_dataset
@@ -59,19 +60,21 @@ def test_what_was_prepared(tmp_path: Path) -> None:
     texts = [d.text for d in tiny_documents()]
     assert data.vocab_size == data.tokenizer.vocab_size == 300
     tokens = {d: data.tokenizer.encode(texts[d]) + [data.tokenizer.eod_id] for d in range(40)}
-    assert all(data.dataset.document(d).tolist() == tokens[d] for d in range(40))
-    validation = data.splits.validation.tolist()
+    assert all(
+        data.train_parts[0].opened.dataset.document(d).tolist() == tokens[d] for d in range(40)
+    )
+    validation = data.validation_parts[0].documents.tolist()
     assert data.validation_text() == "".join(texts[d] for d in validation).encode()
     predicted = [t for d in validation for t in tokens[d]]
     assert data.validation_tokens().tolist() == predicted
     assert data.num_validation_tokens == len(predicted)
     counts = np.zeros(300, np.int64)
-    for document in data.splits.train.tolist():
+    for document in data.train_parts[0].documents.tolist():
         np.add.at(counts, tokens[document], 1)
     assert np.array_equal(data.train_token_counts(), counts)
     assert data.num_train_tokens == counts.sum()
     assert data.train.num_samples_per_epoch == data.num_train_tokens // 16
-    assert not set(validation) & set(data.splits.train.tolist())
+    assert not set(validation) & set(data.train_parts[0].documents.tolist())
 
 
 def test_the_fingerprint_depends_on_no_path_and_no_time(tmp_path: Path) -> None:
@@ -286,5 +289,9 @@ def test_the_real_corpus(tmp_path: Path) -> None:
     assert data.vocab_size == 1024
     texts = [document.text.encode() for document in third()]
     assert sum(map(len, texts)) > 300_000
-    assert [data.document_text(number) for number in range(len(texts))] == texts
-    assert len(data.validation_text()) == sum(len(texts[d]) for d in data.splits.validation)
+    assert [
+        data.document_text(data.train_parts[0].opened, number) for number in range(len(texts))
+    ] == texts
+    assert len(data.validation_text()) == sum(
+        len(texts[d]) for d in data.validation_parts[0].documents
+    )

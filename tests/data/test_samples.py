@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megafp8.data.document_rules import IGNORE
+from megafp8.data.index_maps import shuffled
 from megafp8.data.indexed import IndexedDataset, IndexedWriter
 from megafp8.data.samples import (
-    IGNORE,
+    SampleOrder,
     TrainSamples,
     ValidationSamples,
-    shuffled,
     split_documents,
 )
 from megafp8.errors import DataError
@@ -25,7 +26,12 @@ VOCAB = 60000
 def _train(data: IndexedDataset, seed: int = 3, seq_length: int = SEQ) -> TrainSamples:
     everything = np.arange(data.num_documents)
     return TrainSamples(
-        data, everything, seq_length=seq_length, seed=seed, eod_id=EOD, vocab_size=VOCAB
+        data,
+        everything,
+        seq_length=seq_length,
+        order=SampleOrder(seed=seed),
+        eod_id=EOD,
+        vocab_size=VOCAB,
     )
 
 

@@ -154,6 +154,13 @@ def test_which_console(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_console(stream=closed), PlainConsole)
 
 
+def test_without_a_progress_bar_a_terminal_gets_plain_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(open_console(stream=Terminal(), progress_bar=False), PlainConsole)
+
+
 @pytest.mark.parametrize("kind", [PlainConsole, LiveConsole])
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed")])
 def test_a_stream_that_fails_costs_the_output_only(

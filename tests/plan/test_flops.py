@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,13 @@ from megafp8.specs import GPTSpec
 
 
 def gpt(
-    layers: int, hidden: int, ffn: int, vocab: int, seq: int, heads: int | None = None
+    layers: int,
+    hidden: int,
+    ffn: int,
+    vocab: int,
+    seq: int,
+    heads: int | None = None,
+    **more: Any,
 ) -> GPTSpec:
     return GPTSpec(
         num_layers=layers,
@@ -26,6 +34,7 @@ def gpt(
         attention_dropout=0.0,
         ffn_dropout=0.0,
         layernorm_epsilon=1e-5,
+        **more,
     )
 
 
@@ -47,6 +56,14 @@ def test_ffn_of_four_times_hidden_is_the_well_known_72() -> None:
     assert linear == 72 * GPT_5B.num_layers * GPT_5B.hidden_size**2
 
 
+def test_llama3_8b() -> None:
+    """6 FLOPs for each parameter of a matrix that multiplies: all but the look-up and the norms."""
+    spec = gpt(32, 4096, 14336, 128256, 8192, 32, num_query_groups=8, activation="swiglu")
+    found = gemm_flops_per_token(spec)
+    parameters = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    assert found.linear + found.head == 6 * parameters
+
+
 def specification(spec: GPTSpec, causal: bool) -> float:
     """One sequence, matrix by matrix, then divided by its tokens. Slow and obvious."""
     tokens, hidden = spec.max_position_embeddings, spec.hidden_size
@@ -56,13 +73,16 @@ def specification(spec: GPTSpec, causal: bool) -> float:
         return 2 * m * k * n
 
     for _ in range(spec.num_layers):
-        forward += gemm(tokens, hidden, 3 * hidden)
+        for _ in range(spec.num_attention_heads + 2 * spec.num_kv_heads):
+            forward += gemm(tokens, hidden, spec.head_size)
         for _ in range(spec.num_attention_heads):
             scores = gemm(tokens, spec.head_size, tokens)
             values = gemm(tokens, tokens, spec.head_size)
             forward += (scores + values) * (0.5 if causal else 1)
-        forward += gemm(tokens, hidden, hidden)
+        forward += gemm(tokens, spec.num_attention_heads * spec.head_size, hidden)
         forward += gemm(tokens, hidden, spec.ffn_hidden_size)
+        if spec.activation in ("geglu", "swiglu", "reglu"):
+            forward += gemm(tokens, hidden, spec.ffn_hidden_size)
         forward += gemm(tokens, spec.ffn_hidden_size, hidden)
     forward += gemm(tokens, hidden, spec.vocab_size)
     return 3 * forward / tokens
@@ -76,11 +96,33 @@ def specification(spec: GPTSpec, causal: bool) -> float:
     vocab=st.integers(1, 60000),
     seq=st.integers(1, 5000),
     causal=st.booleans(),
+    groups=st.integers(1, 3),
+    activation=st.sampled_from(["gelu", "swiglu", "squared-relu", "reglu"]),
+    width=st.sampled_from([None, 24]),
 )
 def test_equals_a_count_matrix_by_matrix(
-    layers: int, heads: int, head_size: int, ffn: int, vocab: int, seq: int, causal: bool
+    layers: int,
+    heads: int,
+    head_size: int,
+    ffn: int,
+    vocab: int,
+    seq: int,
+    causal: bool,
+    groups: int,
+    activation: str,
+    width: int | None,
 ) -> None:
-    spec = gpt(layers, heads * head_size, ffn, vocab, seq, heads)
+    spec = gpt(
+        layers,
+        groups * heads * head_size,
+        ffn,
+        vocab,
+        seq,
+        groups * heads,
+        num_query_groups=groups,
+        activation=activation,
+        kv_channels=width,
+    )
     got = flops_per_token(spec, "causal" if causal else "full")
     assert got == pytest.approx(specification(spec, causal), rel=1e-12)
 

@@ -1,1 +1,4 @@
-"""What other packages compute for us where they are installed; one file each."""
+"""Other engines for FP8 layers: Transformer Engine (`te*.py`) and torchao (`torchao*.py`).
+
+Either package is imported only in its own files and only where it was chosen.
+"""

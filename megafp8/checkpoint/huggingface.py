@@ -1,0 +1,462 @@
+"""GPTs in the form of Hugging Face's transformers: GPT-2 and Llama, both ways, bit for bit.
+
+Logical tensors become theirs by renaming; GPT-2 keeps linears transposed ([in, out]) and its QKV
+in one. Files are safetensors, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megafp8.checkpoint.disk import os_errors_reported
+from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
+from megafp8.errors import CheckpointError, RunError, UserError
+from megafp8.specs import GPTSpec
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 << 30
+
+_GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
+_LLAMA_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # old files' buffers
+_GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
+
+
+class ConversionError(UserError):
+    """A model that neither of the two architectures can express."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """One tensor of theirs: ours one below the other, then transposed if they keep it so."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def architecture(spec: GPTSpec) -> str:
+    """`gpt2` or `llama`, whichever has all that the model has; `ConversionError` if none does."""
+    misfits = {"gpt2": _misfits(spec, _GPT2), "llama": _misfits(spec, _LLAMA)}
+    for name, wrong in misfits.items():
+        if not wrong:
+            return name
+    raise ConversionError(
+        "transformers has neither this GPT-2 nor this Llama. "
+        + "; ".join(f"Not {name}: {', '.join(wrong)}" for name, wrong in misfits.items())
+        + ". Export a model of one of the two shapes"
+    )
+
+
+_GPT2: dict[str, Callable[[GPTSpec], bool]] = {
+    "normalization": lambda s: s.normalization == "layernorm",
+    "activation": lambda s: s.activation in _GPT2_ACTIVATIONS,
+    "position_embedding_type": lambda s: s.position_embedding_type == "learned_absolute",
+    "bias": lambda s: s.bias,
+    "num_query_groups": lambda s: s.num_kv_heads == s.num_attention_heads,
+    "kv_channels": lambda s: s.query_size == s.hidden_size,
+    "transformer_block_type": lambda s: s.transformer_block_type == "pre_ln",
+}
+_LLAMA: dict[str, Callable[[GPTSpec], bool]] = {
+    "normalization": lambda s: s.normalization == "rmsnorm",
+    "activation": lambda s: s.activation in _LLAMA_ACTIVATIONS,
+    "position_embedding_type": lambda s: s.position_embedding_type == "rope",
+    "rotary_percentage": lambda s: s.rotary_percentage == 1.0,
+    "bias": lambda s: True,
+    "transformer_block_type": lambda s: s.transformer_block_type == "pre_ln",
+}
+
+
+def _misfits(spec: GPTSpec, needs: dict[str, Callable[[GPTSpec], bool]]) -> list[str]:
+    return [f"{name}={getattr(spec, name)}" for name, fits in needs.items() if not fits(spec)]
+
+
+def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
+    """`config.json` of the model."""
+    common = {
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.share_embeddings_and_output_weights,
+        "initializer_range": spec.init_method_std,
+        "bos_token_id": eod_id,
+        "eos_token_id": eod_id,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "use_cache": True,
+    }
+    if architecture(spec) == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_positions": spec.max_position_embeddings,
+            "n_embd": spec.hidden_size,
+            "n_layer": spec.num_layers,
+            "n_head": spec.num_attention_heads,
+            "n_inner": spec.ffn_hidden_size,
+            "activation_function": _GPT2_ACTIVATIONS[spec.activation],
+            "layer_norm_epsilon": spec.layernorm_epsilon,
+            "resid_pdrop": spec.hidden_dropout,
+            "embd_pdrop": spec.hidden_dropout,
+            "attn_pdrop": spec.attention_dropout,
+            **common,
+        }
+    factor = spec.seq_len_interpolation_factor
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rotary_base}
+    if factor is not None:
+        rope |= {"rope_type": "linear", "factor": float(factor)}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": spec.max_position_embeddings,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.ffn_hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_size,
+        "hidden_act": _LLAMA_ACTIVATIONS[spec.activation],
+        "rms_norm_eps": spec.layernorm_epsilon,
+        "attention_bias": spec.bias,
+        "mlp_bias": spec.bias,
+        "attention_dropout": spec.attention_dropout,
+        "rope_parameters": rope,
+        # as transformers 4 has it
+        "rope_theta": spec.rotary_base,
+        "rope_scaling": None if factor is None else {"type": "linear", "factor": float(factor)},
+        **common,
+    }
+
+
+def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
+    """The shape that a `config.json` describes; `CheckpointError` for what we do not have."""
+    kind = config.get("model_type")
+    try:
+        if kind == "gpt2":
+            return _from_gpt2(config, file)
+        if kind == "llama":
+            return _from_llama(config, file)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unfit(file, f"lacks a usable {error}", "Give a whole model folder") from error
+    raise _unfit(file, f"model_type is {kind!r}", "Models of type gpt2 and llama can be imported")
+
+
+def _from_gpt2(c: dict[str, Any], file: Path) -> GPTSpec:
+    function = c.get("activation_function", "gelu_new")
+    activations = {theirs: ours for ours, theirs in _GPT2_ACTIVATIONS.items()}
+    activation = activations.get(_GPT2_ALIASES.get(function, function))
+    _only(file, c, "activation_function", activation is not None)
+    _only(file, c, "scale_attn_weights", c.get("scale_attn_weights", True) is True)
+    _only(file, c, "scale_attn_by_inverse_layer_idx", not c.get("scale_attn_by_inverse_layer_idx"))
+    return GPTSpec(
+        num_layers=int(c["n_layer"]),
+        hidden_size=int(c["n_embd"]),
+        ffn_hidden_size=int(c.get("n_inner") or 4 * int(c["n_embd"])),
+        num_attention_heads=int(c["n_head"]),
+        max_position_embeddings=int(c["n_positions"]),
+        vocab_size=int(c["vocab_size"]),
+        init_method_std=float(c.get("initializer_range", 0.02)),
+        use_scaled_init_method=True,
+        hidden_dropout=float(c.get("resid_pdrop", 0.1)),
+        attention_dropout=float(c.get("attn_pdrop", 0.1)),
+        ffn_dropout=0.0,
+        layernorm_epsilon=float(c.get("layer_norm_epsilon", 1e-5)),
+        activation=activation,  # type: ignore[arg-type]  # checked above
+        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings", True)),
+    )
+
+
+def _from_llama(c: dict[str, Any], file: Path) -> GPTSpec:
+    activations = {theirs: ours for ours, theirs in _LLAMA_ACTIVATIONS.items()}
+    activation = activations.get(c.get("hidden_act", "silu"))
+    _only(file, c, "hidden_act", activation is not None)
+    bias = bool(c.get("attention_bias", False))
+    _only(file, c, "mlp_bias", bool(c.get("mlp_bias", False)) == bias)
+    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "linear"):
+        raise _unfit(
+            file, f"rope_type is {rope_type!r}", "Rotary positions of type default or linear fit"
+        )
+    heads, hidden = int(c["num_attention_heads"]), int(c["hidden_size"])
+    return GPTSpec(
+        num_layers=int(c["num_hidden_layers"]),
+        hidden_size=hidden,
+        ffn_hidden_size=int(c["intermediate_size"]),
+        num_attention_heads=heads,
+        max_position_embeddings=int(c["max_position_embeddings"]),
+        vocab_size=int(c["vocab_size"]),
+        init_method_std=float(c.get("initializer_range", 0.02)),
+        use_scaled_init_method=True,
+        hidden_dropout=0.0,
+        attention_dropout=float(c.get("attention_dropout") or 0.0),
+        ffn_dropout=0.0,
+        layernorm_epsilon=float(c.get("rms_norm_eps", 1e-6)),
+        kv_channels=int(c.get("head_dim") or hidden // heads),
+        num_query_groups=int(c.get("num_key_value_heads") or heads),
+        normalization="rmsnorm",
+        activation=activation,  # type: ignore[arg-type]  # checked above
+        position_embedding_type="rope",
+        rotary_base=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
+        seq_len_interpolation_factor=float(rope["factor"]) if rope_type == "linear" else None,
+        bias=bias,
+        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings", False)),
+    )
+
+
+def _only(file: Path, config: dict[str, Any], key: str, fits: bool) -> None:
+    if not fits:
+        raise _unfit(file, f"{key} is {config.get(key)!r}", "There is no such model here")
+
+
+def _unfit(file: Path, reason: str, way_out: str) -> CheckpointError:
+    return CheckpointError(file, reason, way_out)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+def mapping(spec: GPTSpec) -> Iterator[Mapped]:
+    """Every tensor of theirs, in the order of the model."""
+    yield from _gpt2_tensors(spec) if architecture(spec) == "gpt2" else _llama_tensors(spec)
+    if not spec.share_embeddings_and_output_weights:
+        yield Mapped("lm_head.weight", ("head.weight",))
+
+
+def _gpt2_tensors(spec: GPTSpec) -> Iterator[Mapped]:
+    def both(theirs: str, *ours: str, linear: bool = False) -> Iterator[Mapped]:
+        weights, biases = (tuple(f"{n}.{kind}" for n in ours) for kind in ("weight", "bias"))
+        yield Mapped(f"{theirs}.weight", weights, transposed=linear)
+        yield Mapped(f"{theirs}.bias", biases)
+
+    yield Mapped("transformer.wte.weight", ("embedding.word.weight",))
+    yield Mapped("transformer.wpe.weight", ("embedding.position.weight",))
+    for index in range(spec.num_layers):
+        theirs, ours = f"transformer.h.{index}", f"layers.{index}"
+        qkv = [f"{ours}.attention.{part}" for part in ("query", "key", "value")]
+        yield from both(f"{theirs}.ln_1", f"{ours}.attention_norm")
+        yield from both(f"{theirs}.attn.c_attn", *qkv, linear=True)
+        yield from both(f"{theirs}.attn.c_proj", f"{ours}.attention.projection", linear=True)
+        yield from both(f"{theirs}.ln_2", f"{ours}.mlp_norm")
+        yield from both(f"{theirs}.mlp.c_fc", f"{ours}.mlp.fc1", linear=True)
+        yield from both(f"{theirs}.mlp.c_proj", f"{ours}.mlp.fc2", linear=True)
+    yield from both("transformer.ln_f", "final_norm")
+
+
+def _llama_tensors(spec: GPTSpec) -> Iterator[Mapped]:
+    linears = {
+        "self_attn.q_proj": "attention.query",
+        "self_attn.k_proj": "attention.key",
+        "self_attn.v_proj": "attention.value",
+        "self_attn.o_proj": "attention.projection",
+        "mlp.gate_proj": "mlp.gate",
+        "mlp.up_proj": "mlp.up",
+        "mlp.down_proj": "mlp.fc2",
+    }
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    yield Mapped("model.embed_tokens.weight", ("embedding.word.weight",))
+    for index in range(spec.num_layers):
+        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+        for name, own in (linears | norms).items():
+            yield Mapped(f"{theirs}.{name}.weight", (f"{ours}.{own}.weight",))
+        if spec.bias:
+            for name, own in linears.items():
+                yield Mapped(f"{theirs}.{name}.bias", (f"{ours}.{own}.bias",))
+    yield Mapped("model.norm.weight", ("final_norm.weight",))
+
+
+def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
+    """Of one of our tensors, by its logical name."""
+    hidden, ffn, *_, part, kind = (spec.hidden_size, spec.ffn_hidden_size, *name.split("."))
+    linears = {
+        "query": (spec.query_size, hidden),
+        "key": (spec.kv_size, hidden),
+        "value": (spec.kv_size, hidden),
+        "projection": (hidden, spec.query_size),
+        "fc1": (ffn, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "fc2": (hidden, ffn),
+        "word": (spec.vocab_size, hidden),
+        "head": (spec.vocab_size, hidden),
+        "position": (spec.max_position_embeddings, hidden),
+    }
+    shape = linears.get(part, (hidden,))  # else a norm's
+    return shape if kind == "weight" else shape[:1]
+
+
+def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """One tensor of theirs; `read` gives ours by logical name."""
+    whole = torch.cat([read(name) for name in entry.ours])
+    return whole.t().contiguous() if entry.transposed else whole
+
+
+def to_ours(entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Our tensors, by logical name, that one of theirs holds."""
+    rows = tensor.t() if entry.transposed else tensor
+    parts = rows.chunk(len(entry.ours))  # queries, keys and values are of one size in GPT-2
+    return {name: part.contiguous() for name, part in zip(entry.ours, parts, strict=True)}
+
+
+# --- folders -------------------------------------------------------------------------------------
+
+
+def write_folder(
+    folder: Path,
+    spec: GPTSpec,
+    read: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    eod_id: int | None,
+    num_tokens: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Config, generation config and weights into a new or empty folder; returns the files.
+
+    Rows of the vocabulary from `num_tokens` on are padding, which generation is told to suppress.
+    """
+    config = to_config(spec, dtype, eod_id)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder}: is there already. Give a new or an empty folder")
+    with os_errors_reported(folder, "exporting a model"):
+        folder.mkdir(parents=True, exist_ok=True)
+        files = _write_weights(folder, spec, read, dtype, max_file_bytes)
+        generation: dict[str, Any] = {"do_sample": False, "eos_token_id": eod_id}
+        generation |= {"bos_token_id": eod_id, "pad_token_id": eod_id}
+        if num_tokens is not None and num_tokens < spec.vocab_size:
+            generation["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
+        write_json_atomically(folder / GENERATION_CONFIG, generation)
+        write_json_atomically(folder / CONFIG, config)
+    return [*files, folder / GENERATION_CONFIG, folder / CONFIG]
+
+
+def _write_weights(
+    folder: Path,
+    spec: GPTSpec,
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> list[Path]:
+    """As many files as their size asks for, by the names that transformers looks for."""
+    written: list[tuple[Path, list[str]]] = []
+    waiting: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        nonlocal waiting, size
+        path = folder / f"part-{len(written)}.safetensors"
+        save_file(waiting, path, metadata={"format": "pt"})
+        written.append((path, list(waiting)))
+        waiting, size = {}, 0
+
+    for entry in mapping(spec):
+        tensor = to_theirs(entry, read).to(dtype)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if waiting and size + num_bytes > max_file_bytes:
+            write()
+        waiting[entry.theirs] = tensor
+        size, total = size + num_bytes, total + num_bytes
+    write()
+    if len(written) == 1:
+        return [written[0][0].rename(folder / WEIGHTS)]
+    count, files = len(written), list[Path]()
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(written, start=1):
+        files.append(path.rename(folder / f"model-{number:05}-of-{count:05}.safetensors"))
+        weight_map |= dict.fromkeys(names, files[-1].name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json_atomically(folder / INDEX, index)
+    return [*files, folder / INDEX]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model's folder."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise CheckpointError(file, "is not there", "Give the folder of a downloaded model")
+    try:
+        return read_json(file)
+    except RunError as error:
+        raise CheckpointError(file, str(error), "Download the model again") from error
+
+
+def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our tensors, in FP32, from a folder of theirs; each is read when it is asked for.
+
+    Names and shapes are checked before the first one is read.
+    """
+    where = _files_by_tensor(folder)
+    wanted = list(mapping(spec))
+    prefix = "" if wanted[0].theirs in where else wanted[0].theirs.partition(".")[0] + "."
+    for entry in wanted:
+        if entry.theirs.removeprefix(prefix) not in where:
+            raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
+    known = {entry.theirs.removeprefix(prefix) for entry in wanted} | {"lm_head.weight"}
+    if extra := sorted(n for n in where.keys() - known if not n.endswith(_NOT_WEIGHTS)):
+        raise CheckpointError(
+            folder, f"has {extra[0]}, which config.json does not tell of", "Give a whole model"
+        )
+    for entry in wanted:
+        _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
+    for entry in wanted:
+        name = entry.theirs.removeprefix(prefix)
+        with _opened(where[name]) as file:
+            tensor = file.get_tensor(name)
+        yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
+
+
+def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
+    name = entry.theirs.removeprefix(prefix)
+    with _opened(path) as file:
+        actual = tuple(file.get_slice(name).get_shape())
+    first, *rest = logical_shape(spec, entry.ours[0])
+    expected = (len(entry.ours) * first, *rest)
+    if entry.transposed:
+        expected = expected[::-1]
+    if actual != expected:
+        reason = f"{name} has shape {actual}, by config.json {expected}"
+        raise CheckpointError(path, reason, "Give a model's own config.json and weights")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(path, f"cannot be read ({error})", "Download it again") from error
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(index, f"cannot be read ({error})", "Download it again") from None
+        for value in names.values():
+            if Path(value).name != value:
+                raise CheckpointError(index, f"{value!r} is no plain name", "Download it again")
+        return {name: folder / value for name, value in names.items()}
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(
+            file,
+            "is not there",
+            "Only safetensors are read: pickled weights (.bin, .pt) can run code",
+        )
+    with _opened(file) as opened:
+        return dict.fromkeys(opened.keys(), file)

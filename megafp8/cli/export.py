@@ -1,0 +1,66 @@
+"""Writes a run's model in the form that Hugging Face's transformers loads.
+
+python -m megafp8.cli.export RUN DIR [--dtype float32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megafp8.checkpoint.huggingface import architecture, write_folder
+from megafp8.checkpoint.reader import Reader
+from megafp8.config.app import report
+from megafp8.errors import ExitCode, UserError
+from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer
+from megafp8.train.weights import find_checkpoint, read_tensor, shape_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the folder, say what is in it; 0, or 2 if it could not be."""
+    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.export", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's directory, or one of its checkpoints")
+    parser.add_argument("dir", type=Path, help="a new or empty folder")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights; float32 is exact"
+    )
+    options = parser.parse_args(argv)
+    try:
+        export(options.run, options.dir, DTYPES[options.dtype])
+    except UserError as error:
+        return report(error)
+    return ExitCode.FINISHED
+
+
+def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
+    """The model of `run` into `folder`, with its tokenizer where the run has one."""
+    checkpoint = find_checkpoint(run, print)
+    reader = Reader(checkpoint)
+    spec, home = shape_of(reader), home_of(checkpoint)
+    tokenizer = find_tokenizer(home)
+    eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
+    read = partial(read_tensor, reader)
+    num_tokens = None if tokenizer is None else tokenizer.vocab_size
+    files = write_folder(folder, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
+    copied = copy_tokenizer(home, folder)
+    print(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
+    for name in [*(file.name for file in files), *copied]:
+        print(f"  {folder / name}")
+    if not copied:
+        print(f"no tokenizer: {home} has none. Put the one of its data into {folder}")
+
+
+def home_of(checkpoint: Path) -> Path:
+    """The run's directory: `<run>/checkpoints/step_…`."""
+    return checkpoint.absolute().parents[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""Continues a text with a run's model.
+
+python -m megafp8.cli.generate RUN --prompt "def " [--tokens 100] [--temperature 0.8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.reader import Reader
+from megafp8.cli.export import DTYPES, home_of
+from megafp8.config.app import report
+from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
+from megafp8.train.generate import Sampling, generate
+from megafp8.train.tokenizer_files import find_tokenizer
+from megafp8.train.weights import find_checkpoint, load_model
+
+RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the text as it comes; 0, or 2 if there is no such model."""
+    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.generate", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run, a checkpoint, or what import_hf wrote")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=_count, default=100, help="at most so many (100)")
+    parser.add_argument("--temperature", type=_amount, default=0.0, help="0 is greedy (0)")
+    parser.add_argument("--top-k", type=_count, help="draw from the k most likely tokens")
+    parser.add_argument("--top-p", type=_share, help="draw from the likeliest of this much mass")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws (1234)")
+    parser.add_argument("--dtype", choices=DTYPES, help="that of the run, without FP8")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
+    options = parser.parse_args(argv)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    try:
+        run(options, sampling)
+    except UserError as error:
+        return report(error)
+    return ExitCode.FINISHED
+
+
+def run(options: argparse.Namespace, sampling: Sampling) -> None:
+    """Load the model, print prompt and continuation."""
+    checkpoint = find_checkpoint(options.run, lambda line: print(line, file=sys.stderr))
+    home = home_of(checkpoint)
+    tokenizer = find_tokenizer(home)
+    if tokenizer is None:
+        raise CheckpointError(
+            home / "tokenizer.json", "is not there", "Put the tokenizer of the run's data there"
+        )
+    reader = Reader(checkpoint)
+    dtype = options.dtype or run_dtype(reader.meta)
+    model = load_model(reader, DTYPES[dtype], _device(options.device))
+    print(f"{checkpoint}: {dtype}, no FP8, on {options.device}", file=sys.stderr)
+    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
+    tokens: list[int] = []
+    shown = ""
+    print(options.prompt, end="", flush=True)
+    for token in generate(model, prompt, options.tokens, sampling, vocab_size=tokenizer.vocab_size):
+        if token == tokenizer.eod_id:
+            break
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\ufffd"):  # else in the middle of a character
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(tokens)[len(shown) :] if tokens else "")
+
+
+def run_dtype(meta: dict[str, Any]) -> str:
+    """The name of the dtype that the run computed in; FP32 for an imported model."""
+    precision = str(meta.get("config", {}).get("trainer", {}).get("precision", "32"))
+    return next((name for key, name in RUN_DTYPES.items() if precision.startswith(key)), "float32")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"--device {name}: {reason}. Use --device cpu") from error
+    return device
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return number
+
+
+def _amount(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: 0 or above")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: above 0 and at most 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

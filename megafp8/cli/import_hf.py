@@ -1,0 +1,126 @@
+"""Brings a GPT-2 or Llama of Hugging Face's transformers in, as a start for training.
+
+python -m megafp8.cli.import_hf MODEL DIR
+
+DIR gets a checkpoint, the tokenizer, and a configuration of the model's shape, with which
+`python pretrain_gpt.py --config-dir DIR --config-name model …` trains it further.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megafp8.checkpoint import store
+from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
+from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
+from megafp8.checkpoint.store import ShardEntry
+from megafp8.config.app import report
+from megafp8.config.architecture import tree_of_spec
+from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.observe.files import write_atomically
+from megafp8.specs import GPTSpec
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer
+from megafp8.train.weights import MODEL
+
+CONFIG = "model.yaml"
+SHARD_BYTES = 4 << 30
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the folder, say how to train; 0, or 2 if it could not be."""
+    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.import_hf", description=__doc__)
+    parser.add_argument("model", type=Path, help="a folder with config.json and safetensors")
+    parser.add_argument("dir", type=Path, help="a new or empty folder")
+    options = parser.parse_args(argv)
+    try:
+        import_model(options.model, options.dir)
+    except UserError as error:
+        return report(error)
+    return ExitCode.FINISHED
+
+
+def import_model(model: Path, folder: Path) -> None:
+    """The model in `model` as a checkpoint of step 0 in `folder`."""
+    config = read_config(model)
+    spec = from_config(config, model / "config.json")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder}: is there already. Give a new or an empty folder")
+    tokenizer = find_tokenizer(model)
+    ends = config.get("eos_token_id")
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    tree = {
+        **tree_of_spec(spec),
+        "init_method_std": spec.init_method_std,
+        "hidden_dropout": spec.hidden_dropout,
+        "attention_dropout": spec.attention_dropout,
+        "make_vocab_size_divisible_by": divisor(
+            spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
+        ),
+    }
+    meta = {"config": {"model": tree}, "eod_id": first, "imported_from": architecture(spec)}
+    checkpoint = _write_checkpoint(model, spec, folder / CHECKPOINTS_DIR, meta)
+    copied = copy_tokenizer(model, folder)
+    own = {
+        "defaults": ["pretrain_gpt", "_self_"],
+        "restore_from_path": str(folder.absolute()),
+        "model": {"encoder_seq_length": spec.max_position_embeddings, **tree},
+    }
+    write_atomically(folder / CONFIG, yaml.safe_dump(own, sort_keys=False))
+    print(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {checkpoint}")
+    print(f"tokenizer: {', '.join(copied) or 'none there; bring the one of the model'}")
+    print(
+        "train it: python pretrain_gpt.py "
+        f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
+        "model.data.data_prefix=<data of its tokenizer>"
+    )
+
+
+def divisor(rows: int, vocab_size: int) -> int:
+    """A `make_vocab_size_divisible_by` that pads the tokenizer's vocabulary to the rows there are.
+
+    128 or a smaller power of two where one does, else the rows themselves.
+    """
+    powers = (2**n for n in range(7, -1, -1))
+    fits = (n for n in powers if padded_vocab_size(vocab_size, n) == rows)
+    return next(fits, rows)
+
+
+def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, Any]) -> Path:
+    """A few gigabytes at a time; verified when something starts from it."""
+    staging = store.begin(root, 0)
+    entries: list[ShardEntry] = []
+    waiting: list[Placement] = []
+    size = 0
+
+    def write() -> None:
+        nonlocal waiting, size
+        name = f"model{len(entries)}.safetensors"
+        entries.append(store.write_shard(staging, name, waiting))
+        waiting, size = [], 0
+
+    try:
+        for name, tensor in read_tensors(model, spec):
+            shape = tuple(tensor.shape)
+            waiting.append(Placement(MODEL + name, shape, (0,) * len(shape), tensor))
+            size += tensor.numel() * torch.float32.itemsize
+            if size >= SHARD_BYTES:
+                write()
+        if waiting:
+            write()
+    except BaseException:
+        store.discard(staging)
+        raise
+    return store.commit(staging, root, 0, entries, meta)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Makes an indexed dataset out of text, with its tokenizer beside it.
+
+python -m megafp8.cli.preprocess FILE... --output PREFIX --tokenizer TOKENIZER
+python -m megafp8.cli.preprocess --dataset NAME --output PREFIX --tokenizer TOKENIZER
+python -m megafp8.cli.preprocess index KEY=VALUE...   (index maps of a job, ahead of it)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from megafp8.config.app import AppInfo, report, run_app
+from megafp8.config.resolve import resolve
+from megafp8.data.ahead import build_index_maps
+from megafp8.data.prepare import prepare
+from megafp8.data.preprocess import Counts, preprocess
+from megafp8.data.sidecar import Sidecar
+from megafp8.data.text_sources import TextSource, first_texts, paths_of
+from megafp8.data.tokenizer_choice import CHOICES, choose_tokenizer
+from megafp8.errors import DataError, ExitCode, UserError
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prepare text, or with `index` a job's index maps; the exit code."""
+    if argv and argv[0] == "index":
+        return run_app(argv[1:], _index, prog="python -m megafp8.cli.preprocess index")
+    options = _parser().parse_args(argv)
+    try:
+        sidecar = _preprocess(options)
+    except UserError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return int(ExitCode.SAVED_ON_SIGNAL)
+    _tell(sidecar, options.output)
+    return ExitCode.FINISHED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.preprocess",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("files", nargs="*", metavar="FILE", help="text, JSONL or Parquet, or a folder of such")
+    add("--dataset", metavar="NAME", help="instead: a dataset of the Hub, or its folder")
+    add("--config", metavar="NAME", help="of --dataset, where it has several")
+    add("--split", help="of --dataset (train)")
+    add("--text-key", metavar="NAME", help="column that holds the text (text)")
+    add("--document", choices=("file", "paragraph", "line"),
+        help="what of a plain text file is one document (file)")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="PREFIX", help="path without .bin and .idx")
+    add("--tokenizer", required=True, help=CHOICES)
+    add("--vocab-size", type=int, metavar="N", help="of bpe (32768)")
+    add("--train-megabytes", type=int, metavar="N",
+        help="how much of the text, from its beginning, trains bpe (256)")  # fmt: skip
+    add("--end-of-document", metavar="TOKEN", help="the token that ends a document")
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
+        help="processes that encode; 0: threads of this one (%(default)s)")  # fmt: skip
+    return parser
+
+
+def _preprocess(options: argparse.Namespace) -> Sidecar:
+    _check(options)
+    source = TextSource(
+        files=paths_of(options.files),
+        dataset=options.dataset,
+        config=options.config,
+        split=options.split or "train",
+        text_key=options.text_key or "text",
+        document=options.document or "file",
+    )
+    vocab_size = options.vocab_size or 32768
+    megabytes = options.train_megabytes or 256
+    trained = options.tokenizer == "bpe"
+    make = choose_tokenizer(
+        options.tokenizer,
+        options.end_of_document,
+        vocab_size=vocab_size,
+        texts_to_train_on=lambda: first_texts(source.texts(), megabytes * 1_000_000),
+    )
+    name = f"{options.tokenizer} {options.end_of_document}"
+    if trained:
+        name += f" {vocab_size} {megabytes}"
+        print(f"the tokenizer is trained on the first {megabytes} MB of the text", flush=True)
+    with _Bar(source.num_bytes()) as bar:
+        return preprocess(
+            source,
+            options.output.expanduser(),
+            tokenizer_name=name,
+            make_tokenizer=make,
+            workers=options.workers,
+            on_progress=bar.show,
+            notify=lambda line: print(line, flush=True),
+        )
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Options that contradict each other or would do nothing."""
+    if bool(options.files) == bool(options.dataset):
+        raise DataError(
+            "preprocess", "text", "comes from files or from --dataset", "Give one of the two"
+        )
+    needs = {
+        "config": bool(options.dataset),
+        "split": bool(options.dataset),
+        "document": bool(options.files),
+        "vocab_size": options.tokenizer == "bpe",
+        "train_megabytes": options.tokenizer == "bpe",
+    }
+    for name, has_meaning in needs.items():
+        if getattr(options, name) is not None and not has_meaning:
+            option = "--" + name.replace("_", "-")
+            raise DataError("preprocess", option, "does nothing here", "Leave it out")
+    for name, least in (("workers", 0), ("vocab_size", 257), ("train_megabytes", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            option = "--" + name.replace("_", "-")
+            raise DataError("preprocess", option, f"is {value}", f"Give at least {least}")
+
+
+def _tell(sidecar: Sidecar, prefix: Path) -> None:
+    print(
+        f"{sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
+        f"{sidecar.num_tokens} tokens of a vocabulary of {sidecar.vocab_size}: {prefix}"
+    )
+    if sidecar.num_documents == 1:
+        print(
+            "note: one document cannot be shared out to training and validation; "
+            "--document paragraph or line makes more of a plain text"
+        )
+    print(f"train on it: python pretrain_gpt.py model.data.data_prefix={prefix}")
+
+
+class _Bar:
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._on_terminal = console.is_terminal
+        self._task = self._progress.add_task("", total=total, rate="")
+        self._first: tuple[float, int] | None = None
+        self._last_line = time.monotonic()
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def show(self, counts: Counts) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (now, counts.num_bytes)
+        seconds, done = now - self._first[0], counts.num_bytes - self._first[1]
+        rate = f"{done / 1e6 / seconds:.1f} MB/s" if seconds > 0 else ""
+        text = f"{counts.num_documents} documents, {counts.num_tokens} tokens"
+        if self._on_terminal:
+            self._progress.update(
+                self._task, completed=counts.num_bytes, description=text, rate=rate
+            )
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(f"{text}, {counts.num_bytes / 1e6:.0f} MB, {rate}", file=sys.stderr, flush=True)
+
+
+def _index(cfg: DictConfig, info: AppInfo) -> int:
+    """Build the index maps of a job, for the epochs that it will read."""
+    spec = resolve(cfg, lambda: True)  # no device is used here
+    data = prepare(spec.data, lambda line: print(line, flush=True))
+    num_samples = spec.train.max_steps * spec.train.global_batch_size
+    num_epochs = build_index_maps(data, num_samples)
+    print(f"index maps of {num_epochs} epochs for {num_samples} samples are there")
+    return ExitCode.FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

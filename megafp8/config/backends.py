@@ -1,0 +1,155 @@
+"""What `model.fp8_backend` may be asked for beside the other keys.
+
+What depends on the machine or on a package's version is checked where the run begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megafp8.config.fp8_rules import recipes_in
+from megafp8.config.problems import SettingError
+from megafp8.config.rules import Finding, Rules, Values
+from megafp8.specs.precision import BackendName
+
+rule = Rules()
+
+KEY = "model.fp8_backend"
+NATIVE = "model.fp8_backend=native is our own engine, on any device"
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE_RECIPES = ("delayed", "tensorwise", "blockwise")
+
+
+def backend(asked: str) -> BackendName:
+    """`auto` is our own engine: it runs every recipe on every device."""
+    names: dict[str, BackendName] = {"te": "te", "torchao": "torchao"}
+    return names.get(asked, "native")
+
+
+def refuse_te_on_cpu(values: Mapping[str, Any]) -> None:
+    """`trainer.accelerator` is resolved."""
+    if values[KEY] == "te" and values["trainer.accelerator"] == "cpu":
+        reason = "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
+        raise SettingError(KEY, "te", reason, NATIVE)
+
+
+@rule(KEY, "model.fp8")
+def _torchao_needs_fp8(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "torchao" and not v["model.fp8"]:
+        yield Finding(KEY, "torchao runs FP8 alone", f"Set model.fp8=True. {NATIVE}")
+
+
+@rule(KEY, "model.transformer_engine")
+def _te_is_transformer_engine(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and not v["model.transformer_engine"]:
+        yield Finding(
+            KEY,
+            "model.transformer_engine=False says that it is not wanted",
+            f"Set model.transformer_engine=True. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_modules")
+def _recipe_is_there(v: Values) -> Iterator[Finding]:
+    known = {"te": TE_RECIPES, "torchao": TORCHAO_RECIPES}.get(v[KEY])
+    if not v["model.fp8"] or known is None:
+        return
+    foreign = sorted(recipes_in(v) - set(known))
+    if foreign:
+        yield Finding(
+            "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
+            f"model.fp8_backend={v[KEY]} has no {foreign[0]} recipe",
+            f"It has {', '.join(known)}. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_interval")
+def _te_has_no_interval(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.fp8"] and v["model.fp8_interval"] != 1:
+        yield Finding(
+            "model.fp8_interval",
+            "Transformer Engine makes scales anew at every update",
+            f"Use model.fp8_interval=1. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_wgrad", "model.override_linear_precision")
+def _te_overrides_backward_alone(v: Values) -> Iterator[Finding]:
+    """`backward_override` of later versions keeps both products of backward in high precision."""
+    if v[KEY] != "te" or not v["model.fp8"]:
+        return
+    output, grad_input, grad_weight = v["model.override_linear_precision"]
+    grad_weight = grad_weight or not v["model.fp8_wgrad"]
+    if (output, grad_input, grad_weight) == (False, False, False):
+        return
+    if v["model.fp8_recipe"] == "delayed" or output or not (grad_input and grad_weight):
+        key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
+        yield Finding(
+            key,
+            "Transformer Engine has no such thing: it would take the flag and ignore it",
+            "Leave it out (with tensorwise and blockwise, [false, true, true] keeps both products "
+            f"of backward in high precision). {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.pad_inner_dim")
+def _te_does_not_pad(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.fp8"] and v["model.pad_inner_dim"]:
+        yield Finding(
+            "model.pad_inner_dim",
+            "Transformer Engine's layers do not pad",
+            f"Leave it out, or use model.fp8_backend=torchao. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.ffn_dropout")
+def _te_has_no_mlp_dropout(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "te" and v["model.ffn_dropout"]:
+        yield Finding(
+            "model.ffn_dropout",
+            "Transformer Engine's layer has no dropout inside the MLP",
+            f"Use model.ffn_dropout=0. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_params")
+def _torchao_has_no_fp8_params(v: Values) -> Iterator[Finding]:
+    if v[KEY] == "torchao" and v["model.fp8"] and v["model.fp8_params"]:
+        yield Finding(
+            "model.fp8_params",
+            "torchao keeps weights in high precision",
+            f"Leave it out. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.tensor_model_parallel_size")
+def _torchao_is_not_tensor_parallel(v: Values) -> Iterator[Finding]:
+    tp = v["model.tensor_model_parallel_size"]
+    if v[KEY] == "torchao" and tp > 1:
+        yield Finding(
+            "model.tensor_model_parallel_size",
+            "torchao's linears are not tensor-parallel here",
+            f"Use model.tensor_model_parallel_size=1. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.fp8", "model.fp8_health")
+def _health_is_native(v: Values) -> Iterator[Finding]:
+    """The default, `scales`, gives way; a run's header says so."""
+    if v[KEY] in ("te", "torchao") and v["model.fp8"] and v["model.fp8_health"] == "full":
+        yield Finding(
+            "model.fp8_health",
+            f"the casts of model.fp8_backend={v[KEY]} are not seen",
+            f"Use model.fp8_health=off. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.enable_fsdp_float8_all_gather")
+def _no_fsdp(v: Values) -> Iterator[Finding]:
+    if v["model.enable_fsdp_float8_all_gather"]:
+        yield Finding(
+            "model.enable_fsdp_float8_all_gather",
+            "needs FSDP, which is not supported yet",
+            "Leave it out",
+        )

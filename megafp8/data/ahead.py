@@ -1,0 +1,25 @@
+"""Index maps built before a job needs them."""
+
+from __future__ import annotations
+
+from megafp8.data.blend import BlendedSamples
+from megafp8.data.prepare import PreparedData
+from megafp8.data.samples import SampleSource, TrainSamples
+
+
+def build_index_maps(data: PreparedData, num_samples: int) -> int:
+    """Has every map that the first `num_samples` need in the cache; returns how many epochs."""
+    source = data.train
+    if isinstance(source, BlendedSamples):
+        counts = source.schedule.counts(num_samples)
+        pairs = zip(source.sources, counts, strict=True)
+        return sum(_build(one, count) for one, count in pairs)
+    return _build(source, num_samples)
+
+
+def _build(source: SampleSource, num_samples: int) -> int:
+    assert isinstance(source, TrainSamples), type(source)
+    num_epochs = -(-num_samples // source.num_samples_per_epoch)
+    for number in range(num_epochs):
+        source.epoch(number)
+    return num_epochs

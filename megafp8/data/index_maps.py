@@ -1,0 +1,135 @@
+"""Where each window of an epoch lies: computed with NumPy over whole arrays, never in a loop.
+
+Q sequences of an epoch, N windows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.data.index_cache import Arrays, IndexCache
+from megafp8.data.indexed import IndexedDataset
+
+# Sequences at a time: their lengths and ends stay in the processor's cache.
+_BLOCK = 1 << 14
+_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+
+
+@dataclass(frozen=True)
+class EpochMap:
+    """One epoch's sequences in order, and where its windows start.
+
+    Attributes:
+        sequences_Q: The dataset's sequences, one after another.
+        first_N: Place in `sequences_Q` of the one in which each window starts.
+        offset_N: Tokens of that sequence before the window's first.
+        order_N: Window of each of the epoch's samples.
+    """
+
+    sequences_Q: NDArray[np.integer]  # noqa: N815 (shape suffix)
+    first_N: NDArray[np.integer]  # noqa: N815 (shape suffix)
+    offset_N: NDArray[np.integer]  # noqa: N815 (shape suffix)
+    order_N: NDArray[np.integer]  # noqa: N815 (shape suffix)
+
+
+def shuffled(count: int, *key: int) -> NDArray[np.int64]:
+    """A permutation of `range(count)` that depends on `key` alone.
+
+    Sorts by SplitMix64 of a counter. NumPy may change what its own generators return from one
+    version to the next, and a run must continue with the same order.
+    """
+    state = np.zeros(1, np.uint64)
+    for part in key:
+        state = _splitmix64(state ^ np.uint64(part & 0xFFFF_FFFF_FFFF_FFFF))
+    order = _splitmix64(state + np.arange(count, dtype=np.uint64) * _GOLDEN)
+    # All values differ, since SplitMix64 is a bijection: an unstable sort gives the same order.
+    return np.argsort(order).astype(np.int64, copy=False)
+
+
+def sample_index(
+    lengths_S: NDArray[np.int32],
+    sequences_Q: NDArray[np.integer],
+    seq_length: int,
+    num_windows: int,
+) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+    """Place and offset of each window's first token: (`first_N`, `offset_N`) of `EpochMap`.
+
+    Window 0 starts with an end of a document that no sequence holds, so it counts as starting at
+    the first token; window w > 0 starts with the token before the first it predicts, token
+    `w * seq_length - 1` of the epoch.
+    """
+    first_N = np.empty(num_windows, _smallest_dtype(len(sequences_Q)))
+    offset_N = np.empty(num_windows, np.int32)
+    # A mapped file's arrays start at odd places, where `take` would copy all of them each time.
+    lengths_S = np.require(lengths_S, np.int32, "A")
+    lengths_buffer, ends_buffer = np.empty(_BLOCK, np.int32), np.empty(_BLOCK, np.int64)
+    before, done = 0, 0  # tokens and windows of the blocks so far
+    for begin in range(0, len(sequences_Q), _BLOCK):
+        block = sequences_Q[begin : begin + _BLOCK]
+        lengths, ends = lengths_buffer[: len(block)], ends_buffer[: len(block)]
+        # All are inside; only with "clip" does NumPy write without a buffer between.
+        np.take(lengths_S, block, out=lengths, mode="clip")
+        np.cumsum(lengths, dtype=np.int64, out=ends)
+        ended = before + int(ends[-1])
+        until = min(num_windows, ended // seq_length + 1) if ended else 0  # w * seq - 1 < ended
+        starts = np.arange(done * seq_length - 1, until * seq_length - 1, seq_length) - before
+        if done == 0:
+            starts[:1] = 0
+        place = np.searchsorted(ends, starts, side="right")
+        np.add(place, begin, out=first_N[done:until], casting="unsafe")
+        np.add(starts - ends[place], lengths[place], out=offset_N[done:until], casting="unsafe")
+        before, done = ended, until
+    assert done == num_windows, f"{done} of {num_windows} windows"
+    return first_N, offset_N
+
+
+def epoch_map(
+    dataset: IndexedDataset,
+    documents: NDArray[np.integer],
+    seq_length: int,
+    num_windows: int,
+    order: Callable[[], NDArray[np.int64]],
+) -> Arrays:
+    """The arrays of an `EpochMap` over documents in the given order."""
+    sequences = sequences_of(dataset, documents)
+    sequences = sequences.astype(_smallest_dtype(dataset.num_sequences), copy=False)
+    first, offset = sample_index(dataset.lengths_N, sequences, seq_length, num_windows)
+    return {
+        "sequences_Q": sequences,
+        "first_N": first,
+        "offset_N": offset,
+        "order_N": order().astype(_smallest_dtype(num_windows), copy=False),
+    }
+
+
+def cached_epoch_map(
+    cache: IndexCache, key: dict[str, object], size: int, build: Callable[[], Arrays]
+) -> EpochMap:
+    """From the cache, or computed."""
+    return EpochMap(**cache.get("epoch", key, size, build))
+
+
+def sequences_of(dataset: IndexedDataset, documents: NDArray[np.integer]) -> NDArray[np.integer]:
+    """The sequences of all documents, one document after another."""
+    if dataset.has_one_sequence_per_document:
+        return documents
+    first = dataset.documents_D1[documents]
+    counts = dataset.documents_D1[documents + 1] - first
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+
+
+def _smallest_dtype(count: int) -> type[np.signedinteger]:
+    return np.int32 if count < 2**31 else np.int64
+
+
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection on 64 bits."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return x ^ (x >> np.uint64(31))

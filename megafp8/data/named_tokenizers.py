@@ -1,0 +1,142 @@
+"""Tokenizers by the names that users give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
+from megafp8.data.tiktoken_tokenizer import load_tiktoken, named_tiktoken
+from megafp8.data.tokenize import END_OF_DOCUMENT, JsonTokenizer, Tokenizer, load_json
+from megafp8.errors import ConfigError, DataError
+from megafp8.specs import TokenizerSpec
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+def configured_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
+    """The tokenizer that a configuration names; None: the one that comes with the data.
+
+    Raises:
+        ConfigError: The library needs a setting that is not there.
+        DataError: The tokenizer cannot be read.
+    """
+    match spec.library:
+        case "builtin":
+            return None
+        case "huggingface":
+            return huggingface_tokenizer(_given(spec, "type", spec.type))
+        case "sentencepiece":
+            return load_sentencepiece(Path(_given(spec, "model", spec.model)), None)
+        case "tiktoken":
+            return tiktoken_tokenizer(_given(spec, "model", spec.model))
+        case _:
+            return gpt2_tokenizer(
+                Path(_given(spec, "vocab_file", spec.vocab_file)),
+                Path(_given(spec, "merge_file", spec.merge_file)),
+            )
+
+
+def tiktoken_tokenizer(name: str) -> Tokenizer:
+    """A file of ranks, or one of tiktoken's own encodings by name."""
+    path = Path(name)
+    return load_tiktoken(path) if path.suffix or path.exists() else named_tiktoken(name)
+
+
+def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> JsonTokenizer:
+    """A tokenizer of `transformers` by its name on the Hub or its folder.
+
+    Args:
+        name: Hub name, folder, or the path of a `tokenizer.json`.
+        end_of_document: The token that ends a document; None: the tokenizer's `eos_token`, and
+            `<|endoftext|>` for a bare `tokenizer.json`.
+
+    Raises:
+        DataError: It cannot be loaded, has no Rust form, or nothing that ends a document.
+    """
+    if name.endswith(".json"):
+        return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            name, "tokenizer", "needs the transformers package", "pip install transformers"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)  # trust_remote_code stays off: no code runs
+    except Exception as error:  # of files, of JSON, of whatever the network raises
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            name,
+            "tokenizer",
+            f"transformers cannot load it ({reason})",
+            "Give a folder with tokenizer.json, or a name on the Hub where there is a network",
+        ) from error
+    rust = getattr(loaded, "backend_tokenizer", None)
+    if rust is None:
+        raise DataError(
+            name,
+            "tokenizer",
+            "has no fast form (tokenizer.json)",
+            "Use a tokenizer that has one; SentencePiece models are taken as they are",
+        )
+    token = end_of_document or loaded.eos_token
+    eod_id = None if token is None else rust.token_to_id(str(token))
+    if eod_id is None:
+        raise DataError(
+            name,
+            "vocabulary",
+            f"has no {token!r}" if token else "names no eos_token",
+            "Name the token that is to end a document",
+        )
+    return JsonTokenizer(_copy(rust), eod_id)
+
+
+def gpt2_tokenizer(vocab_file: Path, merge_file: Path) -> JsonTokenizer:
+    """GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`.
+
+    Raises:
+        DataError: A file cannot be read, or there is no `<|endoftext|>`.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    try:
+        rust = tokenizers.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    except Exception as error:  # the Rust library raises plain `Exception`
+        raise DataError(
+            vocab_file,
+            "tokenizer",
+            f"cannot be read together with {merge_file} ({error})",
+            "Give GPT-2's vocab.json and merges.txt",
+        ) from error
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    eod_id = rust.token_to_id(END_OF_DOCUMENT)
+    if eod_id is None:
+        raise DataError(
+            vocab_file,
+            "vocabulary",
+            f"has no {END_OF_DOCUMENT!r}, the token that ends a document",
+            "Give the vocabulary of a GPT-2 tokenizer",
+        )
+    rust.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True)])
+    return JsonTokenizer(rust, eod_id)
+
+
+def _copy(rust: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_str(rust.to_str())
+
+
+def _given(spec: TokenizerSpec, name: str, value: str | None) -> str:
+    if not value:
+        raise ConfigError(
+            f"model.tokenizer.{name}",
+            "null",
+            f"is needed with model.tokenizer.library={spec.library}",
+            "Give it, or use model.tokenizer.library=builtin, which takes the data's own",
+        )
+    return value

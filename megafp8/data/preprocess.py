@@ -1,0 +1,312 @@
+"""Text to an indexed dataset with its tokenizer: in pieces, so that a killed run continues.
+
+Beside the output lies `<prefix>.partial/` until all is done: tokens and lengths as they come, and
+`progress.json`, which says how much of them counts. It is replaced in one step after both are on
+the disk, so whatever is killed, the same command continues from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from megafp8.data.encode_workers import Encoded, encode_in_order
+from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
+from megafp8.data.sidecar import FileRecord, Sidecar, record_file
+from megafp8.data.text_sources import TextSource, units
+from megafp8.data.tokenize import Tokenizer, load_tokenizer
+from megafp8.errors import DataError
+
+UNIT_CHARACTERS = 1 << 21  # encoded at once
+SECONDS_BETWEEN_RECORDS = 2.0
+SIDECAR_SUFFIX = ".dataset.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How far it is. Texts are those read, documents those that were not empty."""
+
+    num_texts: int = 0
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def plus(self, more: Encoded, itemsize: int) -> Counts:
+        return Counts(
+            num_texts=self.num_texts + more.num_texts,
+            num_documents=self.num_documents + len(more.lengths) // 4,
+            num_tokens=self.num_tokens + len(more.tokens) // itemsize,
+            num_bytes=self.num_bytes + more.num_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `progress.json` holds."""
+
+    source: dict[str, object]
+    tokenizer: str  # the option it was made by
+    file_name: str  # of the tokenizer
+    end_of_document: str
+    counts: Counts
+
+
+def preprocess(
+    source: TextSource,
+    prefix: Path,
+    *,
+    tokenizer_name: str,
+    make_tokenizer: Callable[[], Tokenizer],
+    workers: int,
+    on_progress: Callable[[Counts], None],
+    notify: Callable[[str], None],
+    unit_characters: int = UNIT_CHARACTERS,
+) -> Sidecar:
+    """Writes `<prefix>.bin`, `.idx`, its tokenizer and `<prefix>.dataset.json`.
+
+    The result is the same for any number of workers and however often it was killed between.
+
+    Args:
+        source: The texts.
+        prefix: Of the output; nothing of that name may be there.
+        tokenizer_name: What `make_tokenizer` makes, to tell whether a begun one is the same.
+        make_tokenizer: Called once; a continued run takes the one that was made then.
+        workers: As for `encode_in_order`.
+        on_progress: Told after each piece how far it is.
+        notify: Told, in a line, what continues.
+        unit_characters: Of one piece.
+
+    Raises:
+        DataError: The source cannot be read or has no text, the output is there already, another
+            process writes it, or it was begun from something else.
+    """
+    sidecar_path = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
+    partial = prefix.with_name(prefix.name + ".partial")
+    for path in (sidecar_path, bin_path(prefix), idx_path(prefix)):
+        if path.exists() and not partial.exists():
+            raise DataError(
+                path, "output", "is there already", "Give another --output, or delete it"
+            )
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
+            tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
+            dtype = token_dtype(tokenizer.vocab_size)
+            counts = _encode_all(
+                source, partial, progress, dtype, workers, on_progress, unit_characters
+            )
+            if counts.num_tokens == 0:
+                raise DataError(
+                    source.name, "text", "there is none: every document is empty", "Give another"
+                )
+            sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts)
+            shutil.rmtree(partial)
+            return sidecar
+    except OSError as error:
+        raise DataError(
+            prefix,
+            "output",
+            f"cannot be written ({error.strerror or error})",
+            "Give an --output on a disk with room that you may write; the same command continues",
+        ) from error
+
+
+def _begin(
+    source: TextSource,
+    partial: Path,
+    tokenizer_name: str,
+    make_tokenizer: Callable[[], Tokenizer],
+    notify: Callable[[str], None],
+) -> Progress:
+    """What was begun, if it is the same; else a beginning."""
+    record = partial / "progress.json"
+    described = json.loads(json.dumps(source.describe()))
+    if record.exists():
+        progress = _load(record)
+        if progress.source != described or progress.tokenizer != tokenizer_name:
+            what = "text" if progress.source != described else "tokenizer"
+            raise DataError(
+                record,
+                what,
+                "is not what this output was begun with",
+                f"Give the same {what}, or delete {partial} to begin anew",
+            )
+        counts = progress.counts
+        notify(f"continues after {counts.num_texts} texts, {counts.num_bytes / 1e6:.1f} MB")
+        return progress
+    tokenizer = make_tokenizer()
+    tokenizer.save(partial / tokenizer.file_name)
+    progress = Progress(
+        described, tokenizer_name, tokenizer.file_name, tokenizer.end_of_document, Counts()
+    )
+    _save(record, progress)
+    return progress
+
+
+def _encode_all(
+    source: TextSource,
+    partial: Path,
+    progress: Progress,
+    dtype: np.dtype[np.generic],
+    workers: int,
+    on_progress: Callable[[Counts], None],
+    unit_characters: int,
+) -> Counts:
+    counts = progress.counts
+    with (
+        _opened_at(partial / "tokens", counts.num_tokens * dtype.itemsize) as tokens,
+        _opened_at(partial / "lengths", counts.num_documents * 4) as lengths,
+    ):
+        lists = units(source.texts(skip=counts.num_texts), unit_characters)
+        words = partial / progress.file_name
+        recorded = time.monotonic()
+        pieces = encode_in_order(lists, words, progress.end_of_document, dtype.str, workers)
+        with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
+            for piece in pieces:
+                tokens.write(piece.tokens)
+                lengths.write(piece.lengths)
+                counts = counts.plus(piece, dtype.itemsize)
+                on_progress(counts)
+                if time.monotonic() - recorded >= SECONDS_BETWEEN_RECORDS:
+                    _record(partial, progress, counts, tokens, lengths)
+                    recorded = time.monotonic()
+        _record(partial, progress, counts, tokens, lengths)
+    return counts
+
+
+def _record(partial: Path, progress: Progress, counts: Counts, *files: IO[bytes]) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+    _save(
+        partial / "progress.json",
+        Progress(
+            progress.source,
+            progress.tokenizer,
+            progress.file_name,
+            progress.end_of_document,
+            counts,
+        ),
+    )
+
+
+def _finish(
+    source: TextSource,
+    prefix: Path,
+    partial: Path,
+    tokenizer: Tokenizer,
+    dtype: np.dtype[np.generic],
+    counts: Counts,
+) -> Sidecar:
+    """Every file complete under `partial`, then each in place; the sidecar last."""
+    lengths = np.fromfile(partial / "lengths", np.dtype("<i4"))
+    documents = np.arange(len(lengths) + 1)
+    write_index(partial / "index", dtype, lengths, documents)
+    words = prefix.with_name(f"{prefix.name}.{tokenizer.file_name}")
+    places = {
+        partial / "tokens": bin_path(prefix),
+        partial / "index": idx_path(prefix),
+        partial / tokenizer.file_name: words,
+    }
+    records = [_renamed(record_file(path), to) for path, to in places.items()]
+    sidecar = Sidecar(
+        corpus=source.name,
+        end_of_document=tokenizer.end_of_document,
+        vocab_size=tokenizer.vocab_size,
+        num_documents=counts.num_documents,
+        num_tokens=counts.num_tokens,
+        num_bytes=counts.num_bytes,
+        files=tuple(records),
+    )
+    sidecar.save(partial / "sidecar")
+    for path in (*places, partial / "sidecar"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    # Copies, not renames, of what a killed finish needs again; the tokens are linked, not copied.
+    for path, to in places.items():
+        _put(path, to)
+    _put(partial / "sidecar", prefix.with_name(prefix.name + SIDECAR_SUFFIX))
+    return sidecar
+
+
+def _put(path: Path, to: Path) -> None:
+    """`to` becomes another name of `path`, in one step."""
+    between = to.with_name(f"{to.name}.tmp-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        between.unlink()
+    try:
+        os.link(path, between)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, between)
+    os.replace(between, to)
+
+
+def _renamed(record: FileRecord, path: Path) -> FileRecord:
+    return FileRecord(name=path.name, size=record.size, sha256=record.sha256)
+
+
+@contextlib.contextmanager
+def _opened_at(path: Path, size: int) -> Iterator[IO[bytes]]:
+    """The file, cut to what counts of it, to append to."""
+    with open(path, "ab") as file:
+        if path.stat().st_size < size:
+            raise DataError(
+                path,
+                "size",
+                f"has {path.stat().st_size} bytes where progress.json recorded {size}",
+                f"Delete {path.parent} to begin anew",
+            )
+        file.truncate(size)
+        file.seek(size)
+        yield file
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[None]:
+    with open(partial / "lock", "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                partial,
+                "lock",
+                "another process writes this output",
+                "Wait for it, or give another --output",
+            ) from error
+        except OSError:
+            pass  # no locks on that file system
+        yield
+
+
+def _save(path: Path, progress: Progress) -> None:
+    between = path.with_suffix(".tmp")
+    with open(between, "w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(progress), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(between, path)
+
+
+def _load(path: Path) -> Progress:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        counts = Counts(**{name: int(value) for name, value in tree.pop("counts").items()})
+        return Progress(**tree, counts=counts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            path,
+            "progress",
+            f"cannot be read ({type(error).__name__}: {error})",
+            f"Delete {path.parent} to begin anew",
+        ) from error

@@ -1,0 +1,230 @@
+"""Texts in their order from files or a named dataset, streamed by the `datasets` library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megafp8.errors import DataError
+
+DocumentUnit = Literal["file", "paragraph", "line"]
+
+_BUILDERS = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+}
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Where texts come from: files, or a dataset by name.
+
+    Attributes:
+        files: Files and folders, which are searched; in this order.
+        dataset: A dataset of the Hub, or a folder that `datasets` can load; without `files`.
+        config: Its configuration, where it has several.
+        split: Its split.
+        text_key: The column that holds the text.
+        document: What of a plain text file is one document.
+    """
+
+    files: tuple[Path, ...] = ()
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "train"
+    text_key: str = "text"
+    document: DocumentUnit = "file"
+
+    @property
+    def name(self) -> str:
+        return self.dataset or ", ".join(str(path) for path in self.files)
+
+    def describe(self) -> dict[str, object]:
+        """What would make other texts if it changed, as JSON values; reads no text."""
+        found = [path for _, paths in self._groups() for path in paths]
+        stats = [(path, path.stat()) for path in found]
+        return {
+            "files": [[str(path), status.st_size, status.st_mtime_ns] for path, status in stats],
+            "dataset": self.dataset,
+            "config": self.config,
+            "split": self.split if self.dataset else None,
+            "text_key": self.text_key,
+            "document": self.document,
+        }
+
+    def num_bytes(self) -> int | None:
+        """Bytes of the files, about those of the texts; None where they are compressed."""
+        paths = [path for _, paths in self._groups() for path in paths]
+        plain = all(_kind(path) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
+        return sum(path.stat().st_size for path in paths) if plain and paths else None
+
+    def texts(self, skip: int = 0) -> Iterator[str]:
+        """The texts after the first `skip`, one after another.
+
+        Raises:
+            DataError: A file or the dataset cannot be read, or has no such column.
+        """
+        with _told(self.name):
+            for stream, column, where in self._streams():
+                for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+                    if column not in table.column_names:
+                        raise DataError(
+                            where,
+                            f"column {column!r}",
+                            f"is not there; there are {', '.join(table.column_names)}",
+                            "Name the one that holds the text: --text-key NAME",
+                        )
+                    if skip >= table.num_rows:
+                        skip -= table.num_rows
+                        continue
+                    for text in table.column(column).slice(skip).to_pylist():
+                        yield _checked(text, where, column)
+                    skip = 0
+
+    def _streams(self) -> Iterator[tuple[Any, str, object]]:
+        """Streaming datasets in order, each with its text's column and what to name in errors."""
+        import datasets
+
+        if self.dataset is not None:
+            stream = datasets.load_dataset(
+                self.dataset, self.config, split=self.split, streaming=True
+            )
+            yield stream, self.text_key, self.dataset
+            return
+        for kind, paths in self._groups():
+            more: dict[str, object] = {}
+            if kind == "text":
+                more = {"sample_by": _UNITS[self.document]}
+            elif kind == "parquet":  # else it is that of the first row group, which may be empty
+                more = {"batch_size": _ROWS_AT_ONCE}
+            stream = datasets.load_dataset(
+                kind,
+                data_files={"train": [str(path) for path in paths]},
+                split="train",
+                streaming=True,
+                **more,
+            )
+            column = "text" if kind == "text" else self.text_key
+            yield stream, column, paths[0] if len(paths) == 1 else self.name
+
+    def _groups(self) -> list[tuple[str, list[Path]]]:
+        """Files of one kind in a row, in order."""
+        groups: list[tuple[str, list[Path]]] = []
+        for given in self.files:
+            for path in _files_of(given):
+                kind = _kind(path)
+                if kind is None:
+                    raise DataError(
+                        path,
+                        "kind of file",
+                        "its name does not tell what it is",
+                        f"Known are {', '.join(_BUILDERS)}, also with {', '.join(_COMPRESSED)}",
+                    )
+                if groups and groups[-1][0] == kind:
+                    groups[-1][1].append(path)
+                else:
+                    groups.append((kind, [path]))
+        return groups
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The file itself, or the readable files in a folder, in the order of their paths."""
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) is not None)
+        if not found:
+            raise DataError(path, "folder", "has no text, JSONL or Parquet file", "Give another")
+        return found
+    try:
+        with open(path, "rb"):
+            return [path]
+    except OSError as error:
+        raise DataError(
+            path,
+            "file",
+            f"cannot be read ({error.strerror or error})",
+            "Give a text, JSONL or Parquet file, a folder of such, or --dataset NAME",
+        ) from error
+
+
+def _kind(path: Path) -> str | None:
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return _BUILDERS.get(name.suffix.lower())
+
+
+def _checked(text: object, where: object, column: str) -> str:
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(
+            where,
+            f"column {column!r}",
+            f"holds {type(text).__name__}, not text",
+            "Name the one that holds the text: --text-key NAME",
+        )
+    return text
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Errors of `datasets` and of the files below it, in words."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            name, "text", "needs the datasets package", "pip install 'megafp8[data]'"
+        ) from error
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    except (DataError, GeneratorExit, KeyboardInterrupt):
+        raise
+    # Whatever a reader of JSON, Parquet or the network raises: they share no base class.
+    except Exception as error:
+        cause = error.__cause__ or error
+        lines = str(cause).strip().splitlines()
+        reason = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
+        raise DataError(
+            name, "text", f"cannot be read ({reason})", "Mend or leave out what it names"
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def units(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
+    """Texts in lists of about so many characters; the same lists whenever the texts are."""
+    unit: list[str] = []
+    size = 0
+    for text in texts:
+        unit.append(text)
+        size += len(text)
+        if size >= characters:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
+
+
+def first_texts(texts: Iterator[str], characters: int) -> Iterator[str]:
+    """Texts until so many characters are reached."""
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def paths_of(names: Sequence[str]) -> tuple[Path, ...]:
+    return tuple(Path(name).expanduser() for name in names)

@@ -1,0 +1,139 @@
+"""tiktoken's encodings as tokenizers, recorded whole so that they load without the network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.data.tokenize import END_OF_DOCUMENT, TIKTOKEN_FILE
+from megafp8.errors import DataError
+
+VERSION = 1
+# How a text is cut before merging, where a file holds ranks alone: as GPT-2 does.
+PLAIN_RANKS_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+)
+
+
+class TiktokenTokenizer:
+    """An encoding of tiktoken; its `<|endoftext|>` ends a document."""
+
+    file_name = TIKTOKEN_FILE
+    end_of_document = END_OF_DOCUMENT
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+        self.eod_id = int(encoding.eot_token)
+        self.vocab_size = int(encoding.n_vocab)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        threads = int(os.environ.get("RAYON_NUM_THREADS", 0)) or os.cpu_count() or 1
+        if threads == 1:
+            return [self.encode(text) for text in texts]
+        ids: list[list[int]] = self._encoding.encode_ordinary_batch(
+            list(texts), num_threads=threads
+        )
+        return ids
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        text: str = self._encoding.decode([int(number) for number in ids])
+        return text
+
+    def save(self, path: Path) -> None:
+        path.write_text(self._text(), encoding="utf-8")
+
+    def _text(self) -> str:
+        ranks = self._encoding._mergeable_ranks  # tiktoken has no other way to them
+        tree = {
+            "version": VERSION,
+            "name": self._encoding.name,
+            "pat_str": self._encoding._pat_str,
+            "special_tokens": self._encoding._special_tokens,
+            "mergeable_ranks": {
+                base64.b64encode(token).decode(): rank
+                for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+            },
+        }
+        return json.dumps(tree, indent=0) + "\n"
+
+
+def load_tiktoken(path: Path) -> TiktokenTokenizer:
+    """Reads what `TiktokenTokenizer.save` wrote, or a `.tiktoken` file of ranks.
+
+    Raises:
+        DataError: It cannot be read, or the package is missing.
+    """
+    tiktoken = _package(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            tree = json.loads(text)
+            ranks = {base64.b64decode(t): int(r) for t, r in tree["mergeable_ranks"].items()}
+            name, pattern = str(tree["name"]), str(tree["pat_str"])
+            special = {str(t): int(r) for t, r in tree["special_tokens"].items()}
+        else:
+            pairs = (line.split() for line in text.splitlines() if line.strip())
+            ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+            name, pattern = path.stem, PLAIN_RANKS_PATTERN
+            special = {END_OF_DOCUMENT: 1 + max(ranks.values())}
+        if END_OF_DOCUMENT not in special:
+            raise ValueError(f"it has no {END_OF_DOCUMENT}, the token that ends a document")
+        encoding = tiktoken.Encoding(
+            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+        return TiktokenTokenizer(encoding)
+    # A missing key, a wrong type, bad JSON or base64: all of it is a damaged file.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            path,
+            "tokenizer",
+            f"cannot be read ({type(error).__name__}: {error})",
+            "Give a .tiktoken file, or the one that was recorded with the dataset",
+        ) from error
+
+
+def named_tiktoken(name: str) -> TiktokenTokenizer:
+    """An encoding by tiktoken's own name for it, such as `cl100k_base`.
+
+    tiktoken fetches it once, and then finds it in `TIKTOKEN_CACHE_DIR`.
+
+    Raises:
+        DataError: There is none of that name, or it cannot be fetched.
+    """
+    tiktoken = _package(name)
+    try:
+        return TiktokenTokenizer(tiktoken.get_encoding(name))
+    except Exception as error:  # of whatever the network raises, too
+        raise DataError(
+            name,
+            "tokenizer",
+            f"tiktoken has no such encoding here ({type(error).__name__}: {error})",
+            f"Known names: {', '.join(tiktoken.list_encoding_names())}. Without a network, set "
+            "TIKTOKEN_CACHE_DIR to a folder that has it, or give a .tiktoken file",
+        ) from error
+
+
+def _package(what: object) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise DataError(
+            what, "tokenizer", "needs the tiktoken package", "pip install tiktoken"
+        ) from error
+    return tiktoken

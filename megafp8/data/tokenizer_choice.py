@@ -1,0 +1,67 @@
+"""`--tokenizer` of the preprocessing command: what it names, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megafp8.data.named_tokenizers import huggingface_tokenizer, tiktoken_tokenizer
+from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
+from megafp8.data.tokenize import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    byte_tokenizer,
+    load_json,
+    train_tokenizer,
+)
+from megafp8.errors import DataError
+
+CHOICES = (
+    "bpe (trained on the text itself), bytes, a tokenizer.json, hf:NAME_OR_FOLDER, "
+    "sentencepiece:FILE, tiktoken:NAME_OR_FILE"
+)
+
+
+def choose_tokenizer(
+    name: str,
+    end_of_document: str | None,
+    *,
+    vocab_size: int,
+    texts_to_train_on: Callable[[], Iterator[str]],
+) -> Callable[[], Tokenizer]:
+    """A function that makes the tokenizer that `name` names.
+
+    Args:
+        name: One of `CHOICES`.
+        end_of_document: The token that ends a document; None: the tokenizer's own.
+        vocab_size: Of a tokenizer that is trained.
+        texts_to_train_on: Called only for such a one.
+
+    Raises:
+        DataError: It names none of them, or no end of a document can be chosen for it.
+    """
+    kind, colon, rest = name.partition(":")
+    if not colon and name.endswith(".json"):
+        return lambda: load_json(Path(name), end_of_document or END_OF_DOCUMENT)
+    if not colon and name.endswith(".model"):
+        kind, rest = "sentencepiece", name
+    if not colon and name.endswith(".tiktoken"):
+        kind, rest = "tiktoken", name
+    if kind == "hf" and rest:
+        return lambda: huggingface_tokenizer(rest, end_of_document)
+    if kind == "sentencepiece" and rest:
+        return lambda: load_sentencepiece(Path(rest), end_of_document)
+    if end_of_document not in (None, END_OF_DOCUMENT):
+        raise DataError(
+            name,
+            "end of a document",
+            f"is {END_OF_DOCUMENT} with this tokenizer, not {end_of_document}",
+            "Leave out --end-of-document",
+        )
+    if kind == "tiktoken" and rest:
+        return lambda: tiktoken_tokenizer(rest)
+    if name == "bytes":
+        return byte_tokenizer
+    if name == "bpe":
+        return lambda: train_tokenizer(texts_to_train_on(), vocab_size)
+    raise DataError(name, "tokenizer", "is not known", f"Give one of: {CHOICES}")

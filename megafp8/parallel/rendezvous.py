@@ -1,0 +1,204 @@
+"""How ranks that no launcher of ours has started find each other, and what is wrong if they do not.
+
+Rank 0 serves a store at MASTER_ADDR:MASTER_PORT; the others come to it. What cannot work (a port in
+use, an address of another machine) is told at once instead of after a collective's long timeout.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megafp8.errors import RunError
+
+Store = Any  # torch's stubs lack its stores
+UNREACHABLE_SECONDS = 20.0  # a name that does not resolve, a network without a way there
+JOIN_SECONDS = 600.0  # for all ranks to come: the first one may wait for the slowest file system
+_NOTICE_SECONDS = 30.0
+
+
+def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
+    """Which of the `num_gpus` that this process sees is its own."""
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    if local_rank < num_gpus:
+        return local_rank
+    if num_gpus == 1 and {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environment.keys():
+        return 0  # each task sees its own only
+    raise RunError(
+        f"{environment.get('LOCAL_WORLD_SIZE', local_rank + 1)} ranks run on "
+        f"{socket.gethostname()}, which shows {num_gpus} GPU(s) to each. Ask for one GPU a rank "
+        "(Slurm: --gpus-per-node as large as --ntasks-per-node), or start fewer ranks"
+    )
+
+
+def connect(backend: str) -> Store:
+    """Join the default process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+    Returns the store that the ranks share.
+
+    Raises:
+        RunError: They cannot find each other; which address or port, and why.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
+        _join(backend, store, rank, size)
+        return store
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise RunError(
+            f"{', '.join(missing)} must be set for a rank. Start ranks with srun, torchrun, or "
+            "one command with trainer.devices"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    seconds = float(os.environ.get("MEGAFP8_JOIN_SECONDS", JOIN_SECONDS))
+    store = serve(host, port) if rank == 0 else reach(host, port, seconds)
+    await_all(store, rank, size, f"{host}:{port}", seconds)
+    _join(backend, store, rank, size)
+    return store
+
+
+def _join(backend: str, store: Store, rank: int, size: int) -> None:
+    groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]  # not in its stubs
+    dist.init_process_group(backend, store=groups, rank=rank, world_size=size)
+
+
+def serve(host: str, port: int) -> Store:
+    """Rank 0's store; others may connect from now on."""
+    place = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    listener = _listen(port, place)
+    try:
+        _check_is_here(host, port, place)
+    except RunError:
+        listener.close()
+        raise
+    return _store(host, port, is_master=True, listen_fd=listener.detach())
+
+
+def reach(host: str, port: int, seconds: float) -> Store:
+    """The store of rank 0, which may come up to `seconds` later."""
+    began = time.monotonic()
+    unreachable_since: float | None = None
+    last: OSError
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            break
+        except ConnectionRefusedError as error:  # the machine is there, rank 0 is not yet
+            unreachable_since, last, limit = None, error, seconds
+            waited = time.monotonic() - began
+        except OSError as error:
+            unreachable_since = unreachable_since or time.monotonic() - 5.0
+            last, limit = error, UNREACHABLE_SECONDS
+            waited = time.monotonic() - unreachable_since
+        if waited > limit:
+            raise RunError(
+                f"{socket.gethostname()} does not reach rank 0 at "
+                f"MASTER_ADDR={host} MASTER_PORT={port}: {last}. Set MASTER_ADDR to a name or "
+                "address of rank 0's machine that this one reaches"
+            )
+        time.sleep(0.2)
+    return _store(host, port, is_master=False)
+
+
+def await_all(store: Store, rank: int, size: int, place: str, seconds: float) -> None:
+    """Return when all ranks are here; rank 0 says who is missing."""
+    store.set(f"megafp8/here/{rank}", "1")
+    if rank > 0:
+        store.wait(["megafp8/all"], timedelta(seconds=seconds + UNREACHABLE_SECONDS))
+        return
+    began = noticed = time.monotonic()
+    while missing := [r for r in range(size) if not store.check([f"megafp8/here/{r}"])]:
+        now = time.monotonic()
+        text = f"{len(missing)} of {size} ranks have not come to {place}: {_shortened(missing)}"
+        if now - began > seconds:
+            raise RunError(
+                f"after {seconds:.0f} s {text}. See what they say; MEGAFP8_JOIN_SECONDS allows "
+                "them more time"
+            )
+        if now - noticed > _NOTICE_SECONDS:
+            noticed = now
+            print(f"megafp8: waiting: {text}", file=sys.stderr, flush=True)
+        time.sleep(0.05)
+    store.set("megafp8/all", "1")
+
+
+def _listen(port: int, place: str) -> socket.socket:
+    try:
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048
+        )
+    except OSError as error:
+        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or not socket.has_ipv6:
+            return _listen_v4(port, place)
+        raise _cannot_listen(place, error) from error
+
+
+def _listen_v4(port: int, place: str) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=2048)
+    except OSError as error:
+        raise _cannot_listen(place, error) from error
+
+
+def _cannot_listen(place: str, error: OSError) -> RunError:
+    reason = os.strerror(error.errno or 0)
+    return RunError(
+        f"{place}: rank 0 cannot listen there on {socket.gethostname()} ({reason}). "
+        "Another job may use the port, or two tasks are rank 0: choose another MASTER_PORT"
+    )
+
+
+def _check_is_here(host: str, port: int, place: str) -> None:
+    """Whether `host` leads to this machine: one of its addresses, or one that forwards to it."""
+    here = socket.gethostname()
+    way_out = f"Set MASTER_ADDR to a name or address of {here}, where rank 0 runs"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RunError(
+            f"{place}: {host} does not resolve on {here} ({error}). {way_out}"
+        ) from error
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind((address[0], 0))  # refused unless it is an address of this machine
+                return
+        except OSError:
+            continue
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError as error:
+        raise RunError(f"{place}: is not reachable from rank 0 ({error}). {way_out}") from error
+
+
+def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> Store:
+    return dist.TCPStore(  # type: ignore[attr-defined]  # missing in its stubs
+        host,
+        port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=UNREACHABLE_SECONDS),
+        master_listen_fd=listen_fd,
+    )
+
+
+def _shortened(ranks: list[int]) -> str:
+    text = ", ".join(str(rank) for rank in ranks[:8])
+    return text + (", …" if len(ranks) > 8 else "")
+
+
+def local_gpu() -> torch.device:
+    """This rank's GPU."""
+    return torch.device("cuda", gpu_index(os.environ, torch.cuda.device_count()))

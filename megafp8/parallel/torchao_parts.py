@@ -1,0 +1,62 @@
+"""The parts of a GPT whose linears are torchao's, on one rank of each model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megafp8.models.init import constant, parameter
+from megafp8.parallel.parts import NativeParts
+from megafp8.precision.backends.torchao_linear import TorchaoLinear, make_config
+from megafp8.precision.linear import LinearComm
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.placement import Piece
+from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
+
+
+class TorchaoParts(NativeParts):
+    """Every linear of the blocks but the model's first and last is torchao's.
+
+    Those two stay in the compute dtype, as in Accelerate's use of torchao, unless a rule of the
+    recipe names them; embedding and head always do.
+    """
+
+    def __init__(self, *args: Any, recipe: Fp8Recipe, emulate: bool, **kwargs: Any) -> None:
+        super().__init__(*args, scaling=None, **kwargs)
+        assert self.tp.size == 1, "torchao's linears are not tensor-parallel"
+        self.recipe, self.emulate = recipe, emulate
+
+    def _linear(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        weights: list[Piece],
+        biases: list[Piece],
+        std: float,
+        comm: LinearComm,
+    ) -> Any:
+        chosen = precision_of(self.recipe, name, self.spec.num_layers)
+        if chosen == HIGH_PRECISION:
+            return super()._linear(name, shape, weights, biases, std, comm)
+        bias = parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None
+        return TorchaoLinear(
+            self.normal_parameter(shape, weights, std),
+            bias,
+            make_config(dataclasses.replace(self.recipe, name=chosen), emulate=self.emulate),
+            self.counter,
+            name=name,
+            fp8_in_evaluation=self.recipe.fp8_in_evaluation,
+        )
+
+
+def precision_of(recipe: Fp8Recipe, name: str, num_layers: int) -> ModulePrecision:
+    """Rules decide; without one for it, the first and the last linear stay out of FP8."""
+    is_named = any(rule.matches(name) for rule in recipe.modules)
+    if not is_named and name in first_and_last(num_layers):
+        return HIGH_PRECISION
+    return recipe.precision_of(name)
+
+
+def first_and_last(num_layers: int) -> tuple[str, str]:
+    """The blocks' first and last linear."""
+    return "layers.0.attention.qkv", f"layers.{num_layers - 1}.mlp.fc2"

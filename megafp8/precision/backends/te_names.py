@@ -1,0 +1,94 @@
+"""Transformer Engine's names as several of its versions have them (2.2 to 2.20), in one place."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+OLDEST = (2, 2)
+INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
+
+
+@dataclass(frozen=True)
+class TeNames:
+    """What we use of Transformer Engine. Tests make one over a recording double.
+
+    `forward_index` and `backward_index` say which column of a module's scaling tensors is which
+    (GEMM1_INPUT, GRAD_OUTPUT1, …).
+    """
+
+    version: str
+    recipe: Any  # the module transformer_engine.common.recipe
+    transformer_layer: Callable[..., torch.nn.Module]
+    forward_index: Any
+    backward_index: Any
+    _autocast: Callable[..., AbstractContextManager[Any]]
+    _autocast_is_new: bool
+    _model_init: Callable[..., AbstractContextManager[Any]]
+
+    def autocast(
+        self, *, enabled: bool, recipe: object, group: object
+    ) -> AbstractContextManager[Any]:
+        """The FP8 region; amaxes are reduced over `group` (None: all ranks) at its exit."""
+        if self._autocast_is_new:
+            return self._autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+        return self._autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+
+    def model_init(self, recipe: object) -> AbstractContextManager[Any]:
+        """Modules made inside keep their weights in FP8 alone."""
+        return self._model_init(enabled=True, recipe=recipe)
+
+
+def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames:
+    """The names as this version has them: `autocast` since 2.8 or so, `fp8_autocast` before."""
+    is_new = hasattr(pytorch, "autocast")
+    init = getattr(pytorch, "quantized_model_init", None) or pytorch.fp8_model_init
+    return TeNames(
+        version=version,
+        recipe=recipe,
+        transformer_layer=pytorch.TransformerLayer,
+        forward_index=extension.FP8FwdTensors,
+        backward_index=extension.FP8BwdTensors,
+        _autocast=pytorch.autocast if is_new else pytorch.fp8_autocast,
+        _autocast_is_new=is_new,
+        _model_init=init,
+    )
+
+
+def load() -> TeNames:
+    """Import Transformer Engine. torch comes first: its libraries are then found."""
+    return names_in(
+        importlib.import_module("transformer_engine.pytorch"),
+        importlib.import_module("transformer_engine.common.recipe"),
+        importlib.import_module("transformer_engine_torch"),
+        importlib.metadata.version("transformer-engine"),
+    )
+
+
+def why_not(device: torch.device, *, fp8: bool) -> str | None:
+    """Why Transformer Engine cannot run here; None where it can."""
+    if device.type != "cuda":
+        return "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package transformer-engine is not installed. {INSTALL}"
+    if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
+        return f"transformer-engine {version} is older than {'.'.join(map(str, OLDEST))}"
+    try:
+        load()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
+    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

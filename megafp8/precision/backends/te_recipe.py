@@ -1,0 +1,116 @@
+"""Transformer Engine's recipe objects from ours.
+
+Checked by us, because its classes swallow what they do not know, accept values that mean nothing
+and read their defaults from the environment. Two traps, read in 2.12.0's and 2.20.2's sources:
+
+- `Float8CurrentScaling(use_power_2_scales=True)` and `Float8BlockScaling(use_f32_scales=True)`
+  change nothing alone: the modules read `fp8_quant_*`, class attributes that the environment fixed
+  at import. They are set on the object here.
+- the environment's NVTE_BACKWARD_OVERRIDE would change `backward_override`: it is always given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
+
+CLASSES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+}
+BACKWARD: frozenset[GemmName] = frozenset({"grad_input", "grad_weight"})
+QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+ACCUMULATION: dict[GemmName, str] = {
+    "output": "fp8_gemm_fprop",
+    "grad_input": "fp8_gemm_dgrad",
+    "grad_weight": "fp8_gemm_wgrad",
+}
+# What Transformer Engine does where nothing can be chosen.
+FIXED_FAST: dict[str, frozenset[GemmName]] = {
+    "delayed": frozenset({"output"}),
+    "blockwise": frozenset(),
+}
+
+
+def why_not(recipe: Fp8Recipe) -> str | None:
+    """What no version of Transformer Engine can do of this recipe; None where one can."""
+    if recipe.name not in CLASSES:
+        return f"Transformer Engine has no {recipe.name} recipe; it has {', '.join(CLASSES)}"
+    if recipe.interval != 1:
+        return f"Transformer Engine makes scales anew at every update, not every {recipe.interval}"
+    if recipe.pad_inner_dim:
+        return "Transformer Engine's layers do not pad"
+    high = recipe.high_precision_gemms
+    if high and (recipe.name == "delayed" or high != BACKWARD):
+        return (
+            f"Transformer Engine cannot run {' and '.join(sorted(high))} in high precision with "
+            f"{recipe.name}; with tensorwise and blockwise it can run both GEMMs of backward so"
+        )
+    fast = FIXED_FAST.get(recipe.name, recipe.fast_accumulation)
+    if recipe.fast_accumulation != fast:
+        split = [place not in fast for place in GEMMS]
+        return (
+            f"Transformer Engine's {recipe.name} adds up precisely in "
+            f"{' and '.join(place for place in GEMMS if place not in fast)} alone: use "
+            f"model.fp8_split_accumulator={str(split).lower()}"
+        )
+    others = {rule.precision for rule in recipe.modules} - {HIGH_PRECISION, recipe.name}
+    if others:
+        return f"Transformer Engine's layers run under one recipe, not under {min(others)} too"
+    return None
+
+
+def make(recipe: Fp8Recipe, module: Any) -> Any:
+    """The recipe object, made of the classes in `module` (transformer_engine.common.recipe).
+
+    Raises `ValueError` with what this version lacks; everything given is read back.
+    """
+    if (reason := why_not(recipe)) is not None:
+        raise ValueError(reason)
+    name = CLASSES[recipe.name]
+    cls = getattr(module, name, None)
+    if cls is None:
+        raise ValueError(f"this version of Transformer Engine has no {name}")
+    wanted = _arguments(recipe, module, set(cls.__dataclass_fields__))
+    missing = sorted(set(wanted) - set(cls.__dataclass_fields__))
+    if missing:
+        raise ValueError(f"{name} of this version of Transformer Engine has no {missing[0]}")
+    made = cls(**wanted)
+    for key, value in wanted.items():
+        if getattr(made, key) != value:
+            raise ValueError(f"{name} did not take {key}={value}")
+    if recipe.name != "delayed":
+        for quantizer in QUANTIZERS:
+            params = module.QParams(power_2_scale=recipe.power_2_scale, amax_epsilon=0.0)
+            setattr(made, quantizer, params)
+    return made
+
+
+def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any]:
+    """Every argument that decides about numbers, also where it has the default's value."""
+    formats = module.Format
+    e4m3_alone = recipe.backward_format == "e4m3"
+    found: dict[str, Any] = {"fp8_format": formats.E4M3 if e4m3_alone else formats.HYBRID}
+    if recipe.name == "delayed":
+        found |= {
+            "margin": recipe.margin,
+            "amax_history_len": recipe.amax_history_len,
+            "amax_compute_algo": recipe.amax_compute_algo,
+            "reduce_amax": recipe.reduce_amax,
+        }
+    else:
+        for place, key in ACCUMULATION.items():
+            is_fast = place in recipe.fast_accumulation
+            found[key] = module.MMParams(use_split_accumulator=not is_fast)
+    optional: dict[str, Any] = {
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": "high_precision" if recipe.high_precision_gemms else None,
+        "use_power_2_scales": recipe.power_2_scale,
+        "use_f32_scales": not recipe.power_2_scale,
+    }
+    must = {"backward_override"} if recipe.high_precision_gemms else set()
+    return found | {key: value for key, value in optional.items() if key in known | must}

@@ -1,0 +1,195 @@
+"""The scaling state of Transformer Engine's modules, seen through the tables of our own.
+
+Transformer Engine keeps, per module and direction, `scale` [tensors] and `amax_history`
+[length, tensors]: slot 0 is the amax staged since the last update, slots 1 to length-1 are the
+updates before, oldest first. Ours are `quant_scale`, `amax` and `history` [tensors, length-1].
+The two convert without loss, by the tensors' logical names, so a checkpoint moves between the
+backends; its pickled `_extra_state` is never read nor written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafp8.precision.backends.te_names import TeNames
+from megafp8.precision.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
+from megafp8.specs import Fp8Recipe
+
+META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+@dataclass(frozen=True)
+class TeGemm:
+    """One linear inside one of Transformer Engine's modules; `number` counts its GEMMs from 1."""
+
+    name: str  # logical, as our own linears are called: layers.0.mlp.fc1
+    module: Any
+    number: int
+    num_gemms: int  # of the whole module
+
+
+class TeRegion:
+    """When the FP8 region is open, and what modules are told about microbatches.
+
+    One region spans a microbatch's whole forward, so that delayed scaling reduces and updates
+    once, at its exit; backward updates itself when the first module's backward is done.
+    """
+
+    def __init__(self, names: TeNames, recipe: object | None, group: object) -> None:
+        self.names, self.recipe, self.group = names, recipe, group
+        self.is_first_microbatch: bool | None = None  # None: weights are cast where they are used
+        self.in_fp8 = recipe is not None
+        self._open = ExitStack()
+
+    def begin(self, index: int) -> None:
+        """Open the region for microbatch `index` of a step."""
+        self.end()
+        if self.recipe is not None:
+            self.is_first_microbatch = index == 0
+            self._open.enter_context(self._autocast(enabled=True))
+
+    def end(self) -> None:
+        self._open.close()
+
+    @contextmanager
+    def evaluation(self, *, in_fp8: bool) -> Iterator[None]:
+        """A region without a step: no cached weight is used or replaced."""
+        self.end()
+        if self.recipe is None:
+            yield
+            return
+        before = self.is_first_microbatch
+        self.is_first_microbatch, self.in_fp8 = None, in_fp8
+        try:
+            with self._autocast(enabled=in_fp8):
+                yield
+        finally:
+            self.is_first_microbatch, self.in_fp8 = before, True
+
+    def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
+        """Around one layer: a region within the region for one that stays in high precision."""
+        if in_fp8 or self.recipe is None or not self.in_fp8:
+            return nullcontext()
+        return self._autocast(enabled=False)
+
+    def _autocast(self, *, enabled: bool) -> AbstractContextManager[Any]:
+        return self.names.autocast(enabled=enabled, recipe=self.recipe, group=self.group)
+
+
+class TeEvents(NoScaling):
+    """The events of a step for recipes without a state that lasts, and for BF16."""
+
+    def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool) -> None:
+        self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
+
+    def begin_microbatch(self, index: int) -> None:
+        self.region.begin(index)
+
+    def end_forward(self) -> None:
+        self.region.end()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        return self.region.evaluation(in_fp8=self._fp8_in_evaluation)
+
+
+class TeScaling(ScalingState):
+    """Delayed scaling in Transformer Engine's modules; `tables` mirror its tensors.
+
+    Reading `tables` copies them out (before a checkpoint is written, or health is looked at);
+    `push` copies the tables into the modules (after one was read). Transformer Engine counts
+    neither updates nor non-finite amaxes: the first are counted here by event, the second stay
+    as they were.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, region: TeRegion) -> None:
+        super().__init__(recipe)
+        self.region = region
+        self._slots: list[tuple[Slot, Any, Direction, int]] = []  # table row, module, column
+        self._weights: set[str] = set()
+
+    def register(self, gemm: TeGemm) -> None:
+        """Rows for the three tensors of one linear, in the order of our own."""
+        names = self.region.names
+        columns: list[tuple[str, Direction, int]] = [
+            ("input", "forward", int(getattr(names.forward_index, f"GEMM{gemm.number}_INPUT"))),
+            ("weight", "forward", int(getattr(names.forward_index, f"GEMM{gemm.number}_WEIGHT"))),
+            (
+                "grad_output",
+                "backward",
+                int(getattr(names.backward_index, f"GRAD_OUTPUT{gemm.number}")),
+            ),
+        ]
+        for role, direction, column in columns:
+            slot = self._own(direction).register(f"{gemm.name}.{role}")
+            self._slots.append((slot, gemm.module, direction, column))
+        self._weights.add(f"{gemm.name}.weight")
+        self._prepare(gemm)
+
+    def _prepare(self, gemm: TeGemm) -> None:
+        """Allocate the module's scaling tensors now: it would do so at its first forward."""
+        meta = gemm.module.fp8_meta
+        if "scaling_fwd" not in meta:
+            meta["num_gemms"] = gemm.num_gemms
+            meta["recipe"] = self.region.recipe
+            gemm.module.init_fp8_meta_tensors(self.region.recipe)
+
+    def _own(self, direction: Direction) -> ScaleTable:
+        return self.forward if direction == "forward" else self.backward
+
+    @property
+    def tables(self) -> dict[Direction, ScaleTable]:
+        self.pull()
+        return {"forward": self.forward, "backward": self.backward}
+
+    def to(self, device: torch.device) -> None:
+        """The mirrors stay where they are: a checkpoint and a report read them."""
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Copy Transformer Engine's tensors into the tables."""
+        for slot, module, direction, column in self._slots:
+            state = module.fp8_meta[META_KEYS[direction]]
+            table, row = slot.table, slot.index
+            history = state.amax_history[:, column]
+            table.amax[row].copy_(history[0])
+            table.history[row].copy_(history[1:])
+            table.quant_scale[row].copy_(state.scale[column])
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Copy the tables into Transformer Engine's tensors, in place: its modules hold views."""
+        for slot, module, direction, column in self._slots:
+            state = module.fp8_meta[META_KEYS[direction]]
+            table, row = slot.table, slot.index
+            state.amax_history[0, column] = table.amax[row]
+            state.amax_history[1:, column] = table.history[row]
+            state.scale[column] = table.quant_scale[row]
+
+    def begin_microbatch(self, index: int) -> None:
+        self.region.begin(index)
+
+    def end_forward(self) -> None:
+        self.region.end()
+        is_first = self.region.is_first_microbatch
+        counted = [name not in self._weights or bool(is_first) for name in self.forward.names]
+        self.forward.num_updates += torch.tensor(counted)
+
+    def end_backward(self) -> None:
+        self.backward.num_updates += 1
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Transformer Engine records amaxes in evaluation too: they are put back after it."""
+        modules = {id(module): module for _, module, _, _ in self._slots}.values()
+        kept = [module.get_fp8_meta_tensors() for module in modules]
+        try:
+            with self.region.evaluation(in_fp8=self.recipe.fp8_in_evaluation):
+                yield
+        finally:
+            for module, tensors in zip(modules, kept, strict=True):
+                module.reset_fp8_meta_tensors(tensors)

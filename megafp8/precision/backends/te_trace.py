@@ -1,0 +1,77 @@
+"""Records what Transformer Engine's delayed scaling did, for `precision.traces` to replay."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megafp8.precision.backends.te_state import TeScaling
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.scaling import Direction, ScaleTable
+from megafp8.precision.traces import Sample, Trace
+
+
+class RecordedTeScaling:
+    """Stands before a `TeScaling`; each update is read from what it left behind.
+
+    The amax of an update is the newest entry of a history that has moved; it is 0 where the
+    history stayed. So the history must have two entries at least.
+    """
+
+    def __init__(self, state: TeScaling, *, history_every: int = 10) -> None:
+        assert state.recipe.amax_history_len >= 2, "the update's amax is read from the history"
+        self.state, self.history_every = state, history_every
+        names = {direction: list(table.names) for direction, table in state.tables.items()}
+        self.trace = Trace("transformer_engine", state.region.names.version, state.recipe, names)
+        self._before = {d: table.history.clone() for d, table in state.tables.items()}
+
+    @property
+    def tables(self) -> dict[Direction, ScaleTable]:
+        return self.state.tables
+
+    def begin_microbatch(self, index: int) -> None:
+        self.trace.events.append(f"begin {index}")
+        self.state.begin_microbatch(index)
+
+    def end_forward(self) -> None:
+        self.state.end_forward()
+        self._read("forward")
+
+    def end_backward(self) -> None:
+        self.state.end_backward()
+        self._read("backward")
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        with self.state.evaluation():
+            yield
+
+    def _read(self, direction: Direction) -> None:
+        table, before = self.state.tables[direction], self._before[direction]
+        moved = (table.history != before).any(1)
+        amax = torch.where(moved, table.history[:, -1], torch.zeros(()))
+        keep = len(self.trace.amax.get(direction, ())) % self.history_every == 0
+        self.trace.add_update(direction, amax, table, keep_history=keep)
+        self._before[direction] = table.history.clone()
+
+
+def cast_sample(trace: Trace, name: str, x: torch.Tensor, fmt: Fp8Format) -> Sample:
+    """A tensor cast by Transformer Engine's own quantizer with the newest scale of `name`."""
+    direction: Direction = "backward" if name.endswith(".grad_output") else "forward"
+    update = len(trace.quant_scale[direction])
+    scale = trace.quant_scale[direction][-1][trace.names[direction].index(name)]
+    return Sample(name, direction, update, x, _cast(x, scale, fmt), scale)
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
+    extension = importlib.import_module("transformer_engine_torch")
+    tensor = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    kind = {"e4m3": extension.DType.kFloat8E4M3, "e5m2": extension.DType.kFloat8E5M2}[fmt.name]
+    quantizer = tensor.Float8Quantizer(
+        scale.to(x.device).reshape(1), torch.zeros(1, device=x.device), kind
+    )
+    payload: torch.Tensor = quantizer(x)._data
+    return payload.view(fmt.dtype)

@@ -1,0 +1,169 @@
+"""torchao's Float8 linears from our recipe.
+
+Its scales come from each tensor anew, so it keeps no state. Without FP8 tensor cores its own
+`emulate` runs the very same casts and multiplies their values in FP32; no other recipe is put in
+the asked one's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import logging
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megafp8.precision.backends.planned import PlannedGemms
+from megafp8.precision.gemm import GemmCounter
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import GEMMS, GemmName
+
+OLDEST = (0, 14)
+INSTALL = "Install `torchao`, or use model.fp8_backend=native"
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def load() -> ModuleType:
+    """`torchao.float8`. What is logged at its import, of kernels that it cannot load and of enums
+    that torch knows by now, is not about this run."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("torchao.float8")
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def version() -> str:
+    return importlib.metadata.version("torchao")
+
+
+def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
+    """Why torchao cannot run this recipe here; None where it can."""
+    try:
+        found = version()
+    except importlib.metadata.PackageNotFoundError:
+        return f"the package torchao is not installed. {INSTALL}"
+    if tuple(int(n) for n in found.split(".")[:2]) < OLDEST:
+        return f"torchao {found} is older than {'.'.join(map(str, OLDEST))}"
+    if recipe.name not in RECIPES:
+        return f"torchao has no {recipe.name} recipe; it has {', '.join(RECIPES)}"
+    if recipe.params_in_fp8:
+        return "torchao keeps weights in high precision (model.fp8_params=True is not for it)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
+    return None
+
+
+def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
+    """The `Float8LinearConfig` that says the same as `recipe`.
+
+    It starts from torchao's recipe of that name; formats, power-of-two scales, accumulation,
+    padding and GEMMs in high precision are then what ours says.
+    """
+    float8 = load()
+    config = importlib.import_module("torchao.float8.config")
+    named = float8.Float8LinearConfig.from_recipe_name(recipe.name)
+    forward, backward = _dtype(recipe.forward_format), _dtype(recipe.backward_format)
+    high = set(recipe.high_precision_gemms)
+
+    def cast(base: Any, dtype: torch.dtype, place: GemmName) -> Any:
+        if place in high:
+            return config.CastConfig(scaling_type=config.ScalingType.DISABLED, target_dtype=dtype)
+        return dataclasses.replace(base, target_dtype=dtype)
+
+    def accumulation(place: GemmName) -> Any:
+        return config.Float8GemmConfig(use_fast_accum=place in recipe.fast_accumulation)
+
+    return float8.Float8LinearConfig(
+        cast_config_input=cast(named.cast_config_input, forward, "output"),
+        cast_config_input_for_grad_weight=cast(
+            named.cast_config_input_for_grad_weight, forward, "grad_weight"
+        ),
+        cast_config_weight=cast(named.cast_config_weight, forward, "output"),
+        cast_config_weight_for_grad_input=cast(
+            named.cast_config_weight_for_grad_input, forward, "grad_input"
+        ),
+        cast_config_grad_output=cast(named.cast_config_grad_output, backward, "grad_input"),
+        cast_config_grad_output_for_grad_weight=cast(
+            named.cast_config_grad_output_for_grad_weight, backward, "grad_weight"
+        ),
+        gemm_config_output=accumulation("output"),
+        gemm_config_grad_input=accumulation("grad_input"),
+        gemm_config_grad_weight=accumulation("grad_weight"),
+        round_scales_to_power_of_2=recipe.power_2_scale,
+        pad_inner_dim=recipe.pad_inner_dim,
+        emulate=emulate,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+
+
+class TorchaoLinear(nn.Module):
+    """torchao's linear over our parameters, its GEMMs counted."""
+
+    def __init__(
+        self,
+        weight_OI: nn.Parameter,
+        bias_O: nn.Parameter | None,
+        config: Any,
+        counter: GemmCounter,
+        *,
+        name: str,
+        fp8_in_evaluation: bool,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        out_features, in_features = weight_OI.shape
+        plain = nn.Linear(in_features, out_features, bias=False, device="meta")
+        plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
+        self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
+        self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
+        disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
+        casts = {
+            "output": config.cast_config_input,
+            "grad_input": config.cast_config_grad_output,
+            "grad_weight": config.cast_config_input_for_grad_weight,
+        }
+        self._high = frozenset(p for p, cast in casts.items() if cast.scaling_type is disabled)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., I] -> [..., O], in the input's dtype."""
+        in_fp8 = self.training or self.fp8_in_evaluation
+        if in_fp8:
+            output: torch.Tensor = self.linear(input)
+        else:
+            output = F.linear(input, self.linear.weight, self.linear.bias)
+        flops = 2 * input.numel() * self.linear.out_features
+        self._count("output", flops, input.dtype, in_fp8)
+        if output.requires_grad:
+            dtype, needs_input = input.dtype, input.requires_grad
+
+            def count_backward(grad: torch.Tensor) -> None:
+                if needs_input:
+                    self._count("grad_input", flops, dtype, in_fp8)
+                self._count("grad_weight", flops, dtype, in_fp8)
+
+            output.register_hook(count_backward)
+        return output
+
+    def planned(self) -> PlannedGemms:
+        fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
+        return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, "chosen by product")
+
+    def _count(self, place: GemmName, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
+        wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        self.counter.add("fp8" if in_fp8 and place not in self._high else wide, place, flops)

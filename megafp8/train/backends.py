@@ -1,0 +1,121 @@
+"""Who runs the layers: our own engine, Transformer Engine or torchao; or why the asked one cannot.
+
+Neither package is imported before it was chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafp8.errors import ConfigError
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.parallel import te_parts
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.te_parts import TransformerEngineParts
+from megafp8.parallel.torchao_parts import TorchaoParts
+from megafp8.precision.backends import te_names, te_recipe, torchao_linear
+from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
+from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.grad_sink import GradSink
+from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.specs import RunSpec
+
+KEY = "model.fp8_backend"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts that a backend makes a model of, and the scaling state that goes with them."""
+
+    parts: Parts
+    scaling: ScalingState | NoScaling
+
+
+def check(spec: RunSpec, device: torch.device) -> None:
+    """Raises `ConfigError` with the reason where the asked backend cannot run here."""
+    asked = spec.precision.backend
+    recipe = spec.precision.fp8
+    reason: str | None = None
+    if asked == "te":
+        reason = te_names.why_not(device, fp8=recipe is not None)
+        reason = reason or te_parts.why_not(spec.model, recipe)
+        if reason is None and not spec.precision.half_weights and spec.precision.compute != "fp32":
+            reason = "its layers have one dtype: use model.megatron_amp_O2=True"
+        if reason is None and recipe is not None:
+            try:
+                te_recipe.make(recipe, te_names.load().recipe)
+            except ValueError as error:
+                reason = str(error)
+    elif asked == "torchao":
+        assert recipe is not None, "the configuration refuses torchao without FP8"
+        reason = torchao_linear.why_not(recipe, device)
+    if reason is not None:
+        raise ConfigError(KEY, asked, reason, "model.fp8_backend=native runs on any device")
+
+
+def make(
+    spec: RunSpec,
+    mesh: Mesh,
+    streams: RandomStreams,
+    sink: GradSink,
+    counter: GemmCounter,
+    dtype: torch.dtype,
+    native_scaling: ScalingState | None,
+) -> Engine:
+    """The chosen backend's parts; `native_scaling` is used by our own alone."""
+    given = (spec.model, dtype, spec.train.seed, streams)
+    shared: dict[str, Any] = {
+        "tp": mesh.tp,
+        "sink": sink,
+        "counter": counter,
+        "half_weights": spec.precision.half_weights,
+    }
+    recipe = spec.precision.fp8
+    if spec.precision.backend == "te":
+        names = te_names.load()
+        made = None if recipe is None else te_recipe.make(recipe, names.recipe)
+        region = TeRegion(names, made, mesh.amax.group if mesh.amax.size > 1 else None)
+        scaling: TeScaling | TeEvents
+        if recipe is not None and recipe.name == "delayed":
+            scaling = TeScaling(recipe, region)
+        else:
+            in_evaluation = recipe is not None and recipe.fp8_in_evaluation
+            scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
+        parts = TransformerEngineParts(
+            *given,
+            region=region,
+            te_scaling=scaling if isinstance(scaling, TeScaling) else None,
+            device=mesh.device,
+            recipe=recipe,
+            **shared,
+        )
+        return Engine(parts, scaling)
+    if spec.precision.backend == "torchao":
+        assert recipe is not None
+        return Engine(
+            TorchaoParts(
+                *given,
+                recipe=recipe,
+                emulate=mesh.device.type == "cpu",
+                **shared,
+            ),
+            NoScaling(),
+        )
+    return Engine(
+        NativeParts(*given, scaling=native_scaling, **shared), native_scaling or NoScaling()
+    )
+
+
+def describe(spec: RunSpec, device: torch.device) -> str:
+    """Which other engine runs, its version, and how: for a run's header and summary."""
+    if spec.precision.backend == "te":
+        return f"Transformer Engine {te_names.load().version} layers; FP8 health is not measured"
+    emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
+    kept = "first and last linear in high precision unless model.fp8_modules names them"
+    version = torchao_linear.version()
+    return f"torchao {version}{emulated}; {kept}; FP8 health is not measured"

@@ -1,0 +1,143 @@
+"""Transformer Engine's signatures, read from its wheels' sources: what our test double accepts.
+
+    python scripts/te_signatures.py 2.2.0 2.12.0 2.20.2
+
+downloads those versions' wheels (a few hundred kilobytes each: Python alone) into a cache, reads
+parameter names, kinds and defaults with `ast` (nothing of them is run) and writes
+`tests/precision/backends/te_signatures.json`. Tests that need the real recipe classes look into
+the same cache: `$MEGAFP8_TE_SOURCES`, else `~/.cache/megafp8/te`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+OUTPUT = Path(__file__).parents[1] / "tests/precision/backends/te_signatures.json"
+PACKAGE = "transformer_engine"
+
+# name in the JSON: (files that may hold it, class, function); the first that is there counts
+FUNCTIONS = {
+    "TransformerLayer.__init__": (["pytorch/transformer.py"], "TransformerLayer", "__init__"),
+    "TransformerLayer.forward": (["pytorch/transformer.py"], "TransformerLayer", "forward"),
+    "init_fp8_meta_tensors": (
+        ["pytorch/module/base.py"], "TransformerEngineBaseModule", "init_fp8_meta_tensors"
+    ),
+    "get_fp8_meta_tensors": (
+        ["pytorch/module/base.py"], "TransformerEngineBaseModule", "get_fp8_meta_tensors"
+    ),
+    "reset_fp8_meta_tensors": (
+        ["pytorch/module/base.py"], "TransformerEngineBaseModule", "reset_fp8_meta_tensors"
+    ),
+    "FusedAdam.__init__": (["pytorch/optimizers/fused_adam.py"], "FusedAdam", "__init__"),
+}  # fmt: skip
+QUANTIZATION = ["pytorch/quantization.py", "pytorch/fp8.py"]
+for _name in ("fp8_autocast", "fp8_model_init", "quantized_model_init"):
+    FUNCTIONS[_name] = (QUANTIZATION, "", _name)
+FUNCTIONS["autocast"] = (QUANTIZATION, "autocast", "__init__")  # a class in later versions
+RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+
+
+def cache_dir() -> Path:
+    """Where wheels are unpacked, one folder a version."""
+    given = os.environ.get("MEGAFP8_TE_SOURCES")
+    return Path(given) if given else Path.home() / ".cache/megafp8/te"
+
+
+def unpacked(version: str) -> Path:
+    """The sources of a version, downloaded if they are not there."""
+    target = cache_dir() / version
+    if not (target / PACKAGE).is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(target)]
+        subprocess.run([*command, f"transformer-engine=={version}"], check=True)
+        with zipfile.ZipFile(next(target.glob("*.whl"))) as wheel:
+            wheel.extractall(target)
+    return target
+
+
+def parameters(node: ast.FunctionDef) -> list[dict[str, Any]]:
+    """Name, kind and default (as text; absent where there is none) of each parameter but self."""
+    args = node.args
+    found = []
+    positional = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    for arg, default in zip(positional, defaults, strict=True):
+        found.append(_parameter(arg.arg, "positional or keyword", default))
+    if args.vararg:
+        found.append(_parameter(args.vararg.arg, "variadic positional", None))
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append(_parameter(arg.arg, "keyword-only", default))
+    if args.kwarg:
+        found.append(_parameter(args.kwarg.arg, "variadic keyword", None))
+    return [p for p in found if p["name"] not in ("self", "cls")]
+
+
+def _parameter(name: str, kind: str, default: ast.expr | None) -> dict[str, Any]:
+    entry = {"name": name, "kind": kind}
+    return entry if default is None else {**entry, "default": ast.unparse(default)}
+
+
+def fields(node: ast.ClassDef) -> list[dict[str, Any]]:
+    """The dataclass fields of a recipe: annotated names."""
+    return [
+        _parameter(item.target.id, "positional or keyword", item.value)
+        for item in node.body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
+
+
+def find(tree: ast.Module, owner: str, name: str) -> ast.FunctionDef | None:
+    """A function, or a class's method; a function `owner` stands in for its class."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
+            return next((item for item in methods if item.name == name), None)
+        if isinstance(node, ast.FunctionDef) and node.name == (owner or name):
+            return node
+    return None
+
+
+def signatures(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """All that we call, by name; what a version lacks is left out."""
+    package, found = root / PACKAGE, {}
+    for key, (files, owner, name) in FUNCTIONS.items():
+        for file in files:
+            path = package / file
+            node = find(ast.parse(path.read_text("utf-8")), owner, name) if path.exists() else None
+            if node is not None:
+                found[key] = parameters(node)
+                break
+    tree = ast.parse((package / "common/recipe/__init__.py").read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in RECIPES:
+            found[node.name] = fields(node)
+    return found
+
+
+def as_text(table: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+    """JSON with one callable a line."""
+    versions = []
+    for version, callables in table.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in callables.items()]
+        versions.append(f" {json.dumps(version)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(versions) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("versions", nargs="+")
+    table = {v: signatures(unpacked(v)) for v in parser.parse_args().versions}
+    OUTPUT.write_text(as_text(table), "utf-8")
+    print(f"{OUTPUT}: {', '.join(table)}")
+
+
+if __name__ == "__main__":
+    main()

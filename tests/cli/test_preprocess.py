@@ -1,0 +1,353 @@
+"""The preprocessing command: every kind of text and tokenizer, killed between, read by a job."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megafp8.cli.preprocess import main
+from megafp8.data import preprocess as preprocess_module
+from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
+from megafp8.data.opened import open_prefix
+from megafp8.data.text_sources import TextSource
+from megafp8.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
+from tests.data.helpers import tiny_documents
+
+TEXTS = [document.text for document in tiny_documents(60)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    with open(folder / "a.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"body": text, "n": 1}) + "\n" for text in TEXTS[:30])
+    pq.write_table(pa.table({"body": TEXTS[30:50]}), folder / "b.parquet")
+    with gzip.open(folder / "c.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"body": text}) + "\n" for text in TEXTS[50:])
+    (folder / "notes.unknown").write_text("not a text file")
+    return folder
+
+
+def texts_of(prefix: Path) -> list[str]:
+    opened = open_prefix(prefix, lambda line: None)
+    eod, dataset = opened.tokenizer.eod_id, opened.dataset
+    documents = [dataset.document(number) for number in range(dataset.num_documents)]
+    assert all(document[-1] == eod and (document[:-1] != eod).all() for document in documents)
+    return [opened.tokenizer.decode(document[:-1]) for document in documents]
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert run(*arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_a_folder_of_all_kinds_by_workers_and_without(corpus: Path, tmp_path: Path) -> None:
+    words = ("--tokenizer", "bpe", "--vocab-size", 300, "--text-key", "body")
+    assert run(corpus, "--output", tmp_path / "x" / "one", "--workers", 0, *words) == 0
+    assert run(corpus, "--output", tmp_path / "two", "--workers", 2, *words) == 0
+    assert texts_of(tmp_path / "x" / "one") == TEXTS
+    for end in (".bin", ".idx", ".tokenizer.json"):
+        one, two = tmp_path / "x" / f"one{end}", tmp_path / f"two{end}"
+        assert one.read_bytes() == two.read_bytes(), "the same by any number of workers"
+    described = json.loads((tmp_path / "two.dataset.json").read_text())
+    assert described["vocab_size"] == 300 and described["num_documents"] == len(TEXTS)
+    assert described["num_bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
+        "two.bin", "two.idx", "two.tokenizer.json", "two.dataset.json"
+    }  # fmt: skip
+
+
+def test_the_tokens_are_those_of_the_library(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, 290)
+    tokenizer.save(tmp_path / "words.json")
+    run(corpus / "a.jsonl", "--output", tmp_path / "d", "--tokenizer", tmp_path / "words.json",
+        "--text-key", "body", "--workers", 0)  # fmt: skip
+    data = IndexedDataset(tmp_path / "d")
+    for number, text in enumerate(TEXTS[:30]):
+        assert data.document(number).tolist() == [*tokenizer.encode(text), tokenizer.eod_id]
+
+
+@pytest.mark.parametrize(
+    ("unit", "want"),
+    [
+        ("file", ["one\ntwo\n\nthree ü\n"]),
+        ("paragraph", ["one\ntwo", "three ü"]),
+        ("line", ["one", "two", "three ü"]),
+    ],
+)
+def test_plain_text(tmp_path: Path, unit: str, want: list[str]) -> None:
+    (tmp_path / "t.txt").write_text("one\ntwo\n\nthree ü\n", encoding="utf-8")
+    done = run(tmp_path / "t.txt", "--output", tmp_path / "d", "--tokenizer", "bytes",
+               "--document", unit, "--workers", 0)  # fmt: skip
+    assert done == 0
+    assert [text.strip("\n") for text in texts_of(tmp_path / "d")] == [w.strip("\n") for w in want]
+
+
+def test_a_dataset_by_name_is_loaded_by_datasets(corpus: Path, tmp_path: Path) -> None:
+    """The name is a local folder here: the Hub needs a network."""
+    folder = tmp_path / "named"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": TEXTS[:9]}), folder / "train-0.parquet")
+    pq.write_table(pa.table({"text": TEXTS[9:12]}), folder / "test-0.parquet")
+    for split, want in (("train", TEXTS[:9]), ("test", TEXTS[9:12])):
+        done = run("--dataset", folder, "--split", split, "--output", tmp_path / split,
+                   "--tokenizer", "bytes", "--workers", 0)  # fmt: skip
+        assert done == 0 and texts_of(tmp_path / split) == want
+
+
+# ---- tokenizers
+
+
+def huggingface(folder: Path) -> str:
+    from transformers import PreTrainedTokenizerFast
+
+    train_tokenizer(TEXTS, 280).save(folder / "raw.json")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "raw.json"), eos_token="<|endoftext|>"
+    )
+    fast.save_pretrained(folder / "hf")
+    return f"hf:{folder / 'hf'}"
+
+
+def sentencepiece(folder: Path) -> str:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(folder / "sp"),
+        vocab_size=400,
+        byte_fallback=True,
+        character_coverage=1.0,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return str(folder / "sp.model")
+
+
+def tiktoken(folder: Path) -> str:
+    ranks = [bytes([number]) for number in range(256)] + [b"re", b"tu", b"rn", b"retu", b"return"]
+    lines = (f"{base64.b64encode(r).decode()} {n}\n" for n, r in enumerate(ranks))
+    (folder / "mine.tiktoken").write_text("".join(lines))
+    return f"tiktoken:{folder / 'mine.tiktoken'}"
+
+
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+@pytest.mark.parametrize("make", [huggingface, sentencepiece, tiktoken])
+def test_tokenizers_are_recorded_with_the_data(tmp_path: Path, make, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    name = make(tmp_path)
+    for workers in (0, 1):
+        done = run(tmp_path / "t.jsonl", "--output", tmp_path / f"d{workers}", "--tokenizer", name,
+                   "--workers", workers)  # fmt: skip
+        assert done == 0
+    opened = open_prefix(tmp_path / "d0", lambda line: None)
+    want = [[*opened.tokenizer.encode(text), opened.tokenizer.eod_id] for text in TEXTS]
+    got = [opened.dataset.document(n).tolist() for n in range(len(TEXTS))]
+    assert got == want
+    assert opened.dataset.num_tokens < sum(len(t.encode()) for t in TEXTS), "it merges"
+    assert bin_path(tmp_path / "d0").read_bytes() == bin_path(tmp_path / "d1").read_bytes()
+    if make is not sentencepiece:  # whose pieces leave out a few control characters
+        assert texts_of(tmp_path / "d0") == TEXTS
+    words = tmp_path / f"d0.{opened.tokenizer.file_name}"
+    assert load_tokenizer(words).digest == opened.tokenizer.digest
+    record = json.loads((tmp_path / "d0.dataset.json").read_text())
+    record["vocab_size"] += 1
+    (tmp_path / "d0.dataset.json").write_text(json.dumps(record))
+    with pytest.raises(Exception, match="vocab_size: the dataset was made with a vocabulary"):
+        open_prefix(tmp_path / "d0", lambda line: None)
+
+
+def test_a_slow_or_nameless_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "t.txt").write_text("x")
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "bad.model").write_bytes(b"\xff\x00")
+    (tmp_path / "bad.tiktoken").write_text("no base64\n")
+    for name in ("nonsense", "bad.json", "bad.model", "bad.tiktoken", "hf:/no/such/folder"):
+        path = name if ":" in name or "." not in name else tmp_path / name
+        text = wrong(capsys, tmp_path / "t.txt", "--output", tmp_path / "d", "--tokenizer", path)
+        assert "tokenizer" in text and name.removeprefix("hf:") in text
+
+
+# ---- killed
+
+
+COMMAND = [sys.executable, "-m", "megafp8.cli.preprocess"]
+SLOW = """
+import sys, time
+from megafp8.data import preprocess
+preprocess.SECONDS_BETWEEN_RECORDS = 0.0
+preprocess.preprocess.__kwdefaults__["unit_characters"] = 2000
+from megafp8.cli import preprocess as cli
+class Slow(cli._Bar):
+    def show(self, counts):
+        print(counts.num_texts, flush=True)
+        time.sleep(0.02)
+cli._Bar = Slow
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.kill
+def test_kill_9_at_any_moment_and_the_same_command_continues(tmp_path: Path) -> None:
+    many = [f"{number} {text}" for number in range(10) for text in TEXTS]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in many))
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = ("--tokenizer", "bpe", "--vocab-size", "300", "--workers", "1")
+    run(tmp_path / "t.jsonl", "--output", tmp_path / "straight", *words)
+    argv = [sys.executable, str(tmp_path / "slow.py"), str(tmp_path / "t.jsonl"), "--output",
+            str(tmp_path / "killed"), *words]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for lines in (1, 6):
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
+        seen = [line for _, line in zip(range(lines + 3), process.stdout, strict=False)]
+        assert len(seen) == lines + 3, "it is not done yet"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        alive = psutil.wait_procs(workers, timeout=20)[1]
+        assert not alive, "no worker outlives a killed command"
+        assert not bin_path(tmp_path / "killed").exists()
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "continues after" in done.stdout
+    for end in (".bin", ".idx", ".tokenizer.json"):
+        straight, killed = tmp_path / f"straight{end}", tmp_path / f"killed{end}"
+        assert straight.read_bytes() == killed.read_bytes()
+    assert not (tmp_path / "killed.partial").exists()
+
+
+def test_what_was_begun_continues_with_the_same_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    output = ("--output", tmp_path / "d", "--workers", 0)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_finish", full)
+        text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
+        assert "No space left" in text
+    text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bpe")
+    assert "tokenizer: is not what this output was begun with" in text
+    status = (tmp_path / "t.jsonl").stat()
+    os.utime(tmp_path / "t.jsonl", ns=(0, status.st_mtime_ns + 10**9))
+    text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
+    assert "text: is not what this output was begun with" in text
+    os.utime(tmp_path / "t.jsonl", ns=(0, status.st_mtime_ns))
+    assert run(tmp_path / "t.jsonl", *output, "--tokenizer", "bytes") == 0
+    assert texts_of(tmp_path / "d") == TEXTS
+    text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
+    assert "is there already" in text
+
+
+# ---- a user's mistakes
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--text-key", "nope"), "column 'nope': is not there; there are body, n"),
+        (("--text-key", "n"), "column 'n': holds int"),
+        (("--dataset", "x"), "comes from files or from --dataset"),
+        (("--split", "test"), "--split: does nothing here"),
+        (("--vocab-size", "300"), "--vocab-size: does nothing here"),
+        (("--workers", "-1"), "--workers: is -1"),
+    ],
+)
+def test_mistakes_are_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: Sequence[str], said: str
+) -> None:
+    text = wrong(capsys, corpus / "a.jsonl", "--output", tmp_path / "d", "--tokenizer", "bytes",
+                 "--workers", 0, *more)  # fmt: skip
+    assert said in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "bad.txt", "none.txt", "odd.xyz"])
+def test_files_that_are_not_what_they_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    if not name.startswith("none"):
+        (tmp_path / name).write_bytes(b'{"text": "\xff\xfe" \x00 oops')
+    text = wrong(capsys, tmp_path / name, "--output", tmp_path / "d", "--tokenizer", "bytes",
+                 "--workers", 0)  # fmt: skip
+    assert name in text and "Traceback" not in text
+
+
+def test_text_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": ""}\n{"text": null}\n')
+    text = wrong(capsys, tmp_path / "t.jsonl", "--output", tmp_path / "d", "--tokenizer", "bytes",
+                 "--workers", 0)  # fmt: skip
+    assert "every document is empty" in text
+
+
+# ---- index maps ahead
+
+
+def test_index_builds_what_a_job_will_read(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from megafp8.data import index_cache
+
+    monkeypatch.setattr(index_cache.IndexCache.__init__, "__defaults__", (0,))
+    run(corpus, "--output", tmp_path / "d", "--tokenizer", "bytes", "--text-key", "body",
+        "--workers", 0)  # fmt: skip
+    job = (
+        f"model.data.data_prefix={tmp_path / 'd'}", "model.encoder_seq_length=16",
+        f"model.data.index_mapping_dir={tmp_path / 'maps'}", "model.seed=5", "trainer.max_steps=40",
+    )  # fmt: skip
+    assert run("index", *job) == 0
+    said = capsys.readouterr().out
+    maps = [path for path in (tmp_path / "maps").iterdir() if path.is_dir()]
+    epochs = [path for path in maps if path.name.startswith("epoch")]
+    assert f"index maps of {len(epochs)} epochs for 1280 samples" in said and epochs
+    assert run("index", *job) == 0
+    assert "computed" not in capsys.readouterr().out
+    assert run("index", f"model.data.data_prefix={tmp_path / 'nope'}") == 2
+    assert "nope.idx" in capsys.readouterr().err
+
+
+def test_sources_describe_themselves(corpus: Path) -> None:
+    source = TextSource(files=(corpus,), text_key="body")
+    assert len(source.describe()["files"]) == 3 and source.num_bytes() is None
+    assert list(source.texts()) == TEXTS
+    for skip in (0, 1, 29, 30, 31, 55, 60, 61):
+        assert list(source.texts(skip)) == TEXTS[skip:]
+    assert TextSource(files=(corpus / "a.jsonl",)).num_bytes() == (
+        (corpus / "a.jsonl").stat().st_size
+    )
+
+
+def test_bytes_are_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.vocab_size == 257
+    assert len(tokenizer.encode("aü🐍")) == 1 + 2 + 4
+    assert np.unique(tokenizer.encode("abc")).size == 3 and idx_path(Path("a")).name == "a.idx"

@@ -1,0 +1,149 @@
+"""Which FP8 settings go together, and what they resolve to."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.errors import ConfigError
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import RECIPES
+from tests.config.helpers import run_spec
+
+FP8 = "model.fp8=True"
+
+
+def recipe(*overrides: str) -> Fp8Recipe:
+    found = run_spec(FP8, *overrides).precision.fp8
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_resolves(name: str) -> None:
+    found = recipe(f"model.fp8_recipe={name}")
+    is_old = name in ("delayed", "tensorwise")
+    assert found.name == name
+    assert (found.forward_format, found.backward_format) == ("e4m3", "e5m2" if is_old else "e4m3")
+    assert found.power_2_scale is not is_old
+
+
+def test_formats_and_power_2_can_be_chosen() -> None:
+    tensorwise = "model.fp8_recipe=tensorwise"
+    assert recipe(tensorwise, "model.fp8_e4m3=True").backward_format == "e4m3"
+    assert recipe(tensorwise, "model.fp8_power_2_scale=True").power_2_scale
+    assert not recipe("model.fp8_recipe=blockwise", "model.fp8_power_2_scale=False").power_2_scale
+
+
+def test_products_in_high_precision() -> None:
+    assert recipe("model.fp8_wgrad=False").high_precision_gemms == {"grad_weight"}
+    both = recipe("model.fp8_wgrad=False", "model.override_linear_precision=[true,false,false]")
+    assert both.high_precision_gemms == {"output", "grad_weight"}
+
+
+def test_first_and_last_layers() -> None:
+    found = recipe("model.num_layers=6", "model.first_last_layers_bf16=True",
+                   "model.num_layers_at_start_in_bf16=2")  # fmt: skip
+    high = [
+        layer for layer in range(6)
+        if found.precision_of(f"layers.{layer}.mlp.fc1") == "high_precision"
+    ]  # fmt: skip
+    assert high == [0, 1, 5]
+
+
+def test_modules_by_pattern_come_before_layers() -> None:
+    found = recipe(
+        "model.first_last_layers_bf16=True",
+        'model.fp8_modules=["layers.0.*.fc2:tensorwise","*.qkv:high_precision"]',
+    )
+    assert found.precision_of("layers.0.mlp.fc2") == "tensorwise"
+    assert found.precision_of("layers.0.mlp.fc1") == "high_precision"
+    assert found.precision_of("layers.1.attention.qkv") == "high_precision"
+    assert found.precision_of("layers.1.mlp.fc1") == "delayed"
+
+
+@pytest.mark.parametrize("recipe_name", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize(
+    "detail",
+    [
+        "model.fp8_margin=1",
+        "model.fp8_interval=2",
+        "model.fp8_amax_history_len=16",
+        "model.fp8_amax_compute_algo=most_recent",
+        "model.reduce_amax=False",
+    ],
+)
+def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) -> None:
+    key = detail.partition("=")[0]
+    with pytest.raises(ConfigError, match="has no such thing") as error:
+        recipe(f"model.fp8_recipe={recipe_name}", detail)
+    assert error.value.key == key
+    assert recipe(f"model.fp8_recipe={recipe_name}", detail, 'model.fp8_modules=["*.fc2:delayed"]')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.fp8_power_2_scale=True"], "model.fp8_power_2_scale"),
+        (["model.fp8_params=True", "model.fp8_recipe=rowwise"], "model.fp8_params"),
+        (["model.fp8_params=True", 'model.fp8_modules=["a:rowwise"]'], "model.fp8_params"),
+        (
+            ["model.fp8_params=True", "model.override_linear_precision=[false,true,false]"],
+            "model.fp8_params",
+        ),
+        (
+            ["model.fp8_params=True", "model.reduce_amax=False", "trainer.devices=2"],
+            "model.reduce_amax",
+        ),
+        (
+            ["model.override_linear_precision=[true,true,true]"],
+            "model.override_linear_precision",
+        ),
+        (
+            ["model.fp8_wgrad=False", "model.override_linear_precision=[true,true,false]"],
+            "model.override_linear_precision",
+        ),
+        (["model.fp8_wgrad=False", "model.fp8_recipe=rowwise_with_gw_hp"], "model.fp8_wgrad"),
+        (["model.num_layers_at_start_in_bf16=2"], "model.num_layers_at_start_in_bf16"),
+        (["model.num_layers_at_end_in_bf16=2"], "model.num_layers_at_end_in_bf16"),
+        (
+            ["model.first_last_layers_bf16=True", "model.num_layers=2"],
+            "model.first_last_layers_bf16",
+        ),
+        (
+            ["model.first_last_layers_bf16=True", "model.num_layers_at_start_in_bf16=0",
+             "model.num_layers_at_end_in_bf16=0"],
+            "model.first_last_layers_bf16",
+        ),
+        (["model.fp8_recipe=blockwise", "model.pad_inner_dim=True"], "model.pad_inner_dim"),
+        (["model.fp8_recipe=rowwise", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
+        (["model.fp8_recipe=mxfp8"], "model.fp8_recipe"),
+        (["model.fp8_split_accumulator=[true,true,true]"], "model.fp8_split_accumulator"),
+        (["model.fp8_health_min_snr_db=10"], "model.fp8_health_min_snr_db"),
+        (['model.fp8_modules=["*.fc2:bf17"]'], "model.fp8_modules"),
+        (['model.fp8_modules=["fc2"]'], "model.fp8_modules"),
+        (["model.override_linear_precision=[true]"], "model.override_linear_precision"),
+        (["model.pad_inner_dim=True"], "model.pad_inner_dim"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        recipe(*overrides)
+    assert error.value.key == key
+
+
+def test_without_fp8_its_details_are_refused() -> None:
+    for detail in ("model.fp8_params=True", "model.fp8_recipe=rowwise", "model.fp8_health=full"):
+        with pytest.raises(ConfigError, match="means nothing without FP8"):
+            run_spec(detail)
+
+
+def test_blocks_need_their_multiples() -> None:
+    with pytest.raises(ConfigError, match="multiples of 128"):
+        recipe("model.fp8_recipe=blockwise", "model.ffn_hidden_size=1040")
+
+
+def test_padding_allows_odd_sizes() -> None:
+    odd = ("model.hidden_size=36", "model.ffn_hidden_size=100")
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        recipe(*odd)
+    assert recipe(*odd, "model.pad_inner_dim=True").pad_inner_dim

@@ -1,0 +1,65 @@
+"""Each preset's model on torch's meta device: it builds, and has the published size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megafp8.config.compose import conf_dir
+from megafp8.config.overrides import preset_names
+from megafp8.models.init import pieces_of
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train.build import build
+from megafp8.train.state import TrainState
+from tests.config.helpers import run_spec
+
+GPT2_VOCABULARY = 50257
+PUBLISHED: dict[str, tuple[int, float]] = {
+    # Vocabulary, parameters. GPT-3: Brown et al. 2020, table 2.1, whose sizes are rounded; "13B"
+    # is 12.85 B by its own layers and widths (40 of 5140, which has no 40 equal heads: 5120 here).
+    "gpt3_125m": (GPT2_VOCABULARY, 125e6),
+    "gpt3_1.3b": (GPT2_VOCABULARY, 1.3e9),
+    "gpt3_2.7b": (GPT2_VOCABULARY, 2.7e9),
+    "gpt3_6.7b": (GPT2_VOCABULARY, 6.7e9),
+    "gpt3_13b": (GPT2_VOCABULARY, 13.0e9),
+    "gpt3_175b": (GPT2_VOCABULARY, 175e9),
+    "gpt3_5b": (GPT2_VOCABULARY, 5.0e9),  # NeMo's, named by its size
+    "llama3_8b": (128256, 8.03e9),
+    "default": (4096, 4.3e6),  # ours
+}
+MODELS, PRECISIONS = (preset_names(group, [conf_dir()]) for group in ("model", "precision"))
+
+
+def on_meta(*overrides: str, vocab_size: int) -> TrainState:
+    spec = run_spec(*overrides)
+    vocab = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
+    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab))
+    mesh = single_rank()
+    with torch.device("meta"):
+        return build(spec, dataclasses.replace(mesh, device=torch.device("meta")))
+
+
+def num_parameters(state: TrainState) -> int:
+    return sum(math.prod(p.global_shape) for w in state.model.parameters() for p in pieces_of(w))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_has_its_published_size(model: str) -> None:
+    assert model in PUBLISHED, f"add the published size of conf/model/{model}.yaml here"
+    vocab_size, published = PUBLISHED[model]
+    state = on_meta(f"model={model}", vocab_size=vocab_size)
+    assert all(p.is_meta for p in state.model.parameters())
+    assert num_parameters(state) == pytest.approx(published, rel=0.02)
+    assert len(state.model.layers) == state.model.spec.num_layers
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", ["default", "gpt3_1.3b"])
+def test_each_precision_builds(precision: str, model: str) -> None:
+    state = on_meta(f"precision={precision}", f"model={model}", vocab_size=GPT2_VOCABULARY)
+    dtypes = {p.dtype for p in state.model.parameters()}
+    assert dtypes == {torch.float32 if precision == "fp32" else torch.bfloat16}

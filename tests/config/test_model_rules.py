@@ -1,0 +1,137 @@
+"""Rules of the model's shape: what they refuse, by which key, and which values they offer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megafp8.config.architecture import spec_of_tree, tree_of_spec
+from megafp8.config.model_rules import rule
+from megafp8.specs.model import RecomputeSpec
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+ROPE = "model.position_embedding_type=rope"
+GRANULARITY = "model.activations_checkpoint_granularity"
+METHOD = "model.activations_checkpoint_method"
+LAYERS = "model.activations_checkpoint_num_layers"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "offer"),
+    [
+        (["model.num_query_groups=3"], "model.num_query_groups", "Nearest values: 2 or 4"),
+        (
+            ["model.num_query_groups=1", "trainer.devices=2", "model.tensor_model_parallel_size=2"],
+            "model.num_query_groups",
+            "Nearest values: 2; or tensor-parallel sizes: 1",
+        ),
+        (["model.hidden_size=255"], "model.hidden_size", "Nearest hidden sizes: 252 or 256"),
+        (
+            ["model.fp8=True", "model.num_attention_heads=32", "model.num_query_groups=4",
+             "model.kv_channels=5"],
+            "model.kv_channels", "Nearest values: 4 or 6",
+        ),
+        (
+            ["model.fp8=True", "model.num_attention_heads=64", "model.num_query_groups=1"],
+            "model.num_query_groups", "Nearest values: 2",
+        ),
+        (["model.rotary_percentage=0.5"], "model.rotary_percentage", "=rope, or leave it out"),
+        (["model.rotary_base=5e5"], "model.rotary_base", "=rope, or leave it out"),
+        (
+            ["model.seq_len_interpolation_factor=2"],
+            "model.seq_len_interpolation_factor",
+            "=rope, or leave it out",
+        ),
+        (
+            [ROPE, "model.kv_channels=16", "model.rotary_percentage=0.2"],
+            "model.rotary_percentage", "Nearest values: 0.125 or 0.25",
+        ),
+        (
+            ["model.openai_gelu=True", "model.activation=swiglu"],
+            "model.openai_gelu",
+            "Set model.activation=gelu",
+        ),
+        (
+            ["model.fp32_residual_connection=True", "model.transformer_block_type=post_ln"],
+            "model.fp32_residual_connection",
+            "pre_ln",
+        ),
+        ([f"{METHOD}=uniform"], METHOD, "granularity=selective or full"),
+        ([f"{LAYERS}=1"], LAYERS, "granularity=selective or full"),
+        ([f"{GRANULARITY}=full"], METHOD, "Give uniform"),
+        ([f"{GRANULARITY}=full", f"{METHOD}=block"], LAYERS, "Give from 1 to 4"),
+        ([f"{GRANULARITY}=full", f"{METHOD}=block", f"{LAYERS}=5"], LAYERS, "Give from 1 to 4"),
+        ([f"{GRANULARITY}=selective", f"{LAYERS}=2"], LAYERS, "method=block"),
+        (["model.normalization=layernorm1p"], "model.normalization", "layernorm or rmsnorm"),
+        (["model.transformer_block_type=normformer"], "model.transformer_block_type", "post_ln"),
+        (["model.position_embedding_type=kerple"], "model.position_embedding_type", "rope"),
+        (["model.activation=mish"], "model.activation", "default is gelu"),
+    ],
+)  # fmt: skip
+def test_refused(overrides: list[str], key: str, offer: str) -> None:
+    problem = the_problem(*overrides)
+    assert problem.key == key and offer in problem.way_out
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    heads=st.integers(1, 24),
+    groups=st.integers(1, 24),
+    width=st.integers(1, 80),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> None:
+    """With heads of their own width, FP8 is refused if and only if a share is no multiple of 16."""
+    values = {
+        "model.fp8": True,
+        "model.fp8_recipe": "delayed",
+        "model.hidden_size": 64,
+        "model.num_attention_heads": heads,
+        "model.num_query_groups": groups,
+        "model.kv_channels": width,
+        "model.tensor_model_parallel_size": tp,
+    }
+    found = list(rule.findings(values))
+    shares = [heads * width / tp, (heads + 2 * groups) * width / tp]
+    fits = heads % groups == 0 and groups % tp == 0 and all(n % 16 == 0 for n in shares)
+    assert fits == (not found)
+    for finding in found:
+        if finding.key == "model.kv_channels":
+            near = finding.way_out.partition(": ")[2].partition(";")[0].split(" or ")
+            for offer in near:
+                again = values | {"model.kv_channels": int(offer)}
+                assert not list(rule.findings(again))
+
+
+def test_heads_of_their_own_width_need_not_share_hidden() -> None:
+    assert load_problems("model.num_attention_heads=3")
+    spec = run_spec("model.num_attention_heads=3", "model.kv_channels=48").model
+    assert (spec.head_size, spec.query_size, spec.kv_size) == (48, 144, 144)
+
+
+def test_fast_activations_are_the_plain_ones() -> None:
+    fast, plain = run_spec("model.activation=fast-swiglu"), run_spec("model.activation=swiglu")
+    assert fast.resolved == plain.resolved and fast.model.is_gated
+    assert run_spec("model.openai_gelu=True").model.activation == "gelu-tanh"
+
+
+def test_recomputation() -> None:
+    assert run_spec().model.recompute is None
+    selective = run_spec(f"{GRANULARITY}=selective").model.recompute
+    assert selective == RecomputeSpec(granularity="selective", method="uniform", num_layers=1)
+    block = run_spec(f"{GRANULARITY}=full", f"{METHOD}=block", f"{LAYERS}=3").model.recompute
+    assert block == RecomputeSpec(granularity="full", method="block", num_layers=3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["model=llama3_8b"], ["model.openai_gelu=True"], [ROPE, "model.rotary_percentage=0.25"]],
+)
+def test_a_shape_is_read_back_from_a_tree(overrides: list[str]) -> None:
+    run = run_spec(*overrides)
+    model = run.resolved["model"]
+    assert isinstance(model, dict)
+    assert spec_of_tree(model, 0) == run.model
+    again = spec_of_tree(tree_of_spec(run.model), 0)
+    assert tree_of_spec(again) == tree_of_spec(run.model)

@@ -1,0 +1,137 @@
+"""A GPT of every option, slow and obvious: logical tensors in, FP64 loss out, head by head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from megafp8.specs import GPTSpec
+
+Tensors = Mapping[str, torch.Tensor]
+Mask = Callable[[str, float, tuple[int, ...]], torch.Tensor | float]  # site, p, shape -> factors
+
+
+def no_dropout(site: str, p: float, shape: tuple[int, ...]) -> float:
+    return 1.0
+
+
+def loss_of(
+    spec: GPTSpec,
+    w: Tensors,
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+    dropout: Mask = no_dropout,
+) -> torch.Tensor:
+    """Nats, summed over targets that are not -100."""
+    batch, seq = tokens.shape
+    if positions is None:
+        positions = torch.arange(seq).expand(batch, seq)
+    if documents is None:
+        documents = torch.zeros(batch, seq)
+    x = w["embedding.word.weight"][tokens]
+    if spec.position_embedding_type == "learned_absolute":
+        x = x + w["embedding.position.weight"][positions]
+    x = x * dropout("embedding.dropout", spec.hidden_dropout, tuple(x.shape))
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        out = torch.einsum("bsi,oi->bso", x, w[f"{name}.weight"])
+        return out + w[f"{name}.bias"] if spec.bias else out
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = w[f"{name}.weight"]
+        if spec.normalization == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + spec.layernorm_epsilon).sqrt() * weight
+        centered = x - x.mean(-1, keepdim=True)
+        variance = centered.square().mean(-1, keepdim=True)
+        return centered / (variance + spec.layernorm_epsilon).sqrt() * weight + w[f"{name}.bias"]
+
+    is_post = spec.transformer_block_type == "post_ln"
+    for i in range(spec.num_layers):
+        name = f"layers.{i}"
+        h = x if is_post else norm(f"{name}.attention_norm", x)
+        q, k, v = (linear(f"{name}.attention.{part}", h) for part in ("query", "key", "value"))
+        size, heads = spec.head_size, spec.num_attention_heads
+        share = heads // (spec.num_query_groups or heads)
+        site = f"{name}.attention.dropout"
+        kept = dropout(site, spec.attention_dropout, (batch, heads, seq, seq))
+        outs = []
+        for head in range(heads):
+            group = head // share
+            own = slice(head * size, (head + 1) * size)
+            shared = slice(group * size, (group + 1) * size)
+            queries, keys, values = q[..., own], k[..., shared], v[..., shared]
+            if spec.position_embedding_type == "rope":
+                queries, keys = turn(spec, queries, positions), turn(spec, keys, positions)
+            scores = queries @ keys.transpose(1, 2) / math.sqrt(size)
+            if spec.position_embedding_type == "alibi":
+                slope = 2 ** (-8 * (head + 1) / heads)  # for a power of two of heads
+                scores = scores - slope * (torch.arange(seq)[:, None] - torch.arange(seq)).abs()
+            for b in range(batch):
+                for s in range(seq):
+                    seen = [t <= s and bool(documents[b, t] == documents[b, s]) for t in range(seq)]
+                    blocked = ~torch.tensor(seen)
+                    scores = scores.index_put(
+                        (torch.tensor(b), torch.tensor(s), blocked.nonzero().flatten()),
+                        torch.tensor(-math.inf, dtype=scores.dtype),
+                    )
+            weights = scores.softmax(-1)
+            weights = weights * (kept if isinstance(kept, float) else kept[:, head])
+            outs.append(weights @ values)
+        out = linear(f"{name}.attention.projection", torch.cat(outs, -1))
+        site = f"{name}.attention.out_dropout"
+        x = x + out * dropout(site, spec.hidden_dropout, tuple(out.shape))
+        x = norm(f"{name}.attention_norm", x) if is_post else x
+        h = x if is_post else norm(f"{name}.mlp_norm", x)
+        inner = mlp(spec, name, linear, h)
+        inner = inner * dropout(f"{name}.mlp.fc2.dropout", spec.ffn_dropout, tuple(inner.shape))
+        out = linear(f"{name}.mlp.fc2", inner)
+        x = x + out * dropout(f"{name}.mlp.out_dropout", spec.hidden_dropout, tuple(out.shape))
+        x = norm(f"{name}.mlp_norm", x) if is_post else x
+    x = x if is_post else norm("final_norm", x)
+    tied = spec.share_embeddings_and_output_weights
+    logits = x @ w["embedding.word.weight" if tied else "head.weight"].t()
+    total = torch.zeros((), dtype=logits.dtype)
+    for b in range(batch):
+        for s in range(seq):
+            if targets[b, s] != -100:
+                total = total + logits[b, s].logsumexp(0) - logits[b, s, targets[b, s]]
+    return total
+
+
+def mlp(
+    spec: GPTSpec, name: str, linear: Callable[[str, torch.Tensor], torch.Tensor], h: torch.Tensor
+) -> torch.Tensor:
+    """What FC2 reads."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+    def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+        return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    if spec.activation in ("geglu", "swiglu", "reglu"):
+        gate, up = linear(f"{name}.mlp.gate", h), linear(f"{name}.mlp.up", h)
+        if spec.activation == "geglu":
+            return gelu(gate) * up
+        return (gate * torch.sigmoid(gate) if spec.activation == "swiglu" else gate.clamp(0)) * up
+    inner = linear(f"{name}.mlp.fc1", h)
+    if spec.activation == "squared-relu":
+        return inner.clamp(0) ** 2
+    return gelu(inner) if spec.activation == "gelu" else gelu_tanh(inner)
+
+
+def turn(spec: GPTSpec, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """RoPE by complex numbers: features i and i + R/2 are one; angles FP32, as is the rule."""
+    size = int(spec.head_size * spec.rotary_percentage)
+    half = size // 2
+    place = positions.float() / (spec.seq_len_interpolation_factor or 1)
+    speeds = torch.tensor([spec.rotary_base ** (-2 * i / size) for i in range(half)])
+    angles = (place[..., None] * speeds).double()
+    turned = torch.complex(x[..., :half], x[..., half:size]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    return torch.cat((turned.real, turned.imag, x[..., size:]), -1)

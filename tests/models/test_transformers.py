@@ -1,0 +1,171 @@
+"""Logits and gradients are those of transformers' GPT-2 and Llama with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafp8.checkpoint import huggingface as hf
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.specs import GPTSpec
+from tests.tiny import VOCAB, gpt_spec
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA: dict[str, Any] = dict(
+    normalization="rmsnorm",
+    activation="swiglu",
+    position_embedding_type="rope",
+    bias=False,
+    share_embeddings_and_output_weights=False,
+)
+GPT2_CASES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2 gelu_new": dict(activation="gelu-tanh"),
+    "gpt2 untied squared-relu": dict(
+        activation="squared-relu", share_embeddings_and_output_weights=False
+    ),
+}
+LLAMA_CASES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama grouped": LLAMA | dict(num_query_groups=2, rotary_base=500000.0),
+    "llama one group, wide heads": LLAMA | dict(num_query_groups=1, kv_channels=32),
+    "llama tied biases": LLAMA | dict(bias=True, share_embeddings_and_output_weights=True),
+    "llama geglu interpolated": LLAMA | dict(activation="geglu", seq_len_interpolation_factor=4.0),
+    "llama reglu": LLAMA | dict(activation="reglu"),
+}
+CASES = GPT2_CASES | LLAMA_CASES
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def randomized(spec: GPTSpec, dtype: torch.dtype) -> GPT:
+    """Nothing is at its initial 0 or 1."""
+    model = GPT(Parts(spec, dtype, 7, RandomStreams(7))).train()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            base = 1.0 if "norm.weight" in pieces_of(param)[0].name else 0.0
+            param.copy_(base + 0.2 * noise)
+    return model
+
+
+def logical(model: GPT, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """The model's logical tensors, or their gradients."""
+    found = {}
+    for param in model.parameters():
+        tensor = param.grad if gradients else param.detach()
+        assert tensor is not None
+        found |= {piece.name: tensor[piece.local] for piece in pieces_of(param)}
+    return found
+
+
+def counterpart(model: GPT, dtype: torch.dtype) -> Any:
+    """transformers' model with the same weights."""
+    config = hf.to_config(model.spec, dtype, None)
+    kind = transformers.AutoConfig.for_model(**config)
+    theirs = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="sdpa")
+    theirs = theirs.to(dtype).train()
+    state = {m.theirs: hf.to_theirs(m, logical(model).__getitem__) for m in hf.mapping(model.spec)}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    tied = model.spec.share_embeddings_and_output_weights
+    assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
+    theirs.tie_weights()
+    return theirs
+
+
+def rms_norm_in_its_dtype(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """transformers' casts FP64 down to FP32, which alone makes differences of 1e-7."""
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    if dtype == torch.float64:
+        monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm_in_its_dtype)
+    model = randomized(gpt_spec(num_layers=3, num_attention_heads=4, **CASES[case]), dtype)
+    theirs = counterpart(model, dtype)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (3, 16), generator=generator)
+    targets = torch.randint(0, VOCAB, (3, 16), generator=generator)
+    targets[0, :5] = -100
+    expected = theirs(tokens).logits
+    hidden = model.hidden(tokens)
+    assert_close(hidden @ model.output_weight.t(), expected, dtype, "logits")
+    assert_close(model.logits(tokens).to(dtype), expected, torch.float32, "FP32 logits")
+    model(tokens, targets).backward()
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    ours, seen = logical(model, gradients=True), 0
+    named = dict(theirs.named_parameters())
+    for entry in hf.mapping(model.spec):
+        gradient = named[entry.theirs].grad
+        assert gradient is not None and gradient.abs().max() > 0, entry.theirs
+        assert_close(hf.to_theirs(entry, ours.__getitem__), gradient, dtype, entry.theirs)
+        seen += len(entry.ours)
+    assert seen == len(ours), "every tensor of ours has been compared"
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    assert difference <= BOUND[dtype], f"{name}: {difference:.3g}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
+    """Ours, to files that transformers loads, and back: the same bits and the same shape."""
+    spec = gpt_spec(num_layers=2, num_attention_heads=4, **CASES[case])
+    model = randomized(spec, torch.float32)
+    own = logical(model)
+    hf.write_folder(
+        tmp_path / "m",
+        spec,
+        own.__getitem__,
+        dtype=torch.float32,
+        eod_id=3,
+        max_file_bytes=10_000,  # several files
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokens = torch.arange(12).view(2, 6)
+    assert_close(model.logits(tokens), loaded.eval()(tokens).logits, torch.float32, "logits")
+    back = hf.from_config(hf.read_config(tmp_path / "m"), tmp_path / "m")
+    assert shape_of(back) == shape_of(spec)
+    tensors = dict(hf.read_tensors(tmp_path / "m", back))
+    assert tensors.keys() == own.keys()
+    assert {name: hf.logical_shape(spec, name) for name in own} == {
+        name: tuple(tensor.shape) for name, tensor in own.items()
+    }
+    assert all(torch.equal(tensors[name], own[name]) for name in own)
+    # and what transformers itself writes
+    loaded.save_pretrained(tmp_path / "theirs")
+    back = hf.from_config(hf.read_config(tmp_path / "theirs"), tmp_path / "theirs")
+    tensors = dict(hf.read_tensors(tmp_path / "theirs", back))
+    assert shape_of(back) == shape_of(spec)
+    assert all(torch.equal(tensors[name], own[name]) for name in own)
+
+
+def shape_of(spec: GPTSpec) -> GPTSpec:
+    """Without what transformers' configurations do not have."""
+    return dataclasses.replace(
+        spec,
+        kv_channels=spec.head_size,
+        num_query_groups=spec.num_kv_heads,
+        init_method_std=0.0,
+        use_scaled_init_method=False,
+        max_position_embeddings=0,
+        ffn_dropout=0.0,
+        hidden_dropout=0.0,
+    )

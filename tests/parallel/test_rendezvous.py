@@ -1,0 +1,81 @@
+"""Ranks that find each other, or are told why not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megafp8.errors import RunError
+from megafp8.parallel import rendezvous
+from megafp8.parallel.rendezvous import await_all, gpu_index, reach, serve
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_that_come_one_after_another_meet(port: int) -> None:
+    errors: list[BaseException] = []
+
+    def come(rank: int, seconds: float) -> None:
+        try:
+            time.sleep(seconds)
+            store = serve("localhost", port) if rank == 0 else reach("localhost", port, 30)
+            await_all(store, rank, 3, "here", 30)
+            store.set(f"met{rank}", str(rank))
+            store.wait(["met0", "met1", "met2"], timedelta(seconds=30))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come, args=(r, s)) for r, s in ((0, 0.5), (1, 0), (2, 0.7))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(RunError, match=f"MASTER_PORT={taken}: rank 0 cannot listen there"):
+            serve("localhost", taken)
+
+
+def test_a_master_on_another_machine(port: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(RunError, match="MASTER_ADDR=192.0.2.1 .* not reachable from rank 0"):
+        serve("192.0.2.1", port)  # TEST-NET-1: nobody's
+    with pytest.raises(RunError, match="nowhere.invalid does not resolve"):
+        serve("nowhere.invalid", port)
+    assert time.monotonic() - began < 20
+
+
+def test_a_master_that_is_not_reached(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 0.5)
+    with pytest.raises(RunError, match="does not reach rank 0 at MASTER_ADDR=nowhere.invalid"):
+        reach("nowhere.invalid", port, 60)
+    with pytest.raises(RunError, match=f"MASTER_PORT={port}: .*refused"):
+        reach("127.0.0.1", port, 0.5)
+
+
+def test_ranks_that_do_not_come_are_named(port: int) -> None:
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    store.set("megafp8/here/1", "1")
+    with pytest.raises(RunError, match="2 of 4 ranks have not come to here: 2, 3"):
+        await_all(store, 0, 4, "here", 0.3)
+
+
+def test_which_gpu() -> None:
+    two = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert gpu_index(two, 2) == 1 and gpu_index({}, 1) == 0
+    assert gpu_index(two | {"SLURM_GPUS_PER_TASK": "1"}, 1) == 0
+    with pytest.raises(RunError, match="2 ranks run on .*, which shows 1 GPU"):
+        gpu_index(two, 1)

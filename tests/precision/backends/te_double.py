@@ -1,0 +1,443 @@
+"""A recording stand-in for Transformer Engine on a CPU.
+
+Its signatures are those of the real sources (te_signatures.json): a call with an argument that a
+version does not have fails. What it computes is written from Transformer Engine's documented
+semantics and imports nothing of megafp8: pre-norm layer, QKV rows by head or in blocks, GELU in
+its tanh form, delayed scaling by the fused update at the exit of the outermost region (forward)
+and after the first module's backward (backward).
+"""
+
+# B batch  S sequence  D model width
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SIGNATURES: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(
+    Path(__file__).with_name("te_signatures.json").read_text("utf-8")
+)
+VERSIONS = tuple(SIGNATURES)
+KINDS = {
+    "positional or keyword": inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    "keyword-only": inspect.Parameter.KEYWORD_ONLY,
+    "variadic positional": inspect.Parameter.VAR_POSITIONAL,
+    "variadic keyword": inspect.Parameter.VAR_KEYWORD,
+}
+
+
+class FP8FwdTensors(enum.IntEnum):
+    """The columns of a module's forward tensors (pytorch/csrc/common.h)."""
+
+    GEMM1_INPUT = 0
+    GEMM1_WEIGHT = 1
+    GEMM1_OUTPUT = 2
+    GEMM2_INPUT = 3
+    GEMM2_WEIGHT = 4
+    GEMM2_OUTPUT = 5
+
+
+class FP8BwdTensors(enum.IntEnum):
+    GRAD_OUTPUT1 = 0
+    GRAD_INPUT1 = 1
+    GRAD_OUTPUT2 = 2
+    GRAD_INPUT2 = 3
+
+
+class Format(enum.Enum):
+    """Largest numbers of (forward, backward)."""
+
+    E4M3 = (448.0, 448.0)
+    HYBRID = (448.0, 57344.0)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+
+def signature(version: str, name: str) -> inspect.Signature:
+    """A callable's real signature, without `self`."""
+    return inspect.Signature(
+        [
+            inspect.Parameter(p["name"], KINDS[p["kind"]], default=_default(p))
+            for p in SIGNATURES[version][name]
+        ]
+    )
+
+
+def _default(parameter: dict[str, Any]) -> Any:
+    if "default" not in parameter:
+        return inspect.Parameter.empty
+    try:
+        return ast.literal_eval(parameter["default"])
+    except ValueError:
+        return parameter["default"]  # an expression: as text
+
+
+def recipe_classes(version: str) -> SimpleNamespace:
+    """Recipe classes with the real fields, as careless as the real ones: they swallow the rest."""
+
+    def make(name: str) -> type:
+        fields = {p["name"]: _default(p) for p in SIGNATURES[version][name]}
+
+        def init(self: Any, **given: Any) -> None:
+            for key, default in fields.items():
+                setattr(self, key, given.get(key, default))
+
+        quantizers = {
+            key: QParams() for key in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight",
+                                       "fp8_quant_bwd_grad")
+        }  # fmt: skip
+        body = {"__init__": init, "__dataclass_fields__": fields, **quantizers}
+        return type(name, (), body)
+
+    names = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+    there = {name: make(name) for name in names if name in SIGNATURES[version]}
+    return SimpleNamespace(Format=Format, QParams=QParams, MMParams=MMParams, **there)
+
+
+@dataclass
+class Call:
+    """One call: its name, and its arguments as bound by the real signature."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Double:
+    """One version's stand-in: `pytorch`, `recipe` and `extension` are its three modules."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.calls: list[Call] = []
+        self.recipe = recipe_classes(version)
+        self.extension = SimpleNamespace(FP8FwdTensors=FP8FwdTensors, FP8BwdTensors=FP8BwdTensors)
+        self.depth = 0
+        self.enabled = False
+        self.fp8_recipe: Any = None
+        self.fp8_parameters = False
+        self.modules: list[Module] = []  # that ran in a region, in order
+        self.is_first_module = False
+        double = self
+
+        class TransformerLayer(Layer):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(double, *args, **kwargs)
+
+        self.pytorch = SimpleNamespace(TransformerLayer=TransformerLayer)
+        for name in ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init"):
+            if name in SIGNATURES[version]:
+                setattr(self.pytorch, name, self._context(name))
+
+    def record(self, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature(self.version, name).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.calls.append(Call(name, dict(bound.arguments)))
+        return dict(bound.arguments)
+
+    def named(self, *names: str) -> list[Call]:
+        return [call for call in self.calls if call.name in names]
+
+    def _context(self, name: str) -> Any:
+        run = self._autocast if name.endswith("autocast") else self._model_init
+
+        @contextmanager
+        def context(*args: Any, **kwargs: Any) -> Iterator[None]:
+            arguments = self.record(name, *args, **kwargs)
+            with run(arguments):
+                yield
+            self.calls.append(Call(f"{name} exit"))
+
+        return context
+
+    @contextmanager
+    def _autocast(self, arguments: dict[str, Any]) -> Iterator[None]:
+        before = self.enabled, self.fp8_recipe
+        self.enabled = arguments["enabled"]
+        self.fp8_recipe = arguments.get("recipe", arguments.get("fp8_recipe"))
+        if self.depth == 0:
+            self.is_first_module = True
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            enabled = self.enabled
+            self.enabled, self.fp8_recipe = before
+            if enabled and self.depth == 0 and torch.is_grad_enabled():
+                self.update("scaling_fwd")
+
+    @contextmanager
+    def _model_init(self, arguments: dict[str, Any]) -> Iterator[None]:
+        self.fp8_parameters = arguments["enabled"]
+        yield
+        self.fp8_parameters = False
+
+    def update(self, key: str) -> None:
+        """The fused update of every module's tensors in one direction."""
+        self.calls.append(Call(f"update {key}"))
+        for module in dict.fromkeys(self.modules):
+            if key in module.fp8_meta:
+                module.fp8_meta[key].update()
+
+
+class State:
+    """`scale` and `amax_history` of one module and direction."""
+
+    def __init__(self, recipe: Any, count: int, fp8_max: float) -> None:
+        self.recipe, self.fp8_max = recipe, fp8_max
+        self.scale = torch.ones(count)
+        self.amax_history = torch.zeros(recipe.amax_history_len, count)
+
+    def update(self) -> None:
+        length = self.amax_history.shape[0]
+        for column in range(self.amax_history.shape[1]):
+            old = self.amax_history[:, column].tolist()
+            staged = old[0]
+            if staged == 0:
+                continue
+            new = [0.0, *old[2:], staged] if length > 1 else [0.0]
+            self.amax_history[:, column] = torch.tensor(new)
+            amax = max(*old[1:], staged, 0.0) if length > 1 else staged
+            amax = staged if self.recipe.amax_compute_algo == "most_recent" else amax
+            if math.isfinite(amax) and amax > 0:
+                target = torch.tensor(self.fp8_max * 2.0**-self.recipe.margin)
+                scale = target / torch.tensor(amax)
+                self.scale[column] = scale.clamp(max=torch.finfo(torch.float32).max)
+
+    def cast(self, x: torch.Tensor, column: int) -> torch.Tensor:
+        """Values after the cast by the scale as it stands; the amax is staged."""
+        x, staged = x.detach(), self.amax_history[0, column]
+        staged.copy_(torch.maximum(staged, x.abs().max().float()))
+        dtype = torch.float8_e4m3fn if self.fp8_max == 448 else torch.float8_e5m2
+        scaled = (x.float() * self.scale[column]).clamp(-self.fp8_max, self.fp8_max)
+        return scaled.to(dtype).float() / self.scale[column]
+
+
+class Module(nn.Module):
+    """What LayerNormLinear, Linear and LayerNormMLP share: FP8 state and its methods."""
+
+    def __init__(self, double: Double, num_gemms: int) -> None:
+        super().__init__()
+        self.double, self.num_gemms = double, num_gemms
+        self.fp8_meta: dict[str, Any] = {}
+        self.cached: dict[int, torch.Tensor] = {}
+
+    def init_fp8_meta_tensors(self, *args: Any, **kwargs: Any) -> None:
+        recipe = self.double.record("init_fp8_meta_tensors", *args, **kwargs)["recipe"]
+        assert self.fp8_meta["num_gemms"] == self.num_gemms
+        if "scaling_fwd" not in self.fp8_meta and hasattr(recipe, "amax_history_len"):
+            forward, backward = recipe.fp8_format.value
+            self.fp8_meta["scaling_fwd"] = State(recipe, 3 * self.num_gemms, forward)
+            self.fp8_meta["scaling_bwd"] = State(recipe, 2 * self.num_gemms, backward)
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
+        self.double.record("get_fp8_meta_tensors")
+        return {
+            key: [self.fp8_meta[key].scale.clone(), self.fp8_meta[key].amax_history.clone()]
+            for key in ("scaling_fwd", "scaling_bwd")
+        }
+
+    def reset_fp8_meta_tensors(self, *args: Any, **kwargs: Any) -> None:
+        kept = self.double.record("reset_fp8_meta_tensors", *args, **kwargs)["fp8_meta_tensors"]
+        for key in ("scaling_fwd", "scaling_bwd"):
+            self.fp8_meta[key].scale.copy_(kept[key][0])
+            self.fp8_meta[key].amax_history.copy_(kept[key][1])
+
+    def gemm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        number: int,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        double = self.double
+        delayed = double.enabled and hasattr(double.fp8_recipe, "amax_history_len")
+        if not delayed:
+            return F.linear(x, weight, bias)
+        if "scaling_fwd" not in self.fp8_meta:
+            self.fp8_meta["num_gemms"] = self.num_gemms
+            self.init_fp8_meta_tensors(double.fp8_recipe)
+        double.modules.append(self)
+        is_first, double.is_first_module = double.is_first_module, False
+        state: State = self.fp8_meta["scaling_fwd"]
+        x_q = state.cast(x, FP8FwdTensors[f"GEMM{number}_INPUT"])
+        if is_first_microbatch is False:
+            w_q = self.cached[number]
+        else:
+            w_q = state.cast(weight, FP8FwdTensors[f"GEMM{number}_WEIGHT"])
+            if is_first_microbatch is True:
+                self.cached[number] = w_q
+        out: torch.Tensor = Gemm.apply(x, weight, x_q, w_q, self, number, is_first)
+        return out if bias is None else out + bias
+
+
+class Gemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, x_q: Any, w_q: Any, module: Any, number: int,
+                is_first: bool) -> torch.Tensor:  # fmt: skip
+        ctx.module, ctx.number, ctx.is_first = module, number, is_first
+        ctx.save_for_backward(x_q, w_q)
+        return (x_q @ w_q.t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        x_q, w_q = ctx.saved_tensors
+        column = FP8BwdTensors[f"GRAD_OUTPUT{ctx.number}"]
+        g_q = ctx.module.fp8_meta["scaling_bwd"].cast(grad, column)
+        if ctx.is_first:  # the first module is the last in backward
+            ctx.module.double.update("scaling_bwd")
+        grad_weight = g_q.flatten(0, -2).t() @ x_q.flatten(0, -2)
+        return (g_q @ w_q).to(grad.dtype), grad_weight.to(grad.dtype), *[None] * 5
+
+
+def normal(out: int, width: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(0.023 * torch.randn(out, width).to(dtype))
+
+
+class Normed(Module):
+    """A module that begins with a norm over `width`."""
+
+    def __init__(self, layer: Layer, num_gemms: int) -> None:
+        super().__init__(layer.double, num_gemms)
+        width, dtype = layer.given["hidden_size"], layer.given["params_dtype"]
+        self.epsilon = layer.given["layernorm_epsilon"]
+        self.layer_norm_weight = nn.Parameter(torch.ones(width, dtype=dtype))
+        self.layer_norm_bias = None
+        if layer.given["normalization"] == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(width, dtype=dtype))
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        if self.layer_norm_bias is None:
+            return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.epsilon)
+        return F.layer_norm(
+            x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.epsilon
+        )
+
+
+class LayerNormLinear(Normed):
+    def __init__(self, layer: Layer, out: int) -> None:
+        super().__init__(layer, 1)
+        dtype = layer.given["params_dtype"]
+        self.weight = normal(out, layer.given["hidden_size"], dtype)
+        self.bias = layer.bias(out)
+
+
+class Linear(Module):
+    def __init__(self, layer: Layer, width: int) -> None:
+        super().__init__(layer.double, 1)
+        out = layer.given["hidden_size"]
+        self.weight = normal(out, width, layer.given["params_dtype"])
+        self.bias = layer.bias(out)
+
+
+class LayerNormMLP(Normed):
+    def __init__(self, layer: Layer, ffn: int, is_gated: bool) -> None:
+        super().__init__(layer, 2)
+        width, dtype = layer.given["hidden_size"], layer.given["params_dtype"]
+        inner = 2 * ffn if is_gated else ffn
+        self.fc1_weight, self.fc1_bias = normal(inner, width, dtype), layer.bias(inner)
+        self.fc2_weight, self.fc2_bias = normal(width, ffn, dtype), layer.bias(width)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "srelu": lambda x: F.relu(x) ** 2,
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "reglu": lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+
+
+class Layer(nn.Module):
+    """`TransformerLayer`: a pre-norm layer over [B, S, D] (`attn_input_format="bshd"`)."""
+
+    def __init__(self, double: Double, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        given = double.record("TransformerLayer.__init__", *args, **kwargs)
+        self.double, self.given = double, given
+        assert given["attn_input_format"] == "bshd" and given["layer_number"] >= 1
+        assert not given["apply_residual_connection_post_layernorm"]
+        heads = given["num_attention_heads"]
+        size = given["kv_channels"] or given["hidden_size"] // heads
+        share = given["tp_size"] if given["set_parallel_mode"] else 1
+        self.heads = heads // share
+        self.groups = (given["num_gqa_groups"] or heads) // share
+        self.activation = ACTIVATIONS[given["activation"]]
+        self.self_attention = nn.Module()
+        rows = (self.heads + 2 * self.groups) * size
+        self.self_attention.layernorm_qkv = LayerNormLinear(self, rows)
+        self.self_attention.proj = Linear(self, self.heads * size)
+        is_gated = given["activation"].endswith("glu")
+        self.layernorm_mlp = LayerNormMLP(self, given["ffn_hidden_size"] // share, is_gated)
+        if double.fp8_parameters:
+            for module in self.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    if param.dim() == 2:
+                        setattr(module, name, Quantized(param.detach()))
+
+    def bias(self, out: int) -> nn.Parameter | None:
+        """The real modules hold an empty tensor in place of None."""
+        return nn.Parameter(torch.zeros(out, dtype=self.given["params_dtype"])) if (
+            self.given["bias"]) else None  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = self.double.record("TransformerLayer.forward", *args, **kwargs)
+        first, x_BSD = given["is_first_microbatch"], given["hidden_states"]
+        qkv, proj, mlp = (self.self_attention.layernorm_qkv, self.self_attention.proj,
+                          self.layernorm_mlp)  # fmt: skip
+        mixed = qkv.gemm(qkv.norm(x_BSD), qkv.weight, qkv.bias, 1, first)
+        attended = self.attend(mixed)
+        x_BSD = x_BSD + proj.gemm(attended, proj.weight, proj.bias, 1, first)
+        inner = mlp.gemm(mlp.norm(x_BSD), mlp.fc1_weight, mlp.fc1_bias, 1, first)
+        return x_BSD + mlp.gemm(self.activation(inner), mlp.fc2_weight, mlp.fc2_bias, 2, first)
+
+    def attend(self, mixed: torch.Tensor) -> torch.Tensor:
+        batch, seq, rows = mixed.shape
+        size = rows // (self.heads + 2 * self.groups)
+        if self.given["qkv_weight_interleaved"] and self.given["fuse_qkv_params"]:
+            per = self.heads // self.groups
+            grouped = mixed.view(batch, seq, self.groups, per + 2, size)
+            q, k, v = (part.flatten(2, 3) for part in grouped.split((per, 1, 1), dim=3))
+        else:
+            whole = mixed.view(batch, seq, -1, size)
+            q, k, v = whole.split((self.heads, self.groups, self.groups), dim=2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        causal = self.given["self_attn_mask_type"] == "causal"
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Quantized(nn.Parameter):
+    """A weight that is kept in FP8 alone: what is copied in is rounded (with a scale of 1)."""
+
+    def __new__(cls, data: torch.Tensor) -> Quantized:
+        rounded = data.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(data.dtype)
+        return torch.Tensor._make_subclass(cls, rounded, True)
+
+    def copy_(self, source: torch.Tensor) -> Quantized:  # type: ignore[override]
+        rounded = source.detach().float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        with torch.no_grad():
+            self.data.copy_(rounded.to(self.dtype))
+        return self

@@ -1,0 +1,474 @@
+"""The Transformer Engine backend against a recording double with the real versions' signatures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.models.random import RandomStreams
+from megafp8.parallel import te_parts
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.parts import NativeParts
+from megafp8.precision.backends import te_names
+from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
+from megafp8.precision.backends.te_trace import RecordedTeScaling
+from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.traces import replay
+from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
+from megafp8.train import backends, saving
+from megafp8.train.build import build
+from megafp8.train.evaluate import evaluate
+from megafp8.train.precision_share import precision_share
+from megafp8.train.state import TrainState
+from megafp8.train.step import forward_backward, train_step
+from tests.precision.backends.te_double import VERSIONS, Double, signature
+from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
+
+EACH_VERSION = pytest.mark.parametrize("version", VERSIONS)
+MODEL = gpt_spec(activation="gelu-tanh")
+DELAYED = Fp8Recipe(amax_history_len=4)
+NEWEST = VERSIONS[-1]
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Double:
+    """Stands in for the package; of the newest version unless a test is given another."""
+    version = getattr(request, "param", NEWEST)
+    made = Double(version)
+    names = te_names.names_in(made.pytorch, made.recipe, made.extension, version)
+    monkeypatch.setattr(te_names, "load", lambda: names)
+    return made
+
+
+def spec_of(fp8: Fp8Recipe | None, compute: str = "fp32", **changes: Any) -> RunSpec:
+    model = dataclasses.replace(MODEL, **changes)
+    return run_spec(compute=compute, fp8=fp8, model=model, optim=optim_spec(eps=1e-2))
+
+
+def te_run(fp8: Fp8Recipe | None, compute: str = "fp32", **changes: Any) -> TrainState:
+    spec = spec_of(fp8, compute, **changes)
+    precision = dataclasses.replace(spec.precision, backend="te")
+    return build(dataclasses.replace(spec, precision=precision), single_rank())
+
+
+def native_run(fp8: Fp8Recipe | None, compute: str = "fp32", **changes: Any) -> TrainState:
+    return build(spec_of(fp8, compute, **changes), single_rank())
+
+
+def step(state: TrainState, number: int) -> float:
+    result = train_step(state, [microbatch(2 * number), microbatch(2 * number + 1)])
+    state.step += 1
+    return result.loss
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def names_of(double: Double) -> list[str]:
+    return [call.name for call in double.calls]
+
+
+@pytest.mark.parametrize("double", VERSIONS, indirect=True)
+def test_the_order_of_a_step(double: Double) -> None:
+    """Two microbatches: a region each, from which the forward update comes at its exit and the
+    backward one after it; weights are cast in the first alone."""
+    state = te_run(DELAYED)
+    double.calls.clear()
+    forward_backward(state, [microbatch(0), microbatch(1)])
+    region = "fp8_autocast" if double.version == "2.2.0" else "autocast"
+    layer = "TransformerLayer.forward"
+    microbatch_calls = [region, layer, layer, "update scaling_fwd", f"{region} exit",
+                        "update scaling_bwd"]  # fmt: skip
+    assert names_of(double) == 2 * microbatch_calls
+    firsts = [call.arguments["is_first_microbatch"] for call in double.named(layer)]
+    assert firsts == [True, True, False, False]
+    for call in double.named(region):
+        recipe, group = (("fp8_recipe", "fp8_group") if region == "fp8_autocast"
+                         else ("recipe", "amax_reduction_group"))  # fmt: skip
+        assert call.arguments["enabled"] is True and call.arguments["calibrating"] is False
+        assert type(call.arguments[recipe]).__name__ == "DelayedScaling"
+        assert call.arguments[group] is None
+
+
+def test_evaluation_opens_a_region_and_leaves_no_trace(double: Double) -> None:
+    state = te_run(DELAYED)
+    step(state, 0)
+    before = {d: {k: t.clone() for k, t in table.tensors().items()}
+              for d, table in state.scaling.tables.items()}  # fmt: skip
+    double.calls.clear()
+    evaluate(state, [microbatch(9)])
+    assert names_of(double) == [
+        *["get_fp8_meta_tensors"] * 6, "autocast", *["TransformerLayer.forward"] * 2,
+        "autocast exit", *["reset_fp8_meta_tensors"] * 6,
+    ]  # fmt: skip
+    forward = double.named("TransformerLayer.forward")
+    assert [call.arguments["is_first_microbatch"] for call in forward] == [None, None]
+    for direction, table in state.scaling.tables.items():
+        for name, tensor in table.tensors().items():
+            assert torch.equal(tensor, before[direction][name]), f"{direction} {name}"
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_evaluation_in_high_precision_if_asked(double: Double, in_fp8: bool) -> None:
+    state = te_run(dataclasses.replace(DELAYED, fp8_in_evaluation=in_fp8))
+    double.calls.clear()
+    state.counter.flops.clear()
+    loss, _ = evaluate(state, [microbatch(9)])
+    assert double.named("autocast")[0].arguments["enabled"] is in_fp8
+    assert (("fp8", "output") in state.counter.flops) is in_fp8
+    plain, _ = evaluate(native_run(None), [microbatch(9)])
+    assert (loss == pytest.approx(plain, rel=1e-6)) is not in_fp8
+
+
+def test_bf16_layers_need_no_region(double: Double) -> None:
+    state = te_run(None, "bf16")
+    step(state, 0)
+    assert isinstance(state.scaling, TeEvents)
+    assert not double.named("autocast", "init_fp8_meta_tensors")
+    layers = double.named("TransformerLayer.forward")
+    assert {call.arguments["is_first_microbatch"] for call in layers} == {None}
+    assert {precision for precision, _ in state.counter.flops} == {"bf16"}
+
+
+def test_a_layer_out_of_fp8_runs_in_a_region_of_its_own(double: Double) -> None:
+    rules = (ModuleRule("layers.1.*", HIGH_PRECISION),)
+    state = te_run(dataclasses.replace(DELAYED, modules=rules))
+    double.calls.clear()
+    step(state, 0)
+    regions = [call.arguments["enabled"] for call in double.named("autocast")]
+    assert regions == [True, False, True, False]
+    assert {name.split(".")[1] for name in state.scaling.tables["forward"].names} == {"0"}
+    flops = state.counter.flops
+    share = precision_share(state.model, MODEL, DELAYED)
+    linears = 2 * (2 * 2 * 16) * (4 * 32 * 32 + 2 * 32 * 64)  # of one layer, two microbatches
+    assert flops["fp8", "output"] == linears
+    assert flops["fp32", "output"] == linears
+    gemms = sum(n for (_, place), n in flops.items() if place != "attention")
+    assert share.share == pytest.approx(3 * linears / gemms, rel=1e-9)
+    assert any("layers.1 (output, grad_input, grad_weight, chosen" in t for t in share.higher)
+
+
+@pytest.mark.parametrize("double", VERSIONS, indirect=True)
+def test_what_a_layer_is_made_with(double: Double) -> None:
+    te_run(DELAYED)
+    calls = double.named("TransformerLayer.__init__")
+    assert [call.arguments["layer_number"] for call in calls] == [1, 2]
+    wanted = {
+        "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_gqa_groups": 4,
+        "kv_channels": 8, "layernorm_epsilon": 1e-5, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "self_attn_mask_type": "causal", "tp_group": None, "tp_size": 1,
+        "set_parallel_mode": False, "sequence_parallel": False, "params_dtype": torch.float32,
+        "fuse_qkv_params": True, "qkv_weight_interleaved": False, "bias": True,
+        "activation": "gelu", "normalization": "LayerNorm", "attn_input_format": "bshd",
+        "fuse_wgrad_accumulation": False, "apply_residual_connection_post_layernorm": False,
+    }  # fmt: skip
+    assert {key: calls[0].arguments[key] for key in wanted} == wanted
+
+
+@EACH_VERSION
+def test_the_double_refuses_what_the_version_does_not_have(version: str) -> None:
+    with pytest.raises(TypeError):
+        signature(version, "TransformerLayer.__init__").bind(32, 64, 4, qkv_interleaved=False)
+    assert ("autocast" in vars(Double(version).pytorch)) is (version != "2.2.0")
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "groups of heads": {"num_query_groups": 2},
+    "swiglu, rmsnorm": {"activation": "swiglu", "normalization": "rmsnorm"},
+    "wide heads": {"kv_channels": 16},
+    "squared relu": {"activation": "squared-relu"},
+    "no bias": {"bias": False},
+}
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_it_is_the_same_model(double: Double, changes: dict[str, Any]) -> None:
+    """FP32, three steps against our own parts: losses 1e-6, weights 1e-5. QKV in another order,
+    gate and up exchanged, a norm elsewhere: each would be another model."""
+    te, native = te_run(None, **changes), native_run(None, **changes)
+    for number in range(3):
+        assert step(te, number) == pytest.approx(step(native, number), rel=1e-6)
+    ours = {pieces_of(p)[0].name: p for p in native.masters.params}
+    for param in te.masters.params:
+        reference = ours.pop(pieces_of(param)[0].name)
+        assert pieces_of(param) == pieces_of(reference)
+        torch.testing.assert_close(param, reference, rtol=1e-5, atol=1e-6)
+    assert not ours
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_weights_begin_as_ours(double: Double, compute: str) -> None:
+    te, native = te_run(DELAYED, compute), native_run(DELAYED, compute)
+    both = zip(native.masters.params, native.masters.masters, strict=True)
+    ours = {pieces_of(p)[0].name: (p, m) for p, m in both}
+    for param, master in zip(te.masters.params, te.masters.masters, strict=True):
+        reference, reference_master = ours[pieces_of(param)[0].name]
+        assert torch.equal(param, reference) and torch.equal(master, reference_master)
+
+
+RECIPES = {
+    "max": DELAYED,
+    "most recent, margin": Fp8Recipe(
+        amax_history_len=3, amax_compute_algo="most_recent", margin=1, backward_format="e4m3"
+    ),
+    "length 1": Fp8Recipe(amax_history_len=1),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_scales_follow_the_same_rule(double: Double, recipe: Fp8Recipe) -> None:
+    """Six steps of two microbatches beside our own engine: same tensors, scales and histories.
+
+    The engines add up in different orders, so a payload may fall on the other side of a rounding
+    and amaxes follow: 2 % for scales and histories, 1e-3 for losses.
+    """
+    te, native = te_run(recipe), native_run(recipe)
+    for number in range(6):
+        assert step(te, number) == pytest.approx(step(native, number), rel=1e-3)
+    for direction, ours in native.scaling.tables.items():
+        theirs = te.scaling.tables[direction]
+        assert theirs.names == ours.names
+        torch.testing.assert_close(theirs.quant_scale, ours.quant_scale, rtol=2e-2, atol=0)
+        torch.testing.assert_close(theirs.history, ours.history, rtol=2e-2, atol=1e-7)
+        assert torch.equal(theirs.num_updates, ours.num_updates)
+        assert torch.equal(theirs.amax, ours.amax)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def save(state: TrainState, root: Path) -> Path:
+    meta = {"config": {}, "data_fingerprint": ""}
+    return saving.Saver(root, 1, meta).save(state)
+
+
+def tables_of(state: TrainState) -> dict[str, torch.Tensor]:
+    return {
+        f"{direction}/{name}": tensor.clone()
+        for direction, table in state.scaling.tables.items()
+        for name, tensor in table.tensors().items()
+    }
+
+
+def no_notice(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("from_te", [True, False], ids=["te to native", "native to te"])
+def test_a_checkpoint_moves_between_the_backends(
+    double: Double, tmp_path: Path, from_te: bool
+) -> None:
+    """Weights, moments and scaling state bit for bit; the next step's loss then agrees too."""
+    make = (te_run, native_run) if from_te else (native_run, te_run)
+    source, target = (run(DELAYED, "bf16") for run in make)
+    for number in range(3):
+        step(source, number)
+    saving.load(save(source, tmp_path), target, no_notice)
+    assert tables_of(source).keys() == tables_of(target).keys()
+    for name, tensor in tables_of(source).items():
+        assert torch.equal(tensor, tables_of(target)[name]), name
+    assert tables_of(target)["forward/quant_scale"].ne(1).all()
+    ours = {p.name: t for p, t in pieces(source)}
+    for piece, tensor in pieces(target):
+        assert torch.equal(tensor, ours[piece.name]), piece.name
+    assert step(target, 3) == pytest.approx(step(source, 3), rel=1e-2)
+
+
+def pieces(state: TrainState) -> list[tuple[Any, torch.Tensor]]:
+    return [
+        (piece, master.detach()[piece.local])
+        for param, master in zip(state.masters.params, state.masters.masters, strict=True)
+        for piece in pieces_of(param)
+    ]
+
+
+def test_a_run_continues_bit_for_bit(double: Double, tmp_path: Path) -> None:
+    whole, begun = te_run(DELAYED, "bf16"), te_run(DELAYED, "bf16")
+    for number in range(5):
+        step(whole, number)
+    for number in range(3):
+        step(begun, number)
+    path, continued = save(begun, tmp_path), te_run(DELAYED, "bf16")
+    saving.load(path, continued, no_notice)
+    for number in range(3, 5):
+        step(continued, number)
+    for name, tensor in tables_of(whole).items():
+        assert torch.equal(tensor, tables_of(continued)[name]), name
+    for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_transformer_engine_s_slots(double: Double) -> None:
+    """Its slot 0 is our staged amax, slots 1 and on our history, oldest first."""
+    state = te_run(DELAYED)
+    scaling = state.scaling
+    assert isinstance(scaling, TeScaling)
+    module = state.model.layers[0].layer.layernorm_mlp
+    meta = module.fp8_meta["scaling_fwd"]
+    meta.amax_history.copy_(torch.arange(24.0).view(4, 6))
+    meta.scale.copy_(torch.arange(1.0, 7.0))
+    table = scaling.tables["forward"]
+    for name, column in (("fc1.input", 0), ("fc1.weight", 1), ("fc2.input", 3), ("fc2.weight", 4)):
+        row = table.names.index(f"layers.0.mlp.{name}")
+        assert table.amax[row] == column and table.quant_scale[row] == 1 + column
+        assert table.history[row].tolist() == [6.0 + column, 12.0 + column, 18.0 + column]
+    before = meta.amax_history.clone()
+    table.quant_scale += 1
+    scaling.push()
+    assert torch.equal(meta.amax_history, before)
+    assert meta.scale.tolist() == [2, 3, 3, 5, 6, 6]  # outputs (columns 2 and 5) are not ours
+
+
+# --- weights in FP8 alone ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("double", VERSIONS, indirect=True)
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_fp8_params(double: Double, compute: str) -> None:
+    """Made inside the init context; masters keep the FP32 initialization; updates go back."""
+    state = te_run(dataclasses.replace(DELAYED, params_in_fp8=True), compute)
+    init = "fp8_model_init" if double.version == "2.2.0" else "quantized_model_init"
+    assert len(double.named(init)) == 2
+    assert all(call.arguments["enabled"] for call in double.named(init))
+    native = native_run(None, compute)
+    both = zip(native.masters.params, native.masters.masters, strict=True)
+    ours = {pieces_of(p)[0].name: m for p, m in both}
+    in_fp8 = 0
+    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
+        assert torch.equal(master, ours[pieces_of(param)[0].name])
+        in_fp8 += te_parts.is_kept_in_fp8(param)
+    assert in_fp8 == 8
+    losses = [step(state, number) for number in range(12)]
+    assert losses[-1] < losses[0] - 0.1
+    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
+        if te_parts.is_kept_in_fp8(param):
+            rounded = master.to(native.masters.params[0].dtype).float().to(torch.float8_e4m3fn)
+            assert torch.equal(param.float(), rounded.float())
+
+
+# --- tensor parallelism --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_s_share_is_ours(double: Double, rank: int) -> None:
+    """Its own arguments are filled, and each parameter holds the pieces that ours holds."""
+    group: Any = object()
+    axis = Axis("tp", size=2, rank=rank, group=group)
+    names = te_names.load()
+    given = (MODEL, torch.float32, 1234, RandomStreams(1234, rank))
+    shared: Any = {"tp": axis, "sink": MainGradSink(), "counter": GemmCounter()}
+    region = TeRegion(names, None, None)
+    parts = te_parts.TransformerEngineParts(
+        *given, region=region, te_scaling=None, device=torch.device("cpu"), recipe=None,
+        sequence_parallel=True, **shared,
+    )  # fmt: skip
+    model, native = GPT(parts), GPT(NativeParts(*given, scaling=None, **shared))
+    arguments = double.named("TransformerLayer.__init__")[0].arguments
+    assert arguments["tp_group"] is group and arguments["tp_size"] == 2
+    assert arguments["set_parallel_mode"] and arguments["sequence_parallel"]
+    ours = {pieces_of(p)[0].name: p for p in native.parameters()}
+    for param in model.parameters():
+        reference = ours.pop(pieces_of(param)[0].name)
+        assert pieces_of(param) == pieces_of(reference) and torch.equal(param, reference)
+    assert not ours
+
+
+def test_attention_dropout_differs_by_rank_and_leaves_the_generator(double: Double) -> None:
+    """What Transformer Engine forks around attention's dropout under tensor parallelism."""
+    draws = []
+    for rank in (0, 1):
+        streams = RandomStreams(1234, rank)
+        tracker = te_parts.HeadDropout(streams, "site", torch.device("cpu"))
+        with streams.keyed("layers.0.dropout", torch.device("cpu")):
+            with tracker.fork():
+                inside = torch.rand(4)
+            draws.append((inside, torch.rand(4)))
+    assert not torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1], draws[1][1])
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"activation": "gelu"}, "tanh"),
+        ({"activation": "geglu"}, "geglu"),
+        ({"position_embedding_type": "rope"}, "rope"),
+        ({"transformer_block_type": "post_ln"}, "pre-norm"),
+        ({"fp32_residual_connection": True}, "residual"),
+        ({"apply_query_key_layer_scaling": True}, "scaling"),
+        ({"ffn_dropout": 0.1}, "dropout"),
+        ({"recompute": RecomputeSpec(granularity="full", method="uniform", num_layers=1)},
+         "recomputation"),
+    ],
+)  # fmt: skip
+def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) -> None:
+    assert word in str(te_parts.why_not(dataclasses.replace(MODEL, **changes), DELAYED))
+
+
+def test_a_layer_is_in_fp8_as_a_whole_or_not_at_all() -> None:
+    part = dataclasses.replace(DELAYED, modules=(ModuleRule("*.mlp.fc2", HIGH_PRECISION),))
+    assert "layer 0 is in FP8 in part" in str(te_parts.why_not(MODEL, part))
+    assert te_parts.why_not(MODEL, DELAYED) is None
+
+
+def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
+    spec = spec_of(DELAYED)
+    precision = dataclasses.replace(spec.precision, backend="te")
+    with pytest.raises(backends.ConfigError, match="NVIDIA GPUs alone"):
+        backends.check(dataclasses.replace(spec, precision=precision), torch.device("cpu"))
+
+
+def test_modules_of_a_layer_are_all_known(double: Double) -> None:
+    """A parameter that a later version adds must not be trained unseen by checkpoints."""
+    real = double.pytorch.TransformerLayer
+
+    class WithMore(real):  # type: ignore[misc, valid-type]
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.extra = nn.Parameter(torch.ones(3))
+
+    double.pytorch.TransformerLayer = WithMore
+    names = te_names.names_in(double.pytorch, double.recipe, double.extension, "x")
+    object.__setattr__(te_names.load(), "transformer_layer", names.transformer_layer)
+    with pytest.raises(RuntimeError, match="extra"):
+        te_run(None)
+
+
+# --- traces --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, RECIPES["most recent, margin"]])
+def test_a_trace_of_it_replays(double: Double, recipe: Fp8Recipe) -> None:
+    """What the recorder reads out of its tensors runs through our tables bit for bit."""
+    state = te_run(recipe)
+    assert isinstance(state.scaling, TeScaling)
+    recorded = RecordedTeScaling(state.scaling, history_every=2)
+    state.scaling = recorded  # type: ignore[assignment]
+    for number in range(4):
+        step(state, number)
+        evaluate(state, [microbatch(99)])
+    trace = recorded.trace
+    assert (trace.engine, trace.version) == ("transformer_engine", NEWEST)
+    assert {d: len(a) for d, a in trace.amax.items()} == {"forward": 8, "backward": 8}
+    weight = trace.names["forward"].index("layers.1.mlp.fc2.weight")
+    assert [bool(amax[weight] > 0) for amax in trace.amax["forward"]] == [True, False] * 4
+    assert replay(trace) == []
+    trace.amax["backward"][3][0] *= 1.01
+    assert replay(trace)

@@ -1,0 +1,53 @@
+"""A real Slurm of two nodes, started once; only where it was asked for (`make test-slurm`)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.jobs import ROOT, Cluster
+from tests.train.runs import make_dataset
+
+UP, DOWN = (ROOT / "scripts/slurm" / f"test_cluster_{way}.sh" for way in ("up", "down"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = [name for name in ("slurmctld", "slurmd", "munged", "ip") if not shutil.which(name)]
+    reason = f"{', '.join(missing)} not found" if missing else ""
+    if "slurm" not in config.option.markexpr:
+        reason = "starts a real Slurm: make test-slurm"
+    for item in items:
+        if reason and item.get_closest_marker("slurm"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slurm")
+    subprocess.run([UP, folder / "cluster", "2", "2", "2"], check=True, timeout=60)
+    try:
+        yield Cluster(folder, make_dataset(folder / "tiny"))
+    finally:
+        subprocess.run([DOWN, folder / "cluster"], check=False, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves its job to nobody."""
+    yield
+    if "cluster" in request.fixturenames:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        if numbers := cluster.run("squeue", "--noheader", "--format=%A").split():
+            cluster.run("scancel", *numbers)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(cluster: Cluster) -> list[list[tuple[str, str]]]:
+    """What the metrics of the job are when nothing happens to it."""
+    job = cluster.submit("undisturbed")
+    assert job.wait(180) == "COMPLETED", job.log
+    assert "4 rank(s) on cpu, tensor parallel 2" in job.log
+    return job.metrics()

@@ -1,0 +1,81 @@
+"""Sweeps on Slurm without one: presets, and what is made of what `squeue` prints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
+from omegaconf import OmegaConf
+
+from hydra_plugins.megafp8_slurm import exit_code, make_watcher, parse_queue
+from tests.slurm.jobs import ROOT
+
+QUEUE = "7_0|RUNNING|node1\n7_1|FAILED|node2\n7_2|PENDING|\n9|NODE_FAIL|node[1-2]\n"
+
+
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str) -> None:
+    """`sacct` as it answers without accounting, and a `squeue`."""
+    scripts = {"sacct": "echo 'Slurm accounting storage is disabled' >&2; exit 1", "squeue": squeue}
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_states_of_a_queue() -> None:
+    states = {number: info["State"] for number, info in parse_queue(QUEUE).items()}
+    assert states == {"7_0": "RUNNING", "7_1": "FAILED", "7_2": "PENDING", "9": "NODE_FAIL"}
+    assert parse_queue("") == {} == parse_queue("slurm_load_jobs error: no\n")
+
+
+def test_ended_and_forgotten_jobs_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue").write_text(QUEUE)
+    commands(tmp_path, monkeypatch, f'echo "$@" >{tmp_path}/asked; cat {tmp_path}/queue')
+    watcher = make_watcher()
+    numbers = ("7_0", "7_1", "7_2", "9", "5")
+    for number in numbers:
+        watcher.register_job(number)
+    done = {number: watcher.is_done(number, mode="force") for number in numbers}
+    assert done == {"7_0": False, "7_1": True, "7_2": False, "9": True, "5": True}
+    assert (tmp_path / "asked").read_text().startswith("--me --noheader --array --states=all")
+
+
+def test_a_squeue_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands(tmp_path, monkeypatch, "exit 1")
+    watcher = make_watcher()
+    watcher.register_job("7_0")
+    assert not watcher.is_done("7_0", mode="force")
+
+
+def test_exit_codes_of_results() -> None:
+    done = JobReturn(status=JobStatus.COMPLETED)
+    done.return_value = 3
+    assert exit_code(done) == 3 and exit_code(0) == 0 and exit_code(None) == 0
+
+
+@pytest.mark.filterwarnings(r"ignore:\n'hydra/launcher/submitit_slurm' is validated")
+@pytest.mark.parametrize(
+    "preset", ["submitit_slurm", "submitit_slurm_ranks", "submitit_slurm_container"]
+)
+def test_presets(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTAINER_IMAGE", "/images/a.sqsh")
+    monkeypatch.setenv("CONTAINER_MOUNTS", "/data:/data")
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        cfg = compose("pretrain_gpt", [f"hydra/launcher={preset}"], return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    launcher = cfg.hydra.launcher
+    known = set(OmegaConf.structured(SlurmQueueConf))
+    assert set(launcher) == known  # every setting of submitit's, none besides
+    plugins = Plugins.instance()
+    assert str(launcher._target_).rpartition(".")[2] == "WatchedSlurmLauncher"
+    assert launcher._target_ in plugins.class_name_to_class
+    extra = OmegaConf.to_container(launcher.additional_parameters, resolve=True)
+    if preset == "submitit_slurm_container":
+        assert extra["container-image"] == "/images/a.sqsh"
+        assert extra["container-mounts"] == "/data:/data"

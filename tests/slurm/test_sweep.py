@@ -1,0 +1,79 @@
+"""Sweeps as Slurm job arrays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.slurm.jobs import ROOT, Cluster, Job
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
+FEW = ["trainer.max_steps=4", "model.global_batch_size=8"]
+
+
+def sweep(cluster: Cluster, name: str, *more: str) -> subprocess.Popen[str]:
+    argv = cluster.argv("unused", *FEW, *more)
+    argv = [word for word in argv if not word.startswith("exp_manager.")]
+    argv += [
+        f"hydra.sweep.dir={cluster.folder}/{name}",
+        "exp_manager.create_tensorboard_logger=False",
+    ]
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), "-m", *argv],
+        cwd=cluster.folder,
+        env=cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_sweep_of_two_jobs_with_two_ranks(cluster: Cluster) -> None:
+    ranks = ["hydra/launcher=submitit_slurm_ranks", "hydra.launcher.gpus_per_node=null"]
+    ranks += ["trainer.devices=2", "hydra.launcher.tasks_per_node=2", "model.optim.lr=1e-3,5e-4"]
+    process = sweep(cluster, "ranks", *ranks)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    for number, rate in enumerate(("1e-3", "5e-4")):  # the same, here and one after the other
+        here = cluster.argv(f"here{number}", *FEW, "trainer.devices=2", f"model.optim.lr={rate}")
+        cluster.run(sys.executable, str(ROOT / "pretrain_gpt.py"), *here)
+    mine = [Job(cluster, f"../ranks/{number}", "0").metrics() for number in (0, 1)]
+    theirs = [Job(cluster, f"here{number}", "0").metrics() for number in (0, 1)]
+    assert mine == theirs and mine[0] != mine[1]
+
+
+def test_a_killed_job_is_told(cluster: Cluster) -> None:
+    process = sweep(
+        cluster, "killed", "hydra/launcher=submitit_slurm", "trainer.devices=1",
+        "model.tensor_model_parallel_size=1", "trainer.max_steps=100000,2",
+    )  # fmt: skip
+    try:
+        kill_first_job(cluster, process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
+    metrics = cluster.folder / "killed" / "0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    number = cluster.run("squeue", "--noheader", "--array", "--states=R", "--format=%i|%A|%K")
+    first = next(line.split("|") for line in number.split() if line.split("|")[2] == "0")
+    victims = Job(cluster, "killed", first[1]).pids_of_submitit()
+    assert victims
+    began = time.monotonic()
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "[sweep] job 0 (" in output and "has died (state FAILED)" in output, output
+    assert "job 1 (" not in output  # that one is well
+    assert time.monotonic() - began < 90

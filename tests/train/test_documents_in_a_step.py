@@ -1,0 +1,64 @@
+"""What tells documents apart reaches the model in training, in evaluation and in diagnosis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from megafp8.data.document_rules import DocumentRules
+from megafp8.data.loader import Microbatch, microbatch
+from megafp8.train.evaluate import evaluate
+from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.state import TrainState
+from megafp8.train.step import train_step
+from tests.tiny import SEQ, VOCAB, build_run
+
+
+def batch(**switches: bool) -> Microbatch:
+    windows = np.random.default_rng(0).integers(0, 6, (2, SEQ + 1)) % VOCAB
+    return microbatch(list(windows), DocumentRules(eod_id=3, **switches))
+
+
+def recorded(state: TrainState) -> list[dict[str, torch.Tensor]]:
+    """What the model is called with from now on, beside tokens and targets."""
+    seen: list[dict[str, torch.Tensor]] = []
+    forward = state.model.forward
+
+    def recording(tokens: torch.Tensor, targets: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.append(more)
+        return forward(tokens, targets)
+
+    state.model.forward = recording  # type: ignore[method-assign,assignment]
+    return seen
+
+
+def test_the_model_gets_them_everywhere() -> None:
+    state = build_run()
+    seen = recorded(state)
+    told = batch(reset_position_ids=True, reset_attention_mask=True)
+    train_step(state, [told])
+    evaluate(state, [told])
+    first_nonfinite(state, [told])
+    assert len(seen) == 3
+    for more in seen:
+        assert np.array_equal(more["position_ids_BS"].numpy(), told.position_ids_BS)
+        assert np.array_equal(more["document_ids_BS"].numpy(), told.document_ids_BS)
+        assert more["document_ids_BS"].dtype == torch.int32
+
+
+def test_the_model_gets_none_where_none_is_asked_for() -> None:
+    state = build_run()
+    seen = recorded(state)
+    train_step(state, [batch()])
+    assert seen == [{}]
+
+
+def test_masked_ends_are_not_counted() -> None:
+    state = build_run()
+    plain, masked = batch(), batch(eod_mask_loss=True)
+    ends = int((plain.tokens_BS == 3).sum())
+    assert ends > 0
+    num_tokens = train_step(state, [plain]).num_tokens
+    assert train_step(state, [masked]).num_tokens == num_tokens - ends

@@ -1,0 +1,409 @@
+"""Every key of the schema changes something that a run does: a tensor, a file, a count, a message.
+
+A new key makes the walk fail until it has an entry in `EFFECTS`. An entry is one of
+
+    Trains(VALUE, *JOB)      two steps differ from those at the default: losses, rates, weights
+    Runs(VALUE, *JOB)        a whole run differs in its files, metrics or output
+    Refused(VALUE)           every other value is refused, by this key's name
+    ShownBy(NODE)            an existing test shows it, where none fits: ranks, faults
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.config.schema import all_keys
+from megafp8.data.loader import Loader
+from megafp8.data.prepare import prepare
+from megafp8.data.samples import Repeated
+from megafp8.errors import UserError
+from megafp8.parallel.mesh import single_rank
+from megafp8.train.build import build
+from megafp8.train.pretrain import with_vocabulary
+from megafp8.train.step import train_step
+from tests.train.runs import JOB, ROOT, TIMING_KEYS, Driver, Place, make_dataset
+
+CALLBACK = "exp_manager.checkpoint_callback_params"
+NSYS = "model.nsys_profile"
+SHORT = (
+    "trainer.max_steps=3",
+    "trainer.val_check_interval=2",
+    "model.optim.sched.warmup_steps=1",
+    "model.fp8_amax_history_len=2",
+)
+Observed = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Trains:
+    value: object
+    job: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Runs:
+    value: object
+    job: tuple[str, ...] = ()
+    sees: str = "files"  # what must differ: files, metrics, output
+
+
+@dataclass(frozen=True)
+class Refused:
+    value: object
+
+
+@dataclass(frozen=True)
+class ShownBy:
+    node: str
+
+
+Effect = Trains | Runs | Refused | ShownBy
+
+
+MODEL_KEYS = "tests/train/test_model_keys.py"
+OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_weights_elsewhere")
+ROPE = ("model.position_embedding_type=rope",)
+RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
+NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
+LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
+CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
+
+
+EFFECTS: dict[str, Effect] = {
+    "restore_from_path": ShownBy("tests/train/test_weights.py::test_run_to_transformers_and_back"),
+    "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
+    "model.rampup_batch_size": ShownBy(
+        "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"
+    ),
+    "model.kv_channels": Trains(16),
+    "model.num_query_groups": Trains(1),
+    "model.normalization": Trains("rmsnorm"),
+    "model.activation": Trains("swiglu"),
+    "model.openai_gelu": Trains(True),
+    "model.bias": Trains(False),
+    "model.transformer_block_type": Trains("post_ln"),
+    "model.position_embedding_type": Trains("rope"),
+    "model.rotary_percentage": Trains(0.5, ROPE),
+    "model.rotary_base": Trains(100.0, ROPE),
+    "model.seq_len_interpolation_factor": Trains(2, ROPE),
+    "model.share_embeddings_and_output_weights": Trains(False),
+    "model.apply_query_key_layer_scaling": ShownBy(f"{MODEL_KEYS}::test_keys_of_the_function"),
+    "model.fp32_residual_connection": Trains(True),
+    "model.activations_checkpoint_granularity": RECOMPUTES,
+    "model.activations_checkpoint_method": RECOMPUTES,
+    "model.activations_checkpoint_num_layers": ShownBy(
+        f"{MODEL_KEYS}::test_layers_of_a_block_and_of_a_group_count"
+    ),
+    "model.native_amp_init_scale": ShownBy(
+        "tests/train/test_fp16.py::test_a_run_overflows_stops_and_goes_on"
+    ),
+    "model.native_amp_growth_interval": ShownBy(
+        "tests/train/test_fp16.py::test_growth_interval_and_hysteresis_of_a_run"
+    ),
+    "model.hysteresis": ShownBy(
+        "tests/train/test_fp16.py::test_growth_interval_and_hysteresis_of_a_run"
+    ),
+    "model.megatron_amp_O2": Trains(False),
+    "model.fp8_recipe": Trains("tensorwise", ("model.fp8_amax_history_len=1024",)),
+    "model.fp8_power_2_scale": Trains(True, CURRENT),
+    "model.fp8_params": Trains(True),
+    "model.fp8_wgrad": Trains(False),
+    "model.override_linear_precision": Trains([True, False, False]),
+    "model.fp8_split_accumulator": Refused([True, True, True]),
+    "model.first_last_layers_bf16": Trains(True, ("model.num_layers_at_end_in_bf16=0",)),
+    "model.num_layers_at_start_in_bf16": Trains(
+        2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
+    ),
+    "model.num_layers_at_end_in_bf16": Trains(
+        2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
+    ),
+    "model.fp8_modules": Trains('["*.fc2:high_precision"]'),
+    "model.use_autocast_during_eval": Runs(False, sees="metrics"),
+    "model.pad_inner_dim": ShownBy("tests/config/test_fp8_rules.py::test_padding_allows_odd_sizes"),
+    "model.fp8_health": Runs("off"),
+    "model.fp8_health_max_underflow": LIMITS,
+    "model.fp8_health_max_overflow": LIMITS,
+    "model.fp8_health_min_snr_db": LIMITS,
+    "model.optim.sched.warmup_ratio": OPTIM_KEYS,
+    "model.optim.sched.constant_ratio": OPTIM_KEYS,
+    "model.optim.sched.hold_steps": OPTIM_KEYS,
+    "model.optim.sched.hold_ratio": OPTIM_KEYS,
+    "model.optim.sched.power": OPTIM_KEYS,
+    "model.optim.sched.decay_rate": OPTIM_KEYS,
+    "model.optim.sched.d_model": OPTIM_KEYS,
+    "trainer.devices": ShownBy(
+        "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
+    ),
+    "trainer.num_nodes": Refused(2),
+    "trainer.accelerator": Refused("gpu"),
+    "trainer.precision": Trains(32, ("model.fp8=False", "model.fp8_amax_history_len=1024")),
+    "trainer.max_steps": Runs(4, sees="metrics"),
+    "trainer.log_every_n_steps": Runs(2, sees="metrics"),
+    "trainer.val_check_interval": Runs(1, sees="metrics"),
+    "trainer.limit_val_batches": Runs(2, sees="metrics"),
+    "trainer.gradient_clip_val": Trains(0.01),
+    "trainer.nonfinite_policy": ShownBy("tests/train/test_nonfinite.py::test_skip"),
+    "trainer.fast_dev_run": Runs(2),
+    "trainer.step_timeout": ShownBy(
+        "tests/train/test_layouts.py::test_a_rank_that_hangs_is_named_and_shown"
+    ),
+    "model.pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.virtual_pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_schedule": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_model_parallel_layout": ShownBy(
+        "tests/parallel/test_pipeline.py::test_uneven_layers"
+    ),
+    "model.tp_only_amax_red": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_tp_only_amax_red_leaves_replicas_their_own_scales"
+    ),
+    "model.optim.grad_sync_dtype": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
+    ),
+    "model.grad_allreduce_chunk_size_mb": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_early_reductions_give_the_same_bits"
+    ),
+    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
+    "trainer.overfit_batches": Trains(1),
+    "trainer.num_sanity_val_steps": Runs(1, sees="output"),
+    "trainer.enable_progress_bar": ShownBy(
+        "tests/observe/test_console.py::test_without_a_progress_bar_a_terminal_gets_plain_lines"
+    ),
+    "trainer.deterministic": ShownBy(
+        "tests/train/test_profiling.py::test_deterministic_refuses_what_is_not"
+    ),
+    "trainer.memory_snapshot_on_oom": Refused(True),
+    "exp_manager.exp_dir": Runs("elsewhere"),
+    "exp_manager.name": Runs("other"),
+    "exp_manager.explicit_log_dir": Runs("here"),
+    "exp_manager.resume_if_exists": ShownBy(
+        "tests/train/test_continuing.py::test_resume_if_exists_off"
+    ),
+    "exp_manager.create_checkpoint_callback": Runs(False, (f"{CALLBACK}.every_n_train_steps=200",)),
+    "exp_manager.create_tensorboard_logger": Runs(True),
+    "exp_manager.create_wandb_logger": ShownBy(
+        "tests/observe/test_trackers.py::test_wandb_offline"
+    ),
+    "exp_manager.wandb_logger_kwargs.project": ShownBy(
+        "tests/observe/test_trackers.py::test_wandb_offline"
+    ),
+    "exp_manager.wandb_logger_kwargs.name": ShownBy(
+        "tests/observe/test_trackers.py::test_wandb_offline"
+    ),
+    f"{CALLBACK}.every_n_train_steps": Runs(1),
+    f"{CALLBACK}.train_time_interval": ShownBy(
+        "tests/train/test_continuing.py::test_train_time_interval"
+    ),
+    f"{CALLBACK}.save_last": Runs(False),
+    f"{CALLBACK}.keep": Runs(1),
+    f"{CALLBACK}.save_top_k": Runs(1, (f"{CALLBACK}.every_n_train_steps=1", f"{CALLBACK}.keep=1")),
+    f"{CALLBACK}.monitor": ShownBy("tests/checkpoint/test_best.py::test_a_run_keeps_its_best"),
+    f"{CALLBACK}.mode": ShownBy("tests/checkpoint/test_best.py::test_a_run_keeps_its_best"),
+    "model.micro_batch_size": Trains(1),
+    "model.global_batch_size": Trains(8),
+    "model.tensor_model_parallel_size": ShownBy(
+        "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
+    ),
+    "model.encoder_seq_length": Trains(16),
+    "model.max_position_embeddings": Trains(64),
+    "model.num_layers": Trains(1),
+    "model.hidden_size": Trains(32),
+    "model.ffn_hidden_size": Trains(64),
+    "model.num_attention_heads": Trains(4),
+    "model.init_method_std": Trains(0.01),
+    "model.use_scaled_init_method": Trains(False),
+    "model.hidden_dropout": Trains(0.3),
+    "model.attention_dropout": Trains(0.3),
+    "model.ffn_dropout": Trains(0.3),
+    "model.layernorm_epsilon": Trains(1e-2),
+    "model.make_vocab_size_divisible_by": Trains(64),
+    "model.tokenizer.library": Refused("sentencepiece"),
+    "model.tokenizer.type": NAMED,
+    "model.tokenizer.model": NAMED,
+    "model.tokenizer.vocab_file": NAMED,
+    "model.tokenizer.merge_file": NAMED,
+    "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
+    "model.data.shuffle_documents": Trains(False),
+    "model.data.eod_mask_loss": Trains(True),
+    "model.data.reset_attention_mask": Trains(True),
+    "model.data.reset_position_ids": Trains(True),
+    "model.data.num_workers": ShownBy(
+        "tests/data/test_loader.py::test_workers_change_who_reads_and_not_what"
+    ),
+    "model.data.validation_drop_last": ShownBy(
+        "tests/data/test_forms.py::test_validation_drop_last"
+    ),
+    "model.tokenizer.vocab_size": ShownBy("tests/data/test_prepare.py::test_what_was_prepared"),
+    "model.seed": Trains(7),
+    "model.transformer_engine": Refused(False),
+    "model.fp8": Trains(True, ("model.fp8=False", "model.fp8_amax_history_len=1024")),
+    "model.fp8_e4m3": Trains(True),
+    "model.fp8_hybrid": Refused(False),
+    "model.fp8_margin": Trains(4),
+    "model.fp8_interval": Trains(3),
+    "model.fp8_amax_history_len": Trains(1),
+    "model.fp8_amax_compute_algo": Trains("most_recent"),
+    "model.reduce_amax": ShownBy(
+        "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
+    ),
+    "model.fp8_backend": Refused("te"),
+    "model.enable_fsdp_float8_all_gather": Refused(True),
+    "model.data.data_prefix": Runs("{other}", sees="metrics"),
+    "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
+    "model.data.splits_string": Trains([500, 500, 0]),
+    "model.data.seq_length": Refused(16),
+    "model.optim.name": Trains("adam"),
+    "model.optim.lr": Trains(0.01),
+    "model.optim.weight_decay": Trains(0.5),
+    "model.optim.betas": Trains([0.5, 0.6]),
+    "model.optim.eps": Trains(0.1),
+    "model.optim.sched.name": Trains(
+        "PolynomialDecayAnnealing", ("model.optim.sched.warmup_steps=0",)
+    ),
+    "model.optim.sched.warmup_steps": Trains(2),
+    "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
+    "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),
+    f"{NSYS}.enabled": Runs(True, ("trainer.max_steps=11",)),
+    f"{NSYS}.start_step": ShownBy("tests/train/test_profiling.py::test_the_steps_asked_for"),
+    f"{NSYS}.end_step": ShownBy("tests/train/test_profiling.py::test_the_steps_asked_for"),
+    f"{NSYS}.ranks": ShownBy("tests/train/test_profiling.py::test_other_ranks_are_left_alone"),
+    f"{NSYS}.gen_shape": ShownBy("tests/train/test_profiling.py::test_shapes_are_recorded"),
+}
+
+
+def words(value: object) -> str:
+    return str(value).replace(" ", "").replace("'", "")
+
+
+def argv(*more: str) -> list[str]:
+    """The tiny job with what is given last winning."""
+    chosen = {word.partition("=")[0]: word for word in (*JOB, *SHORT, *more)}
+    return list(chosen.values())
+
+
+def two_steps(*more: str) -> Observed:
+    """Everything that two optimizer steps see and make."""
+    spec = resolve(load(argv(*more)), lambda: False)
+    data = prepare(spec.data, print)
+    spec = with_vocabulary(spec, data)
+    state, train = build(spec, single_rank()), spec.train
+    observed: Observed = {}
+    source = data.train
+    if train.overfit_batches:
+        source = Repeated(source, train.overfit_batches * train.global_batch_size)
+    with Loader(
+        source,
+        micro_batch_size=train.micro_batch_size,
+        num_microbatches=train.num_microbatches(1),
+        dp_rank=0,
+        dp_size=1,
+        consumed_samples=0,
+        rules=data.rules,
+    ) as loader:
+        for step in (1, 2):
+            microbatches = next(loader)
+            observed[f"step {step}"] = train_step(state, microbatches)
+            state.step += 1
+    digest = hashlib.sha256()
+    for param in state.model.parameters():
+        digest.update(param.detach().float().numpy().tobytes())
+    return observed | {"weights": digest.hexdigest()}
+
+
+def whole_run(place: Place, *more: str) -> Observed:
+    """What a run leaves and says, times and the date apart."""
+    given = {word.partition("=")[0] for word in more}
+    done = place.run(*[word for word in SHORT if word.partition("=")[0] not in given], *more)
+    assert done.code == 0, done.output
+    files = [re.sub(r"\d{4}-\d\d-\d\d_[\d-]+|tfevents.*", "*", str(p.relative_to(place.cwd)))
+             for p in place.cwd.rglob("*")]  # fmt: skip
+    (metrics,) = place.cwd.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [line for line in done.output.splitlines() if " (command line; default" not in line]
+    return {
+        "files": sorted(files),
+        "metrics": [{k: v for k, v in row.items() if k not in TIMING_KEYS} for row in rows],
+        "output": [line for line in lines if not re.search(r"tok/s|continue with| s$|:\d\d", line)],
+    }
+
+
+@pytest.fixture(scope="module")
+def observe(
+    driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Observed]]:
+    """Runs of equal jobs are done once."""
+    seen: dict[tuple[object, ...], Observed] = {}
+
+    def call(kind: type[Effect], *more: str) -> Observed:
+        if (kind, *more) not in seen:
+            if kind is Trains:
+                seen[kind, *more] = two_steps(f"model.data.data_prefix={dataset}", *more)
+            else:
+                place = Place(driver, dataset, tmp_path_factory.mktemp("live"))
+                seen[kind, *more] = whole_run(place, *more)
+        return seen[kind, *more]
+
+    yield call
+
+
+def test_every_key_has_an_effect() -> None:
+    missing = sorted(all_keys().keys() - EFFECTS.keys())
+    assert not missing, (
+        f"register in {Path(__file__).name}'s EFFECTS what shows that these keys do something: "
+        f"{', '.join(missing)}"
+    )
+    gone = sorted(EFFECTS.keys() - all_keys().keys())
+    assert not gone, f"no longer in the schema: {', '.join(gone)}"
+
+
+COMPARED = [key for key, effect in EFFECTS.items() if isinstance(effect, Trains | Runs)]
+
+
+@pytest.mark.parametrize("key", COMPARED)
+def test_a_run_changes(key: str, observe: Callable[..., Observed], dataset: Path) -> None:
+    effect = EFFECTS[key]
+    assert isinstance(effect, Trains | Runs)
+    override = f"{key}={words(effect.value)}"
+    if effect.value == "{other}":
+        override = f"{key}={make_dataset(dataset.with_name('other'), seed=1)}"
+    usual, changed = (
+        observe(type(effect), *effect.job),
+        observe(type(effect), *effect.job, override),
+    )
+    if isinstance(effect, Trains):
+        assert usual != changed, f"{override} changes no number of two steps"
+    else:
+        assert usual[effect.sees] != changed[effect.sees], f"{override} changes no {effect.sees}"
+
+
+@pytest.mark.parametrize("key", [k for k, e in EFFECTS.items() if isinstance(e, Refused)])
+def test_other_values_are_refused_by_name(key: str) -> None:
+    effect = EFFECTS[key]
+    assert isinstance(effect, Refused)
+    given = argv("model.data.data_prefix=builtin", f"{key}={words(effect.value)}")
+    with pytest.raises(UserError, match=re.escape(key.rpartition(".")[2])):
+        resolve(load(given), lambda: False)
+
+
+@pytest.mark.parametrize(
+    "node", sorted({e.node for e in EFFECTS.values() if isinstance(e, ShownBy)})
+)
+def test_the_tests_named_exist(node: str) -> None:
+    file, _, name = node.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {item.name for item in tree.body if isinstance(item, ast.FunctionDef)}, node

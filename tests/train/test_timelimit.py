@@ -1,0 +1,94 @@
+"""`trainer.max_time` and restarts without progress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megafp8.errors import RunError
+from megafp8.train.restarts import check_progress
+from megafp8.train.timelimit import TimeLimit
+from tests.train.runs import Done, Place
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_leaves_time_for_one_more_step_and_a_save() -> None:
+    clock = Clock()
+    limit = TimeLimit(60.0, began=100.0, clock=clock)
+    clock.now = 110.0  # set-up
+    limit.start()
+    clock.now = 120.0
+    assert not limit.is_due()  # 20 + 10
+    clock.now = 125.0
+    limit.saved(5.0)
+    assert not limit.is_due()  # 25 + 10 + 5
+    clock.now = 144.9
+    assert limit.is_due()  # 44.9 + 19.9 + 5: that step was slow
+    assert not TimeLimit(None, 0.0, clock).is_due()
+
+
+def test_max_time_saves_and_leaves(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    done = place.run("trainer.max_time=00:00:00:01", "trainer.max_steps=12")
+    assert done.code == 75, done.output
+    summary = place.summary()
+    assert summary["status"] == "saved on trainer.max_time"
+    assert 1 <= summary["step"] < 12 and place.steps()[-1] == summary["step"]
+    assert place.run().code == 0
+    mine, theirs = (p.checkpoint(12) / "rank0.safetensors" for p in (place, undisturbed[0]))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+def restarted(count: int, job: str = "5") -> dict[str, str]:
+    counts = {"SLURM_RESTART_COUNT": str(count)} if count else {}
+    return {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": f"node{count}", **counts}
+
+
+def test_three_restarts_without_progress(tmp_path: Path) -> None:
+    for count in range(3):
+        check_progress(tmp_path, 8, restarted(count))
+    (tmp_path / "metrics.jsonl").write_text('{"step":9}\n{"step":11}\n')
+    with pytest.raises(RunError) as caught:
+        check_progress(tmp_path, 8, restarted(3))
+    text = str(caught.value)
+    assert "3 restarts have begun at step 8" in text and text.count("saved none") == 3
+    assert "on node2: reached step 11" in text
+    check_progress(tmp_path, 8, restarted(0, job="6"))  # a person submits it again
+    assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
+
+
+def test_progress_begins_a_new_count(tmp_path: Path) -> None:
+    for count in range(9):
+        check_progress(tmp_path, count // 3, restarted(count))
+
+
+def test_no_restart_no_count(tmp_path: Path) -> None:
+    check_progress(tmp_path, 0, restarted(2))
+    for _ in range(5):
+        check_progress(tmp_path, 0, {})
+    assert not (tmp_path / "restarts.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"starts": 3}', '{"starts": [3]}'])
+def test_a_damaged_record_counts_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / "restarts.json").write_text(text)
+    check_progress(tmp_path, 0, restarted(2))
+    assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
+
+
+def test_a_run_that_gets_nowhere_is_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.dir().mkdir(parents=True)
+    starts = [{"restart": n} for n in range(3)]
+    record = {"job": "5", "step": 0, "starts": starts}
+    (place.dir() / "restarts.json").write_text(json.dumps(record))
+    environment = {**restarted(3)}
+    done = place.run(fault=["environment", environment])
+    assert done.code == 2, done.output
+    assert "3 restarts have begun at step 0" in done.output and not place.steps()

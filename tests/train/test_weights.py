@@ -1,0 +1,253 @@
+"""Runs become models of transformers, and such models the start of runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.checkpoint.reader import Reader
+from megafp8.cli import export, generate, import_hf
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.errors import ConfigError, RunError
+from megafp8.models.attention import KVCache
+from megafp8.models.gpt import GPT
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.train.generate import Sampling
+from megafp8.train.generate import generate as draw
+from megafp8.train.tokenizer_files import find_tokenizer
+from megafp8.train.weights import check_fits, find_checkpoint, load_model, shape_of
+from tests.tiny import VOCAB, gpt_spec
+from tests.train.runs import Place
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = [
+    "model.normalization=rmsnorm",
+    "model.activation=fast-swiglu",
+    "model.bias=False",
+    "model.position_embedding_type=rope",
+    "model.share_embeddings_and_output_weights=False",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "trainer.precision=32",
+]
+GPT2 = ["trainer.precision=32"]
+SHORT = ["trainer.max_steps=4", "model.optim.lr=1e-2"]
+PROMPT = "def function_"
+
+
+def tensors(reader: Reader) -> dict[str, torch.Tensor]:
+    return {name: reader.read(name) for name in reader.names() if name.startswith("model/")}
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_run_to_transformers_and_back(
+    shape: list[str], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = place.run(*shape, *SHORT)
+    assert done.code == 0, done.output
+    run, theirs, ours = place.dir(), tmp_path / "theirs", tmp_path / "ours"
+    reader = Reader(find_checkpoint(run, print))
+    assert export.main([str(run), str(theirs)]) == 0
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
+    own = find_tokenizer(run)
+    assert own is not None
+    prompt = own.encode(PROMPT)
+    assert tokenizer(PROMPT)["input_ids"] == prompt
+    assert model.generation_config.eos_token_id == own.eod_id == tokenizer.eos_token_id
+
+    # Greedy: the same tokens, and the same text from the command line.
+    plain = load_model(reader, torch.float32, torch.device("cpu"))
+    mine = list(draw(plain, prompt, 16, Sampling(), vocab_size=own.vocab_size))
+    model.generation_config.eos_token_id = None  # on and on
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=16)
+    assert expected[0].tolist() == prompt + mine
+    capsys.readouterr()
+    assert generate.main([str(run), "--prompt", PROMPT, "--tokens", "16"]) == 0
+    until_end = mine[: mine.index(own.eod_id)] if own.eod_id in mine else mine
+    assert capsys.readouterr().out == f"{PROMPT}{own.decode(until_end)}\n"
+
+    # Back again, bit for bit; and a run that starts there.
+    assert import_hf.main([str(theirs), str(ours)]) == 0
+    back = Reader(find_checkpoint(ours, print))
+    before, after = tensors(reader), tensors(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    started = place.run(
+        *shape,
+        "exp_manager.name=second",
+        f"restore_from_path={ours}",
+        "trainer.max_steps=2",
+        "trainer.nonfinite_policy=rollback",  # which saves step 0
+    )
+    assert started.code == 0 and f"weights from {ours}" in started.output, started.output
+    first = Reader(place.checkpoint(0, "second"))
+    assert all(torch.equal(first.read(name), before[name]) for name in before)
+    last = Reader(place.checkpoint(2, "second"))
+    assert not torch.equal(last.read("model/final_norm.weight"), before["model/final_norm.weight"])
+    own_yaml = resolve(load(config_dir=ours, config_name="model"), lambda: False)
+    assert own_yaml.restore_from_path == str(ours)
+    assert check_fits(replace(own_yaml.model, vocab_size=384), back) == []
+
+    # Another shape is refused before a step is made.
+    refused = place.run(
+        *shape, "exp_manager.name=third", f"restore_from_path={ours}", "model.num_layers=3"
+    )
+    assert refused.code == 2
+    assert "model.num_layers=3: the model in" in refused.output
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama of theirs, without a tokenizer, brought in."""
+    folder = tmp_path_factory.mktemp("imported")
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        eos_token_id=[7, 8],
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "theirs")
+    assert import_hf.main([str(folder / "theirs"), str(folder / "ours")]) == 0
+    return folder
+
+
+def test_import_and_export_keep_the_end_token(imported: Path, tmp_path: Path) -> None:
+    assert export.main([str(imported / "ours"), str(tmp_path / "again")]) == 0
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "again", imported / "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    config = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == 7
+
+
+def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:
+    reader = Reader(find_checkpoint(imported / "ours", print))
+    spec = shape_of(reader)
+    longer = replace(spec, max_position_embeddings=64, rotary_base=50000.0)
+    assert check_fits(longer, reader) == [
+        "model.rotary_base=50000.0: the weights were trained with 10000.0"
+    ]
+    with pytest.raises(ConfigError, match="model.bias=True: the model in .* has False"):
+        check_fits(replace(spec, bias=True), reader)
+    with pytest.raises(ConfigError, match="vocabulary has 100 rows"):
+        check_fits(replace(spec, vocab_size=128), reader)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"num_hidden_layers": None}, "config.json"),
+        ({"num_hidden_layers": 2}, "lacks model.layers.1"),
+        ({"num_hidden_layers": 0}, "has model.layers.0"),
+        ({"intermediate_size": 65}, "model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_foreign_models_are_refused(
+    damage: dict[str, object],
+    named: str,
+    imported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(imported / "theirs", tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "ours" / "checkpoints" / "step_00000000").exists()
+
+
+def test_pickled_weights_are_not_read(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(imported / "theirs", tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "pytorch_model.bin")
+    assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
+    assert "Only safetensors are read" in capsys.readouterr().err
+
+
+def test_places_without_a_model_are_refused(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
+    assert export.main([str(imported / "ours"), str(imported)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert generate.main([str(imported / "ours"), "--prompt", "x"]) == 2
+    assert "tokenizer.json: is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "expected"),
+    [(50304, 50257, 128), (50257, 50257, 1), (100, 99, 4), (384, 256, 384)],
+)
+def test_divisor(rows: int, vocab_size: int, expected: int) -> None:
+    assert import_hf.divisor(rows, vocab_size) == expected
+
+
+def test_cached_generation_is_the_uncached_one() -> None:
+    """One token at a time with keys and values kept, against the whole text each time."""
+    for changes in (
+        {},
+        dict(position_embedding_type="rope", num_query_groups=2, rotary_percentage=0.5),
+        dict(position_embedding_type="alibi", transformer_block_type="post_ln"),
+        dict(position_embedding_type="none", num_query_groups=1),
+    ):
+        model = GPT(Parts(gpt_spec(**changes), torch.float64, 3, RandomStreams(3))).eval()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+        cache, tokens = KVCache(), torch.arange(14).view(1, 14) * 5 % VOCAB
+        whole = model.logits(tokens)
+        parts = [model.logits(tokens[:, a:b], cache) for a, b in ((0, 5), (5, 6), (6, 9), (9, 14))]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+        assert cache.length == 14
+
+
+def test_sampling() -> None:
+    """Temperature, top-k and top-p against their definitions, by counting."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(sampling: Sampling, draws: int = 4000) -> torch.Tensor:
+        chosen = [sampling.choose(logits, generator) for _ in range(draws)]
+        return torch.bincount(torch.tensor(chosen), minlength=4) / draws
+
+    assert Sampling().choose(logits, generator) == 0
+    near = dict(rtol=0, atol=0.03)
+    torch.testing.assert_close(shares(Sampling(1.0)), logits.softmax(0), **near)
+    torch.testing.assert_close(shares(Sampling(2.0)), (logits / 2).softmax(0), **near)
+    two = torch.cat((logits[:2].softmax(0), torch.zeros(2)))
+    torch.testing.assert_close(shares(Sampling(1.0, top_k=2)), two, **near)
+    assert logits.softmax(0)[0] < 0.7 < logits.softmax(0)[:2].sum()
+    torch.testing.assert_close(shares(Sampling(1.0, top_p=0.7)), two, **near)
+    assert shares(Sampling(1.0, top_p=0.01), 50)[0] == 1
+
+
+def test_a_text_beyond_learned_positions_is_refused() -> None:
+    model = GPT(Parts(gpt_spec(), torch.float32, 3, RandomStreams(3)))
+    with pytest.raises(RunError, match="the model has 16 positions. Ask for at most 6"):
+        list(draw(model, [1] * 10, 7, Sampling(), vocab_size=VOCAB))
+    assert len(list(draw(model, [1] * 10, 6, Sampling(), vocab_size=VOCAB))) == 6
