@@ -34,7 +34,6 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.parts import linears_of
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 
@@ -96,22 +95,25 @@ def one_run(
     return run
 
 
-def floor_seconds(state: TrainState, args: argparse.Namespace, name: str) -> float:
+def linear_shapes(hidden: int) -> list[tuple[int, int]]:
+    """(out, in) of QKV, projection, FC1 and FC2."""
+    return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+
+
+def floor_seconds(args: argparse.Namespace, name: str, in_fp8: bool) -> float:
     """Of the linears' three products and attention's; results and plain operands in BF16."""
     tokens, bandwidth, total = args.batch * args.seq, bytes_per_second(name), 0.0
-    for linear in linears_of(state.model):
-        outs, ins = linear.weight.shape
-        for gemm, m, n, k in [
-            ("output", tokens, outs, ins),
-            ("grad_input", tokens, ins, outs),
-            ("grad_weight", outs, ins, tokens),
-        ]:
-            in_fp8 = linear.quantizer is not None and linear.quantizer.is_fp8(gemm)  # type: ignore[arg-type]
-            precision, size = ("fp8", 1) if in_fp8 else ("bf16", 2)
+    precision, size = ("fp8", 1) if in_fp8 else ("bf16", 2)
+    for outs, ins in linear_shapes(args.hidden):
+        for m, n, k in [(tokens, outs, ins), (tokens, ins, outs), (outs, ins, tokens)]:
             num_bytes = size * k * (m + n) + 2 * m * n
             total += max(2 * m * n * k / PEAK_FLOPS[precision], num_bytes / bandwidth)
-    attention = 6 * args.batch * args.seq**2 * args.hidden  # causal, forward and backward
-    return total + attention / PEAK_FLOPS["bf16"]
+    return total + causal_attention_flops(args) / PEAK_FLOPS["bf16"]
+
+
+def causal_attention_flops(args: argparse.Namespace) -> int:
+    """Forward and backward: two and four products, half of each."""
+    return 6 * args.batch * args.seq**2 * args.hidden
 
 
 def measure(
@@ -120,10 +122,11 @@ def measure(
     state = state_of(args, device, settings)
     run = one_run(state, args, device)
     run()
-    before, backends = sum(state.counter.flops.values()), dict(state.counter.fp8_backends)
+    backends = dict(state.counter.fp8_backends)
     run()
-    causal = sum(state.counter.flops.values()) - before
-    full = causal + 6 * args.batch * args.seq**2 * args.hidden
+    macs = sum(outs * ins for outs, ins in linear_shapes(args.hidden))
+    causal = 6 * args.batch * args.seq * macs + causal_attention_flops(args)
+    full = causal + causal_attention_flops(args)
     ran = {k: n for k, n in state.counter.fp8_backends.items() if n > backends.get(k, 0)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -135,7 +138,7 @@ def measure(
         "flops_per_second_full": full / median,
         "flops_per_second_causal": causal / median,
         "share_of_bf16_peak_causal": causal / median / PEAK_FLOPS["bf16"],
-        "floor_seconds": floor_seconds(state, args, name),
+        "floor_seconds": floor_seconds(args, name, "model.fp8=True" in settings),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "fp8_ran_by": sorted(ran),
         "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),

@@ -21,7 +21,7 @@ part gemm 30 "$python" benchmarks/gpu_gemm.py --size 8192
 part layer 120 "$python" benchmarks/gpu_layer.py
 part step 150 "$python" benchmarks/gpu_step.py --presets 1.3b
 if [ -f benchmarks/gpu_trace.py ]; then
-    part traces 60 "$python" benchmarks/gpu_trace.py
+    part traces 60 "$python" benchmarks/gpu_trace.py --engine "${TRACE_ENGINE:-te}" --out "${TRACE_OUT:-benchmarks/results/trace}"
 fi
 "$python" benchmarks/gpu_table.py || status=1
 exit "$status"
