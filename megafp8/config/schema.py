@@ -911,7 +911,8 @@ class Model:
     fp8_health: str = key(
         "scales",
         "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
-        "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the trackers.",
+        "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the "
+        "trackers.",
         kind="logging",
         valid=one_of("off", "scales", "full"),
     )

@@ -85,8 +85,20 @@ class Fp8Tensor:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, rounded once to `dtype`."""
-        scale = spread(self.dequant_scale, self.payload.shape, self.block)
-        return (self.numbers(torch.float32) * scale).to(dtype)
+        scale = self.dequant_scale
+        if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
+            return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
+        return times_scale(self.numbers(torch.float32), scale, self.block).to(dtype)
+
+
+def times_scale(
+    x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """x * scale, with one scale for each block of a matrix (None: one for all)."""
+    if block is None or x.shape != (scale.shape[0] * block[0], scale.shape[1] * block[1]):
+        return x * spread(scale, x.shape, block)
+    tiles = x.reshape(scale.shape[0], block[0], scale.shape[1], block[1])
+    return (tiles * scale[:, None, :, None]).view(x.shape)
 
 
 def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizers.base import Fp8Operands, Need, both, column_sum
 from megafp8.precision.quantizers.scales import finite_or_inf, scale_of_amax
 from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor, spread
+from megafp8.precision.tensor import Fp8Tensor, times_scale
 from megafp8.specs.precision import BLOCK
 
 
@@ -46,7 +46,7 @@ class BlockwiseQuantizer:
     def _blocks(self, x_MN: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
         amax = amax_of_blocks(x_MN, block)
         quant_scale = scale_of_amax(amax, self.fmt, power_2=self.power_2)
-        payload = quantize_scaled(x_MN, spread(quant_scale, x_MN.shape, block), self.fmt)
+        payload = quantize_scaled(times_scale(x_MN.float(), quant_scale, block), self.fmt)
         return self._scaled(payload, quant_scale.reciprocal(), block)
 
     def _scaled(
@@ -91,7 +91,8 @@ class BlockwiseQuantizer:
 def amax_of_blocks(x_MN: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """FP32 [blocks along M, blocks along N]; +inf for a block with a NaN."""
     rows, cols = x_MN.shape
-    padded = F.pad(x_MN, (0, -cols % block[1], 0, -rows % block[0]))
+    missing = (0, -cols % block[1], 0, -rows % block[0])
+    padded = F.pad(x_MN, missing) if any(missing) else x_MN.contiguous()
     tiles = padded.view(
         padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]
     )

@@ -46,7 +46,7 @@ class RowwiseQuantizer:
         if dim == 0 and self.tensorwise_first:
             amax = amax.amax().view(1, 1)
         quant_scale = scale_of_amax_torchao(amax, self.fmt, power_2=self.power_2)
-        payload = quantize_scaled(x_MN, quant_scale, self.fmt)
+        payload = quantize_scaled(x_MN.float() * quant_scale, self.fmt)
         return self._scaled(payload, quant_scale.reciprocal(), dim)
 
     def _scaled(self, payload: torch.Tensor, dequant_scale: torch.Tensor, dim: int) -> Fp8Tensor:
