@@ -28,7 +28,8 @@ Options:
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
   --config-name, -cn N   another YAML than pretrain_gpt
   --config-dir, -cd DIR  a directory of your own YAML, which begins with
-                         `defaults: [pretrain_gpt, _self_]`
+                         `defaults: [pretrain_gpt, _self_]`, or is NeMo's as it is;
+                         --config-path, -cp mean the same
   model=NAME             a preset of conf/model: {models}
   precision=NAME         a preset of conf/precision: {precisions}
   --multirun, -m         one run for each combination of comma-separated values

@@ -77,7 +77,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
             val_check_interval=trainer.val_check_interval,
-            limit_val_batches=trainer.limit_val_batches,
+            limit_val_batches=_validation_batches(trainer),
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
@@ -343,6 +343,12 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
             min_snr_db=model.fp8_health_min_snr_db,
         ),
     )
+
+
+def _validation_batches(trainer: Trainer) -> int:
+    """A trial of N steps validates on N global batches."""
+    limit = trainer.limit_val_batches
+    return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
 
 
 def _nested(values: dict[str, Any]) -> dict[str, object]:

@@ -139,8 +139,8 @@ class Trainer:
     )
     fast_dev_run: bool | int = key(
         False,
-        "A trial of this many steps (True for one), with short validations and neither checkpoints "
-        "nor loggers, in a directory of its own.",
+        "A trial of this many steps (True for one), with validations of as many global batches and "
+        "neither checkpoints nor loggers, in a directory of its own.",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
     )

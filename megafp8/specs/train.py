@@ -39,7 +39,7 @@ class TrainSpec:
     nonfinite_policy: Literal["stop", "skip", "rollback"]
     overfit_batches: int = 0  # global batches that repeat for ever; 0 trains on all data
     num_sanity_val_steps: int = 0  # global batches validated before the first step
-    fast_dev_run: bool = False  # the last validation is no longer than the others
+    fast_dev_run: bool = False  # a trial: no validation is whole
     deterministic: bool = False
 
     rampup: RampupSpec | None = None

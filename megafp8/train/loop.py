@@ -187,8 +187,7 @@ def validate(run: Run, *, whole: bool = False) -> float:
     """Nats per token over `limit_val_batches` global batches, or over all validation text."""
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
-    is_whole = whole and not train.fast_dev_run
-    limit = None if is_whole else train.limit_val_batches * train.global_batch_size
+    limit = None if whole else train.limit_val_batches * train.global_batch_size
     drops_last = run.spec.data.validation_drop_last and not whole
     batches = validation_batches(
         run.data.validation if whole else run.data.periodic_validation,

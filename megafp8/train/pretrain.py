@@ -166,7 +166,7 @@ def _pretrain(
         ):
             finished = train(run)
         summary = summarize(run, path, typed, finished, began)
-        if finished:
+        if finished and not spec.train.fast_dev_run:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
         if metrics is not None:
@@ -239,7 +239,8 @@ def smoke_options(spec: RunSpec) -> list[str]:
     train, lines = spec.train, []
     if train.fast_dev_run:
         steps = f"fast_dev_run: {train.max_steps} step(s)"
-        lines.append(f"{steps}; no checkpoints, no loggers, a directory of its own")
+        short = f"validation on {train.limit_val_batches} global batch(es)"
+        lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
     if train.overfit_batches:
         lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
     if train.deterministic:
@@ -279,7 +280,9 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
-    if finished:
+    if finished and spec.train.fast_dev_run:
+        val_loss = validate(run)
+    elif finished:
         run.console.event("validating on the whole validation text")
         val_loss = validate(run, whole=True)
         text = data.validation_text()
@@ -299,7 +302,11 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         step=state.step,
         total_steps=spec.train.max_steps,
         log_dir=str(path),
-        continue_command=continue_command(spec, path, typed.command, finished),
+        continue_command=(
+            None  # a trial leaves nothing to continue
+            if spec.train.fast_dev_run
+            else continue_command(spec, path, typed.command, finished)
+        ),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         unigram_bits_per_byte=unigram,
