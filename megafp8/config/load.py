@@ -16,6 +16,7 @@ from megafp8.config.compose import (
     Source,
     compose,
     find_source,
+    has_hydra_settings,
     preset_settings,
     schema_tree,
     yaml_presets,
@@ -39,6 +40,10 @@ from megafp8.config.validate import check_values, read_value, read_values
 from megafp8.config.values import one_line
 
 
+HYDRA = "hydra"
+"""The section of a YAML that is Hydra's own."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A checked tree, who set what in it, and what was given and changes nothing."""
@@ -53,6 +58,11 @@ class Loaded:
         return [
             f"inert: {s.key}={one_line(s.value)} ({s.origin}): {keys[s.key].note}"
             for s in self.inert
+            if s.key != HYDRA
+        ] + [
+            f"inert: {HYDRA} ({s.origin}): Hydra's own settings mean something in a sweep (-m) only"
+            for s in self.inert
+            if s.key == HYDRA
         ]
 
 
@@ -91,6 +101,8 @@ def load_all(
     problems += check_values({k: v for k, v in values.items() if k not in bad}, origins)
     inert, refused = _nemo_settings(composed, values, origins)
     raise_if_any(problems + refused)
+    if has_hydra_settings(source):
+        inert.append(Setting(HYDRA, None, source.file.name))
     return Loaded(_typed(composed), origins, tuple(inert))
 
 

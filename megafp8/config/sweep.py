@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.app import AppInfo, Task, report
 from megafp8.config.compose import ROOT_CONFIG, Source, compose, find_source, register
-from megafp8.config.load import load, load_all
+from megafp8.config.load import HYDRA, load, load_all
 from megafp8.config.options import Options
 from megafp8.config.overrides import ParsedOverride, parse_overrides, quoted
 from megafp8.config.problems import COMMAND_LINE, SettingError, raise_if_any
@@ -211,7 +211,11 @@ def _run_job(job: Job, options: Options, task: Task) -> Result:
         loaded = load_all(job.overrides, options.config_dir, options.config_name)
         cfg = loaded.cfg
         cfg.exp_manager.explicit_log_dir = str(job.directory)
-        loaded = replace(loaded, origins={**loaded.origins, _LOG_DIR: "the sweep"})
+        loaded = replace(
+            loaded,
+            origins={**loaded.origins, _LOG_DIR: "the sweep"},
+            inert=tuple(setting for setting in loaded.inert if setting.key != HYDRA),
+        )
         info = AppInfo(
             overrides=job.overrides,
             config_dir=options.config_dir,

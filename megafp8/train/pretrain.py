@@ -147,10 +147,11 @@ def _pretrain(
     )
     console.header(describe(spec, state, data))
     if share is not None:
+        kernel = backends.fp8_kernel(spec, mesh.device)
         console.header(
             [
-                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
-                + "; ".join(share.higher)
+                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention ({kernel}); "
+                f"higher: {'; '.join(share.higher)}"
             ]
         )
     if first_step >= spec.train.max_steps:
@@ -330,6 +331,11 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
             "fp8_share_planned": 0.0 if share is None else share.share,
             "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
+            "fp8_share_by_kernel": (
+                {}
+                if share is None
+                else {backends.fp8_kernel(spec, state.mesh.device): totals.get("fp8", 0) / gemms}
+            ),
             "fp8_share_with_attention": counter.share("fp8"),
             "num_skipped_steps": state.num_skipped,
             "traffic_bytes": {
