@@ -39,7 +39,6 @@ from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.validate import check_values, read_value, read_values
 from megafp8.config.values import one_line
 
-
 HYDRA = "hydra"
 """The section of a YAML that is Hydra's own."""
 

@@ -182,11 +182,6 @@ def _exp_manager(t: _Table) -> None:
         "resume_ignore_no_checkpoint", True, "a run without a checkpoint begins at step 0",
         way_out="Look into the run's checkpoints/ before, where it must exist",
     )  # fmt: skip
-    t.add(
-        "resume_from_checkpoint", "${model.resume_from_checkpoint}",
-        "a run continues from its own newest good checkpoint", ours=(None,),
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
     t.prefix = "exp_manager.checkpoint_callback_params"
     own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
     t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
@@ -247,16 +242,11 @@ def _model(t: _Table) -> None:
         t.add(f"tokenizer.{name}", nemo, other, why="has no equivalent here")
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
-    t.add(
-        "resume_from_checkpoint", None, "a run continues from its own newest good checkpoint",
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
     t.add("use_cpu_initialization", False, "weights are equal whatever device makes them",
           also=(True,))  # fmt: skip
     t.add("onnx_safe", False, "nothing is exported to ONNX", why="has no equivalent here")
     t.add("apex_transformer_log_level", 30, "Apex is not used")
     t.add("sharp", False, "the network decides", why="has no equivalent here")
-    t.add("gc_interval", 0, "Python collects garbage as it does", status=NOT_YET)
     t.add("enable_megatron_timers", False, "metrics.jsonl has the times of a step",
           why="has no equivalent here")  # fmt: skip
     timers: dict[str, Any] = {"log_every_n_steps": 10, "log_mode": "minmax", "barrier": False}

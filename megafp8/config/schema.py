@@ -252,6 +252,13 @@ class ExpManager:
     resume_if_exists: bool = key(
         True, "Continue from the newest good checkpoint.", nemo=True, kind="logging"
     )
+    resume_from_checkpoint: str | None = key(
+        "${model.resume_from_checkpoint}",
+        "The same as `model.resume_from_checkpoint`: either is enough.",
+        nemo="${model.resume_from_checkpoint}",
+        kind="policy",
+        valid=or_null(_PATH),
+    )
     create_checkpoint_callback: bool = key(
         True,
         "Write checkpoints while training; without it only a signal does.",
@@ -729,6 +736,22 @@ class Model:
         nemo=1234,
         kind="model",
         valid=between(0, 2**32 - 1),
+    )
+    resume_from_checkpoint: str | None = key(
+        None,
+        "The checkpoint, or the run, whose state a new run goes on from: weights, optimizer, "
+        "scales, step and place in the data. A run that has a checkpoint of its own continues it.",
+        nemo=None,
+        kind="policy",
+        valid=or_null(_PATH),
+    )
+    gc_interval: int = key(
+        0,
+        "Collect Python's garbage every so many steps and at no other time, on all ranks at once; "
+        "0: when Python does.",
+        nemo=0,
+        kind="layout",
+        valid=at_least(0),
     )
     native_amp_init_scale: int = key(
         4294967296,

@@ -20,6 +20,7 @@ from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
+from megafp8.train.garbage import Garbage
 from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.profiling import StepProfiler
@@ -57,6 +58,11 @@ class Run:
 
 def train(run: Run) -> bool:
     """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
+    with Garbage(run.spec.train.gc_interval) as garbage:
+        return _train(run, garbage)
+
+
+def _train(run: Run, garbage: Garbage) -> bool:
     loader = open_loader(run)
     run.limit.start()
     try:
@@ -81,6 +87,7 @@ def train(run: Run) -> bool:
             run.state.step += 1
             samples = run.spec.train.batch_size_at(run.state.consumed_samples)
             run.state.consumed_samples += samples
+            garbage.after_step(run.state.step)
             if after_step(run, result, samples, time.perf_counter() - began, waited):
                 return False
         return True

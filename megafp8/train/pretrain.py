@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from megafp8.checkpoint.best import METRICS, Best
+from megafp8.checkpoint.best import Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
-from megafp8.errors import CheckpointError, ExitCode, UserError
+from megafp8.errors import ExitCode, UserError
 from megafp8.models.init import pieces_of
 from megafp8.observe.console import Console, open_console
 from megafp8.observe.memory import peak_memory_bytes
@@ -28,7 +28,7 @@ from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import backends, restarts, rundirs, saving
+from megafp8.train import backends, restarts, resume, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
@@ -114,7 +114,10 @@ def _pretrain(
     kept = spec.checkpoint
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
     saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
-    _load_newest(saver, state, data, console)
+    resume.load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.resume_from_checkpoint is not None:
+        named = Path(spec.resume_from_checkpoint)
+        resume.resume_from(named, spec, saver, state, data, console)
     if saver.last_step is None and spec.restore_from_path is not None:
         start_from(spec, state, console.event)
     first_step = state.step
@@ -236,7 +239,7 @@ def _rampup(train: TrainSpec) -> str:
 
 
 def smoke_options(spec: RunSpec) -> list[str]:
-    """A line for each option that makes this run less than, or other than, a training run."""
+    """A line for each option that makes this run other than an ordinary one."""
     train, lines = spec.train, []
     if train.fast_dev_run:
         steps = f"fast_dev_run: {train.max_steps} step(s)"
@@ -244,6 +247,8 @@ def smoke_options(spec: RunSpec) -> list[str]:
         lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
     if train.overfit_batches:
         lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.gc_interval:
+        lines.append(f"gc_interval: garbage is collected every {train.gc_interval} step(s) only")
     if train.deterministic:
         lines.append("deterministic: operations without a deterministic algorithm are errors")
     return lines
@@ -409,25 +414,3 @@ def _check_progress_on_main(path: Path, state: TrainState) -> None:
     error = saving.from_main(state.mesh, error)
     if error is not None:
         saving.raise_on_all(error)
-
-
-def _load_newest(
-    saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
-) -> None:
-    newest = saving.newest_valid(saver.root, state.mesh, console.warn)
-    if newest is None:
-        return
-    meta = saving.load(newest, state, console.warn)
-    if meta["data_fingerprint"] != data.fingerprint:
-        saving.raise_on_all(
-            CheckpointError(
-                newest,
-                f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
-                f"{data.fingerprint[:12]})",
-                "Give model.data.data_prefix the data it was made with, or start a new "
-                "exp_manager.name",
-            )
-        )
-    saver.last_step = state.step
-    saver.metrics = dict(meta.get(METRICS, {}))
-    console.event(f"continuing from {newest}")

@@ -29,6 +29,24 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
+PARALLELISM = {
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.context_parallel_size",
+    "model.sequence_parallel",
+    "model.overlap_p2p_comm",
+    "model.batch_p2p_comm",
+    "model.tp_only_amax_red",
+}
+SHARDING = {
+    "model.fsdp",
+    "model.fsdp_sharding_strategy",
+    "model.fsdp_grad_reduce_dtype",
+    "model.fsdp_sharded_checkpoint",
+    "exp_manager.checkpoint_callback_params.async_save",
+}
+"""Refused as `not yet`: each is in the list of a feature that is being built."""
+
 CANNOT_BE_HONOURED = {
     "model.data.data_prefix",
     "model.tokenizer.vocab_file",
@@ -90,6 +108,17 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
     assert in_schema | in_table == NEMO.keys()
     assert not all_keys().keys() & nemo_keys().keys()
     assert set(LATER_KEYS) <= all_keys().keys() | nemo_keys().keys()
+
+
+def test_just_these_are_not_yet() -> None:
+    not_yet = {path for path, key in nemo_keys().items() if key.status == NOT_YET}
+    assert not_yet == PARALLELISM | SHARDING
+    assert "not supported yet" in str(the_problem("model.optim.name=distributed_fused_adam"))
+    for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
+                  "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",
+                  "model.position_embedding_type=kerple"):  # fmt: skip
+        problem = the_problem(never, "model.fp8=True")
+        assert problem.reason == "is not supported" and problem.way_out, never
 
 
 def test_texts_read_well() -> None:

@@ -75,12 +75,16 @@ OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_we
 ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
+RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_goes_on_from_a_checkpoint")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
 
 EFFECTS: dict[str, Effect] = {
     "restore_from_path": ShownBy("tests/train/test_weights.py::test_run_to_transformers_and_back"),
+    "model.resume_from_checkpoint": RESUMES,
+    "exp_manager.resume_from_checkpoint": RESUMES,
+    "model.gc_interval": Runs(2, sees="output"),
     "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
     "model.rampup_batch_size": ShownBy(
         "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"
