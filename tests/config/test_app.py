@@ -165,7 +165,7 @@ def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
         "model.fp8_margin=0,1",
         "model.fp8_amax_compute_algo=max,most_recent",
     ]
-    done = shell(tmp_path, "-m", "model.fp8=True", *swept)
+    done = shell(tmp_path, "-m", *given)
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("[sweep] 4 jobs in multirun") :].splitlines()
     assert table[1] == "all with model.fp8=True"
