@@ -52,17 +52,15 @@ class Loaded:
     inert: tuple[Setting, ...]
 
     def inert_lines(self) -> list[str]:
-        """One line for each setting that was given and changes nothing here."""
-        keys = nemo_keys()
-        return [
-            f"inert: {s.key}={one_line(s.value)} ({s.origin}): {keys[s.key].note}"
-            for s in self.inert
-            if s.key != HYDRA
-        ] + [
-            f"inert: {HYDRA} ({s.origin}): Hydra's own settings mean something in a sweep (-m) only"
-            for s in self.inert
-            if s.key == HYDRA
-        ]
+        """The settings that were given and change nothing here; a line for those of one reason."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for s in self.inert:
+            if s.key == HYDRA:
+                text, note = HYDRA, "Hydra's own settings mean something in a sweep (-m) only"
+            else:
+                text, note = f"{s.key}={one_line(s.value)}", nemo_keys()[s.key].note
+            groups.setdefault((s.origin, note), []).append(text)
+        return [f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()]
 
 
 def load(

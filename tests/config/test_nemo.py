@@ -173,6 +173,13 @@ def test_inert_keys_leave_no_trace() -> None:
         "inert: model.sequence_parallel=False (command line): norms and dropout work on whole "
         "sequences",
     ]
+    assert load_all(["model.cpu_offloading=False", "model.mcore_gpt=True",
+                     "model.cpu_offloading_weights=True"]).inert_lines() == [
+        "inert: model.mcore_gpt=True (command line): there is one implementation, of Megatron "
+        "core's shape",
+        "inert: model.cpu_offloading=False, model.cpu_offloading_weights=True (command line): "
+        "nothing is moved to the host's memory",
+    ]  # fmt: skip
     assert run_spec("model.sequence_parallel=False").resolved == plain.resolved
     assert load_all().inert == ()
 

@@ -148,7 +148,8 @@ EFFECTS: dict[str, Effect] = {
     "trainer.devices": ShownBy(
         "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
     ),
-    "trainer.num_nodes": Refused(2),
+    "trainer.num_nodes": ShownBy("tests/train/test_trials.py::test_one_command_is_one_node"),
+    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.accelerator": Refused("gpu"),
     "trainer.precision": Trains(32, ("model.fp8=False", "model.fp8_amax_history_len=1024")),
     "trainer.max_steps": Runs(4, sees="metrics"),
@@ -216,7 +217,7 @@ EFFECTS: dict[str, Effect] = {
     "model.tokenizer.model": NAMED,
     "model.tokenizer.vocab_file": NAMED,
     "model.tokenizer.merge_file": NAMED,
-    "model.data.dataloader_type": Trains("cyclic"),
+    "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
     "model.data.shuffle_documents": Trains(False),
     "model.data.eod_mask_loss": Trains(True),
     "model.data.reset_attention_mask": Trains(True),
@@ -251,7 +252,7 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.weight_decay": Trains(0.5),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
-    "model.optim.sched.name": Trains("PolynomialDecayAnnealing"),
+    "model.optim.sched.name": Trains("SquareAnnealing", ("model.optim.sched.warmup_steps=0",)),
     "model.optim.sched.warmup_steps": Trains(2),
     "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
     "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),

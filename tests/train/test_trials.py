@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.runs import Place
+from megafp8.config.app import run_app
+from pretrain_gpt import task
+from tests.train.runs import JOB, Place
 
 PLAIN = ("model.fp8_amax_history_len=1024",)
 
@@ -53,3 +55,17 @@ def test_what_ran_in_fp8_and_by_what(place: Place, more: tuple[str, ...], kernel
     first_or_last = "layers.0.attention.qkv, layers.1.mlp.fc2 (first or last"
     assert (first_or_last in output) == (kernel == "torchao emulated")
     assert "precision" in output and summary["precision"] in output
+
+
+def test_one_command_is_one_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_app([*JOB, "trainer.num_nodes=2"], task) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "error: trainer.num_nodes=2: one command starts ranks on its own machine"
+    )
+    assert "srun" in said and not list(tmp_path.iterdir())
