@@ -104,10 +104,11 @@ class Trainer:
     )
     limit_val_batches: int = key(
         MISSING,
-        "Global batches of one validation during training; the last one of a run is whole.",
+        "Global batches of one validation during training; the last one of a run is whole. 0: no "
+        "validation, at the end neither.",
         nemo=50,
         kind="logging",
-        valid=at_least(1),
+        valid=at_least(0),
     )
     gradient_clip_val: float | None = key(
         1.0,

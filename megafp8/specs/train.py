@@ -34,7 +34,7 @@ class TrainSpec:
     global_batch_size: int  # samples per optimizer step over all ranks
     log_every_n_steps: int
     val_check_interval: int
-    limit_val_batches: int  # global batches per validation during training; the last one is whole
+    limit_val_batches: int  # global batches a validation, but for the last, whole one; 0: none
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
     overfit_batches: int = 0  # global batches that repeat for ever; 0 trains on all data

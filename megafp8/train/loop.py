@@ -120,7 +120,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     if step % spec.train.log_every_n_steps == 0 or not result.is_finite:
         log_step(run, result, samples, seconds, waited)
     is_last = step == spec.train.max_steps
-    if step % spec.train.val_check_interval == 0 and not is_last:
+    validates = spec.train.limit_val_batches > 0 and not is_last
+    if validates and step % spec.train.val_check_interval == 0:
         validate(run)
     interval = spec.checkpoint.every_n_train_steps
     pause = spec.checkpoint.train_time_interval_seconds

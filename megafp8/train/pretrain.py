@@ -245,6 +245,8 @@ def smoke_options(spec: RunSpec) -> list[str]:
         steps = f"fast_dev_run: {train.max_steps} step(s)"
         short = f"validation on {train.limit_val_batches} global batch(es)"
         lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
+    if not train.limit_val_batches:
+        lines.append("limit_val_batches=0: no validation")
     if train.overfit_batches:
         lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
     if train.gc_interval:
@@ -286,9 +288,10 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
-    if finished and spec.train.fast_dev_run:
+    validates = finished and spec.train.limit_val_batches > 0
+    if validates and spec.train.fast_dev_run:
         val_loss = validate(run)
-    elif finished:
+    elif validates:
         run.console.event("validating on the whole validation text")
         val_loss = validate(run, whole=True)
         text = data.validation_text()

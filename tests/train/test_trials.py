@@ -69,3 +69,13 @@ def test_one_command_is_one_node(
         "error: trainer.num_nodes=2: one command starts ranks on its own machine"
     )
     assert "srun" in said and not list(tmp_path.iterdir())
+
+
+def test_no_validation_at_all(place: Place) -> None:
+    none = "trainer.limit_val_batches=0"
+    done = place.run(none, "trainer.max_steps=3", "trainer.val_check_interval=1")
+    assert done.code == 0 and "limit_val_batches=0: no validation" in done.output, done.output
+    assert not [row for row in place.metrics() if "val_loss" in row]
+    assert place.summary()["val_loss"] is None and "validating on" not in done.output
+    refused = place.run(none, "exp_manager.checkpoint_callback_params.save_top_k=2")
+    assert refused.code == 2 and "monitor=reduced_train_loss" in refused.output
