@@ -44,6 +44,7 @@ class TrainSpec:
     gc_interval: int = 0  # steps between two collections of garbage; 0 leaves it to Python
 
     rampup: RampupSpec | None = None
+    compile: Literal["off", "block"] = "off"  # by torch; block: a transformer layer at a time
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Samples over all ranks of the step that begins after `consumed_samples`."""
