@@ -42,6 +42,11 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
                 m.change(key, value, {"trainer.accelerator": "cpu"})
             else:
                 m.drop(key, value, "trainer.accelerator=auto takes the GPU if there is one")
+        elif key == "fsdp_config":
+            m.decide(
+                key, plain(value), "shards weights, which is not supported yet",
+                "Leave it out, or share weights by model.tensor_model_parallel_size",
+            )  # fmt: skip
         elif key in LAUNCH_ONLY:
             m.drop(key, value, "it is about Accelerate's own launcher")
         elif key != "fp8_config":

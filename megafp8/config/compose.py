@@ -159,6 +159,15 @@ def yaml_settings(source: Source) -> list[Setting]:
     return list(flatten("", ours, source.file.name))
 
 
+def has_hydra_settings(source: Source) -> bool:
+    """Whether the YAML has a `hydra:` section."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(source.file), resolve=False)
+    except (*COMPOSE_ERRORS, OSError):
+        return False
+    return isinstance(tree, dict) and "hydra" in tree
+
+
 def preset_settings(source: Source, group: str, option: str) -> list[Setting]:
     """What a preset sets. Empty if unreadable, which Hydra then reports."""
     if "\0" in group + option:

@@ -28,7 +28,8 @@ Options:
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
   --config-name, -cn N   another YAML than pretrain_gpt
   --config-dir, -cd DIR  a directory of your own YAML, which begins with
-                         `defaults: [pretrain_gpt, _self_]`
+                         `defaults: [pretrain_gpt, _self_]`, or is NeMo's as it is;
+                         --config-path, -cp mean the same
   model=NAME             a preset of conf/model: {models}
   precision=NAME         a preset of conf/precision: {precisions}
   --multirun, -m         one run for each combination of comma-separated values
@@ -55,6 +56,7 @@ line.
 ```
 python pretrain_gpt.py model.fp8=True model.hidden_size=512          # overrides
 python pretrain_gpt.py --config-dir mine --config-name my_gpt        # a YAML of your own
+python pretrain_gpt.py --config-path=mine --config-name=my_gpt       # the same, as with NeMo
 python pretrain_gpt.py -m model.fp8=True,False                       # a sweep: one run for each
 python pretrain_gpt.py --cfg job --resolve                           # print what would run
 python pretrain_gpt.py --help                                        # all keys
@@ -71,6 +73,9 @@ What is wrong is reported all at once, before anything starts: the key, its valu
 set, and what would be valid. The exit code is then 2. There is no key that is silently ignored:
 an unknown one is refused, also behind `+` or `++`, and a known one that changes nothing is named at
 the start of the run.
+
+A new run starts from another one's weights with `restore_from_path`, or from all of its state with
+`model.resume_from_checkpoint`.
 
 A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
 directory, and the same one again continues its runs.

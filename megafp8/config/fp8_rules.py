@@ -204,6 +204,7 @@ def _limits_need_measures(v: Values) -> Iterator[Finding]:
 
 @rule(
     "model.fp8",
+    "model.fp8_backend",
     "model.pad_inner_dim",
     "model.fp8_recipe",
     "model.hidden_size",
@@ -213,6 +214,8 @@ def _limits_need_measures(v: Values) -> Iterator[Finding]:
     "model.tensor_model_parallel_size",
 )
 def _padding_pads(v: Values) -> Iterator[Finding]:
+    if v["model.fp8_backend"] not in ("auto", "native"):  # torchao is handed its flag as it is
+        return
     if not (v["model.fp8"] and v["model.pad_inner_dim"]) or "blockwise" in recipes_in(v):
         return
     tp = v["model.tensor_model_parallel_size"]

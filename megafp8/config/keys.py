@@ -29,7 +29,7 @@ class Valid:
 
     text: str
     accepts: Callable[[Any], bool]
-    later: Container[object] = ()  # known values that this version does not support yet
+    later: Container[object] = ()  # known values that this version does not support
     suggestion: str = ""  # what to write instead of one of `later`
 
 

@@ -16,6 +16,7 @@ from megafp8.config.compose import (
     Source,
     compose,
     find_source,
+    has_hydra_settings,
     preset_settings,
     schema_tree,
     yaml_presets,
@@ -38,6 +39,9 @@ from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.validate import check_values, read_value, read_values
 from megafp8.config.values import one_line
 
+HYDRA = "hydra"
+"""The section of a YAML that is Hydra's own."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -48,12 +52,15 @@ class Loaded:
     inert: tuple[Setting, ...]
 
     def inert_lines(self) -> list[str]:
-        """One line for each setting that was given and changes nothing here."""
-        keys = nemo_keys()
-        return [
-            f"inert: {s.key}={one_line(s.value)} ({s.origin}): {keys[s.key].note}"
-            for s in self.inert
-        ]
+        """The settings that were given and change nothing here; a line for those of one reason."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for s in self.inert:
+            if s.key == HYDRA:
+                text, note = HYDRA, "Hydra's own settings mean something in a sweep (-m) only"
+            else:
+                text, note = f"{s.key}={one_line(s.value)}", nemo_keys()[s.key].note
+            groups.setdefault((s.origin, note), []).append(text)
+        return [f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()]
 
 
 def load(
@@ -91,6 +98,8 @@ def load_all(
     problems += check_values({k: v for k, v in values.items() if k not in bad}, origins)
     inert, refused = _nemo_settings(composed, values, origins)
     raise_if_any(problems + refused)
+    if has_hydra_settings(source):
+        inert.append(Setting(HYDRA, None, source.file.name))
     return Loaded(_typed(composed), origins, tuple(inert))
 
 

@@ -182,11 +182,6 @@ def _exp_manager(t: _Table) -> None:
         "resume_ignore_no_checkpoint", True, "a run without a checkpoint begins at step 0",
         way_out="Look into the run's checkpoints/ before, where it must exist",
     )  # fmt: skip
-    t.add(
-        "resume_from_checkpoint", "${model.resume_from_checkpoint}",
-        "a run continues from its own newest good checkpoint", ours=(None,),
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
     t.prefix = "exp_manager.checkpoint_callback_params"
     own_format = "Checkpoints are safetensors with a manifest; nothing else is written"
     t.add("always_save_nemo", False, "no .nemo files are written", way_out=own_format)
@@ -226,7 +221,7 @@ def _model(t: _Table) -> None:
     t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
           ours=(True, False))  # fmt: skip
     tp = "Use model.tensor_model_parallel_size, model.pipeline_model_parallel_size or replicas"
-    t.add("expert_model_parallel_size", 1, "there are no experts", status=NOT_YET)
+    t.add("expert_model_parallel_size", 1, "there are no experts", why="has no equivalent here")
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
           way_out=tp)  # fmt: skip
     t.add(
@@ -245,16 +240,11 @@ def _model(t: _Table) -> None:
         t.add(f"tokenizer.{name}", nemo, other, why="has no equivalent here")
     t.add("fp16_lm_cross_entropy", False, "the loss is computed in FP32",
           why="has no equivalent here")  # fmt: skip
-    t.add(
-        "resume_from_checkpoint", None, "a run continues from its own newest good checkpoint",
-        status=NOT_YET, way_out="Continue a run by its exp_manager.name",
-    )  # fmt: skip
     t.add("use_cpu_initialization", False, "weights are equal whatever device makes them",
           also=(True,))  # fmt: skip
     t.add("onnx_safe", False, "nothing is exported to ONNX", why="has no equivalent here")
     t.add("apex_transformer_log_level", 30, "Apex is not used")
     t.add("sharp", False, "the network decides", why="has no equivalent here")
-    t.add("gc_interval", 0, "Python collects garbage as it does", status=NOT_YET)
     t.add("enable_megatron_timers", False, "metrics.jsonl has the times of a step",
           why="has no equivalent here")  # fmt: skip
     timers: dict[str, Any] = {"log_every_n_steps": 10, "log_mode": "minmax", "barrier": False}
@@ -274,13 +264,13 @@ def _model_memory_and_speed(t: _Table) -> None:
           also=(True,))  # fmt: skip
     t.add("gradient_as_bucket_view", True, reduce)
     t.add("sync_batch_comm", False, reduce)
-    t.add("nccl_communicator_config_path", None, "NCCL has its defaults", status=NOT_YET,
+    t.add("nccl_communicator_config_path", None, "NCCL has its defaults", why="is not read",
           way_out="Leave it out; NCCL reads its NCCL_* environment variables")  # fmt: skip
     t.add("validation_param_sync_overlap", False, "there is nothing to synchronize")
     for name in ("bias_activation_fusion", "bias_dropout_add_fusion", "masked_softmax_fusion",
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
-    t.add("apply_rope_fusion", False, "torch chooses the kernels", status=NOT_YET)
+    t.add("apply_rope_fusion", False, "torch chooses the kernels", why="cannot be promised")
     whole = "each rank has whole weights, but for tensor parallelism"
     way = "Use model.tensor_model_parallel_size to share weights"
     t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
@@ -290,32 +280,35 @@ def _model_memory_and_speed(t: _Table) -> None:
     own = "checkpoints are sharded safetensors, which load into any layout"
     t.add("dist_ckpt_format", "zarr", own)
     t.add("dist_ckpt_load_on_device", True, own)
-    memory = "Use a smaller model.micro_batch_size, or model.tensor_model_parallel_size"
+    memory = "Use model.activations_checkpoint_granularity, or a smaller model.micro_batch_size"
     for name in (
         "num_micro_batches_with_partial_activation_checkpoints",
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
-        t.add(name, None, "all activations are kept", status=NOT_YET, way_out=memory)
+        t.add(name, None, "what is computed again is the same in every microbatch and stage",
+              why="has no equivalent here", way_out=memory)  # fmt: skip
     t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
-    t.add("ub_tp_comm_overlap", False, "communication waits for its GEMM", status=NOT_YET)
-    t.add("ub_tp_comm_overlap_cfg", None, "communication waits for its GEMM", status=NOT_YET)
+    buffers = "Transformer Engine's user buffers are not used"
+    for name, nemo in (("ub_tp_comm_overlap", False), ("ub_tp_comm_overlap_cfg", None)):
+        t.add(name, nemo, buffers, why="has no equivalent here")
     t.add("use_flash_attention", False, "torch's scaled_dot_product_attention chooses the kernel",
           why="cannot be promised")  # fmt: skip
-    t.add("cpu_offloading", False, "nothing is moved to the host's memory", status=NOT_YET,
+    no_offloading = "has no equivalent here"
+    t.add("cpu_offloading", False, "nothing is moved to the host's memory", why=no_offloading,
           way_out=memory)  # fmt: skip
     t.add(
         "cpu_offloading_num_layers", "${sum:${.num_layers},-1}",
-        "nothing is moved to the host's memory", status=NOT_YET, ours=(None,),
+        "nothing is moved to the host's memory", why=no_offloading, ours=(None,),
         same_as=lambda v: v["model.num_layers"] - 1, way_out="Leave it out",
     )  # fmt: skip
     for name in ("cpu_offloading_activations", "cpu_offloading_weights"):
-        t.add(name, True, "nothing is moved to the host's memory", status=NOT_YET, also=(False,))
+        t.add(name, True, "nothing is moved to the host's memory", also=(False,))
 
 
 def _model_fp8(t: _Table) -> None:
     t.prefix = "model"
-    t.add("fp8_dot_product_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
-    t.add("fp8_multi_head_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        t.add(name, False, "attention is never in FP8", why="has no equivalent here", extra=True)
     t.add("use_emha", False, "attention is torch's", why="has no equivalent here")
 
 

@@ -29,7 +29,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     """Options may stand before, between and behind overrides, as with Hydra."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)
     parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")

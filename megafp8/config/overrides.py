@@ -195,7 +195,10 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
         way_out = "Use --config-dir DIR for a directory of your own YAML"
     elif not multirun:
         reason = "Hydra's own settings mean something in a sweep (-m) only"
-        way_out = "Leave it out; exp_manager says where a run goes"
+        way_out = _way_out_in_a_single_run(key)
+    elif key.startswith("hydra.run"):
+        reason = "is of single runs, and the jobs of a sweep go into the sweep's directory"
+        way_out = "Use hydra.sweep.dir=DIR"
     elif override.is_sweep_override():
         reason = "one sweep has one setting of Hydra"
         way_out = "Give one value"
@@ -208,6 +211,16 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
     else:
         return ParsedOverride(text, (), None, is_hydra=True)
     return SettingError(key, value, reason, way_out, origin=COMMAND_LINE)
+
+
+def _way_out_in_a_single_run(key: str) -> str:
+    if key.startswith(("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra/sweeper")):
+        return "Add -m, with several values for some key"
+    if key.startswith(("hydra.run", "hydra.output_subdir", "hydra.job.chdir")):
+        return "Leave it out; exp_manager.explicit_log_dir=DIR says where a run goes"
+    if "verbose" in key or "logging" in key:
+        return "Leave it out; a run prints what it does, and trainer.log_every_n_steps how often"
+    return "Leave it out"
 
 
 def _names_preset(override: Override) -> bool:

@@ -75,7 +75,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             global_batch_size=model.global_batch_size,
             log_every_n_steps=trainer.log_every_n_steps,
             val_check_interval=trainer.val_check_interval,
-            limit_val_batches=trainer.limit_val_batches,
+            limit_val_batches=_validation_batches(trainer),
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
@@ -84,12 +84,14 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             num_sanity_val_steps=trainer.num_sanity_val_steps,
             fast_dev_run=bool(trainer.fast_dev_run),
             deterministic=trainer.deterministic,
+            gc_interval=model.gc_interval,
         ),
         checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
         observe=_observe(tree, model),
         profile=_profile(model.nsys_profile, trainer),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         restore_from_path=tree.restore_from_path,
+        resume_from_checkpoint=model.resume_from_checkpoint,
         resolved=resolved,
     )
 
@@ -118,6 +120,9 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[interval] = parse_interval_seconds(values[interval])
     values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
     values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
+    resume = "resume_from_checkpoint"
+    resumed = values[f"model.{resume}"] or values[f"exp_manager.{resume}"]
+    values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
     values["model.activation"] = canonical_activation(values["model.activation"])
     values |= {key: all_keys()[key].default for key in unread_keys(values)}
     if values["trainer.precision"] == 32:
@@ -363,6 +368,12 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
             min_snr_db=model.fp8_health_min_snr_db,
         ),
     )
+
+
+def _validation_batches(trainer: Trainer) -> int:
+    """A trial of N steps validates on N global batches."""
+    limit = trainer.limit_val_batches
+    return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
 
 
 def _nested(values: dict[str, Any]) -> dict[str, object]:

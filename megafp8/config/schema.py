@@ -106,10 +106,11 @@ class Trainer:
     )
     limit_val_batches: int = key(
         MISSING,
-        "Global batches of one validation during training; the last one of a run is whole.",
+        "Global batches of one validation during training; the last one of a run is whole. 0: no "
+        "validation, at the end neither.",
         nemo=50,
         kind="logging",
-        valid=at_least(1),
+        valid=at_least(0),
     )
     gradient_clip_val: float | None = key(
         1.0,
@@ -148,8 +149,8 @@ class Trainer:
     )
     fast_dev_run: bool | int = key(
         False,
-        "A trial of this many steps (True for one), with short validations and neither checkpoints "
-        "nor loggers, in a directory of its own.",
+        "A trial of this many steps (True for one), with validations of as many global batches and "
+        "neither checkpoints nor loggers, in a directory of its own.",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
     )
@@ -260,6 +261,13 @@ class ExpManager:
     )
     resume_if_exists: bool = key(
         True, "Continue from the newest good checkpoint.", nemo=True, kind="logging"
+    )
+    resume_from_checkpoint: str | None = key(
+        "${model.resume_from_checkpoint}",
+        "The same as `model.resume_from_checkpoint`: either is enough.",
+        nemo="${model.resume_from_checkpoint}",
+        kind="policy",
+        valid=or_null(_PATH),
     )
     create_checkpoint_callback: bool = key(
         True,
@@ -781,6 +789,22 @@ class Model:
         nemo=1234,
         kind="model",
         valid=between(0, 2**32 - 1),
+    )
+    resume_from_checkpoint: str | None = key(
+        None,
+        "The checkpoint, or the run, whose state a new run goes on from: weights, optimizer, "
+        "scales, step and place in the data. A run that has a checkpoint of its own continues it.",
+        nemo=None,
+        kind="policy",
+        valid=or_null(_PATH),
+    )
+    gc_interval: int = key(
+        0,
+        "Collect Python's garbage every so many steps and at no other time, on all ranks at once; "
+        "0: when Python does.",
+        nemo=0,
+        kind="layout",
+        valid=at_least(0),
     )
     native_amp_init_scale: int = key(
         4294967296,

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.app import AppInfo, Task, report
 from megafp8.config.compose import ROOT_CONFIG, Source, compose, find_source, register
-from megafp8.config.load import load, load_all
+from megafp8.config.load import HYDRA, load, load_all
 from megafp8.config.options import Options
 from megafp8.config.overrides import ParsedOverride, parse_overrides, quoted
 from megafp8.config.problems import COMMAND_LINE, SettingError, raise_if_any
@@ -211,6 +211,11 @@ def _run_job(job: Job, options: Options, task: Task) -> Result:
         loaded = load_all(job.overrides, options.config_dir, options.config_name)
         cfg = loaded.cfg
         cfg.exp_manager.explicit_log_dir = str(job.directory)
+        loaded = replace(
+            loaded,
+            origins={**loaded.origins, _LOG_DIR: "the sweep"},
+            inert=tuple(setting for setting in loaded.inert if setting.key != HYDRA),
+        )
         info = AppInfo(
             overrides=job.overrides,
             config_dir=options.config_dir,
@@ -277,7 +282,10 @@ def _read_result(job: Job) -> Result:
 
 
 def _tell(results: Sequence[Result], settings: Any) -> int:
-    """The table of all jobs, on stdout and as `sweep.json`; returns the sweep's exit code."""
+    """The table of all jobs, on stdout and as `sweep.json`; returns the sweep's exit code.
+
+    What all jobs have in common is said once.
+    """
     code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
     stopped = int(ExitCode.SAVED_ON_SIGNAL)
     code = stopped if any(result.code == stopped for result in results) else code
@@ -285,10 +293,11 @@ def _tell(results: Sequence[Result], settings: Any) -> int:
     if directory.is_dir():  # not where every job was refused
         text = json.dumps([asdict(result) for result in results], indent=2)
         (directory / SUMMARY_NAME).write_text(text + "\n")
+    shared = _shared([result.overrides for result in results])
     rows = [
         (
             str(result.job),
-            " ".join(result.overrides) or "the default job",
+            " ".join(text for text in result.overrides if text not in shared) or "the default job",
             result.outcome,
             "-" if result.val_loss is None else f"{result.val_loss:.4f}",
         )
@@ -297,6 +306,8 @@ def _tell(results: Sequence[Result], settings: Any) -> int:
     rows.insert(0, ("job", "overrides", "outcome", "val loss"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     print(f"\n[sweep] {len(results)} jobs in {directory}")
+    if shared:
+        print(f"all with {' '.join(shared)}")
     for row in rows:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -307,6 +318,13 @@ def _tell(results: Sequence[Result], settings: Any) -> int:
             print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
     sys.stdout.flush()
     return code
+
+
+def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides that every one of several jobs has."""
+    if len(jobs) < 2:
+        return []
+    return [text for text in jobs[0] if all(text in job for job in jobs)]
 
 
 # --- which jobs --------------------------------------------------------------------------------

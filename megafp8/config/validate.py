@@ -19,6 +19,7 @@ from megafp8.config import (
     optim_rules,
     parallel_rules,
     profile_rules,
+    start_rules,
 )
 from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
@@ -33,6 +34,7 @@ from megafp8.config.validate_data import (
     builtin_has_its_tokenizer,
     tokenizer_is_named,
 )
+from megafp8.config.values import NOT_YET_VALUES
 
 rule = Rules()
 
@@ -115,7 +117,15 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    modules = (model_rules, parallel_rules, fp8_rules, optim_rules, profile_rules, backends)
+    modules = (
+        model_rules,
+        parallel_rules,
+        fp8_rules,
+        optim_rules,
+        profile_rules,
+        backends,
+        start_rules,
+    )
     for rules in (rule, *(module.rule for module in modules)):
         findings += rules.findings(good)
     if origins is not None:
@@ -313,7 +323,8 @@ def _range_finding(key: Key, value: Any) -> Finding | None:
     if valid is None or valid.accepts(value):
         return None
     if value in valid.later:
-        return Finding(key.path, "is not supported yet", valid.suggestion)
+        yet = " yet" if value in NOT_YET_VALUES else ""
+        return Finding(key.path, f"is not supported{yet}", valid.suggestion)
     usual = f"NeMo's default is {key.nemo}" if key.required else f"The default is {key.default}"
     return Finding(key.path, f"must be {valid.text}", usual)
 

@@ -46,3 +46,4 @@ class RunSpec:
     profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
     restore_from_path: str | None = None  # where a new run takes its weights from
+    resume_from_checkpoint: str | None = None  # or all of its state

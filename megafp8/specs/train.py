@@ -34,13 +34,14 @@ class TrainSpec:
     global_batch_size: int  # samples per optimizer step over all ranks
     log_every_n_steps: int
     val_check_interval: int
-    limit_val_batches: int  # global batches per validation during training; the last one is whole
+    limit_val_batches: int  # global batches a validation, but for the last, whole one; 0: none
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
     overfit_batches: int = 0  # global batches that repeat for ever; 0 trains on all data
     num_sanity_val_steps: int = 0  # global batches validated before the first step
-    fast_dev_run: bool = False  # the last validation is no longer than the others
+    fast_dev_run: bool = False  # a trial: no validation is whole
     deterministic: bool = False
+    gc_interval: int = 0  # steps between two collections of garbage; 0 leaves it to Python
 
     rampup: RampupSpec | None = None
     compile: Literal["off", "block"] = "off"  # by torch; block: a transformer layer at a time

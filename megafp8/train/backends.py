@@ -111,6 +111,13 @@ def make(
     )
 
 
+def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
+    """Backend and kernel of the FP8 products of another engine than our own."""
+    backend = spec.precision.backend
+    in_hardware = backend == "te" or (backend == "torchao" and device.type != "cpu")
+    return f"{backend} {'tensor cores' if in_hardware else 'emulated'}"
+
+
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Which other engine runs, its version, and how: for a run's header and summary."""
     if spec.precision.backend == "te":

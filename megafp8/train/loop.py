@@ -21,6 +21,7 @@ from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
 from megafp8.train.evaluate import evaluate
+from megafp8.train.garbage import Garbage
 from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.profiling import StepProfiler
@@ -58,11 +59,15 @@ class Run:
 
 def train(run: Run) -> bool:
     """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
-    with Watchdog(run.state.mesh, run.spec.parallel.step_timeout_seconds) as watchdog:
-        return _train(run, watchdog)
+    timeout = run.spec.parallel.step_timeout_seconds
+    with (
+        Garbage(run.spec.train.gc_interval) as garbage,
+        Watchdog(run.state.mesh, timeout) as watchdog,
+    ):
+        return _train(run, garbage, watchdog)
 
 
-def _train(run: Run, watchdog: Watchdog) -> bool:
+def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
     loader = open_loader(run)
     run.limit.start()
     try:
@@ -88,6 +93,7 @@ def _train(run: Run, watchdog: Watchdog) -> bool:
             run.state.step += 1
             samples = run.spec.train.batch_size_at(run.state.consumed_samples)
             run.state.consumed_samples += samples
+            garbage.after_step(run.state.step)
             if after_step(run, result, samples, time.perf_counter() - began, waited):
                 return False
         return True
@@ -120,7 +126,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     if step % spec.train.log_every_n_steps == 0 or not result.is_finite:
         log_step(run, result, samples, seconds, waited)
     is_last = step == spec.train.max_steps
-    if step % spec.train.val_check_interval == 0 and not is_last:
+    validates = spec.train.limit_val_batches > 0 and not is_last
+    if validates and step % spec.train.val_check_interval == 0:
         validate(run)
     interval = spec.checkpoint.every_n_train_steps
     pause = spec.checkpoint.train_time_interval_seconds
@@ -194,8 +201,7 @@ def validate(run: Run, *, whole: bool = False) -> float:
     """Nats per token over `limit_val_batches` global batches, or over all validation text."""
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
-    is_whole = whole and not train.fast_dev_run
-    limit = None if is_whole else train.limit_val_batches * train.global_batch_size
+    limit = None if whole else train.limit_val_batches * train.global_batch_size
     drops_last = run.spec.data.validation_drop_last and not whole
     batches = validation_batches(
         run.data.validation if whole else run.data.periodic_validation,

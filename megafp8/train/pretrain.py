@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from megafp8.checkpoint.best import METRICS, Best
+from megafp8.checkpoint.best import Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData, prepare
-from megafp8.errors import CheckpointError, ExitCode, UserError
+from megafp8.errors import ExitCode, UserError
 from megafp8.models.init import pieces_of
 from megafp8.observe.console import Console, open_console
 from megafp8.observe.memory import peak_memory_bytes
@@ -26,7 +26,7 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import backends, restarts, rundirs, saving
+from megafp8.train import backends, restarts, resume, rundirs, saving
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
@@ -116,7 +116,10 @@ def _pretrain(
     kept = spec.checkpoint
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
     saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
-    _load_newest(saver, state, data, console)
+    resume.load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.resume_from_checkpoint is not None:
+        named = Path(spec.resume_from_checkpoint)
+        resume.resume_from(named, spec, saver, state, data, console)
     if saver.last_step is None and spec.restore_from_path is not None:
         start_from(spec, state, console.event)
     first_step = state.step
@@ -149,10 +152,11 @@ def _pretrain(
     )
     console.header(describe(spec, state, data))
     if share is not None:
+        kernel = fp8_kernel(spec, state)
         console.header(
             [
-                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
-                + "; ".join(share.higher)
+                f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention ({kernel}); "
+                f"higher: {'; '.join(share.higher)}"
             ]
         )
     if first_step >= spec.train.max_steps:
@@ -168,7 +172,7 @@ def _pretrain(
         ):
             finished = train(run)
         summary = summarize(run, path, typed, finished, began)
-        if finished:
+        if finished and not spec.train.fast_dev_run:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
         if metrics is not None:
@@ -240,13 +244,18 @@ def _rampup(train: TrainSpec) -> str:
 
 
 def smoke_options(spec: RunSpec) -> list[str]:
-    """A line for each option that makes this run less than, or other than, a training run."""
+    """A line for each option that makes this run other than an ordinary one."""
     train, lines = spec.train, []
     if train.fast_dev_run:
         steps = f"fast_dev_run: {train.max_steps} step(s)"
-        lines.append(f"{steps}; no checkpoints, no loggers, a directory of its own")
+        short = f"validation on {train.limit_val_batches} global batch(es)"
+        lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
+    if not train.limit_val_batches:
+        lines.append("limit_val_batches=0: no validation")
     if train.overfit_batches:
         lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.gc_interval:
+        lines.append(f"gc_interval: garbage is collected every {train.gc_interval} step(s) only")
     if train.deterministic:
         lines.append("deterministic: operations without a deterministic algorithm are errors")
     return lines
@@ -278,11 +287,24 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     )
 
 
+def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
+    """Backend and kernel of the FP8 products: `native emulated`, `te tensor cores`, …"""
+    recipe, device = spec.precision.fp8, state.mesh.device
+    if spec.precision.backend != "native" or recipe is None:
+        return backends.fp8_kernel(spec, device)
+    means = means_of(recipe, state.scaling.engine, device, COMPUTE_DTYPES[spec.precision.compute])
+    kinds = [kind for kind in ("tensor cores", "emulated") if kind in means]
+    return f"native {' and '.join(kinds)}"
+
+
 def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
     """Validation over the whole text beside what simple predictors reach, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
-    if finished:
+    validates = finished and spec.train.limit_val_batches > 0
+    if validates and spec.train.fast_dev_run:
+        val_loss = validate(run)
+    elif validates:
         run.console.event("validating on the whole validation text")
         val_loss = validate(run, whole=True)
         text = data.validation_text()
@@ -302,7 +324,11 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         step=state.step,
         total_steps=spec.train.max_steps,
         log_dir=str(path),
-        continue_command=continue_command(spec, path, typed.command, finished),
+        continue_command=(
+            None  # a trial leaves nothing to continue
+            if spec.train.fast_dev_run
+            else continue_command(spec, path, typed.command, finished)
+        ),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         unigram_bits_per_byte=unigram,
@@ -326,6 +352,11 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
             "fp8_share_planned": 0.0 if share is None else share.share,
             "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
+            "fp8_share_by_kernel": (
+                {f"native {kind}": n / max(1, gemms) for kind, n in counter.fp8_backends.items()}
+                if spec.precision.backend == "native"
+                else {fp8_kernel(spec, state): totals.get("fp8", 0) / max(1, gemms)}
+            ),
             "fp8_share_with_attention": counter.share("fp8"),
             "fp8_flops_by_backend": dict(counter.fp8_backends),
             "num_skipped_steps": state.num_skipped,
@@ -401,25 +432,3 @@ def _check_progress_on_main(path: Path, state: TrainState) -> None:
     error = saving.from_main(state.mesh, error)
     if error is not None:
         saving.raise_on_all(error)
-
-
-def _load_newest(
-    saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
-) -> None:
-    newest = saving.newest_valid(saver.root, state.mesh, console.warn)
-    if newest is None:
-        return
-    meta = saving.load(newest, state, console.warn)
-    if meta["data_fingerprint"] != data.fingerprint:
-        saving.raise_on_all(
-            CheckpointError(
-                newest,
-                f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
-                f"{data.fingerprint[:12]})",
-                "Give model.data.data_prefix the data it was made with, or start a new "
-                "exp_manager.name",
-            )
-        )
-    saver.last_step = state.step
-    saver.metrics = dict(meta.get(METRICS, {}))
-    console.event(f"continuing from {newest}")

@@ -70,6 +70,7 @@ def test_any_list_ends_in_a_plan_or_an_error(overrides: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=3000)
 @given(LISTS)
 def test_thousands_of_lists(overrides: list[str]) -> None:

@@ -58,8 +58,10 @@ def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (["-m", "+hydra.job.env_set.HF_TOKEN=planted"], "in the environment"),
         (["-m", "hydra/launcher=nope"], "hydra/launcher/nope"),
         (["-m", "exp_manager.exp_dir=x", "model.seed=1,2"], "hydra.sweep.dir"),
-        (["hydra/launcher=joblib"], "in a sweep (-m) only"),
-        (["hydra.run.dir=here"], "in a sweep (-m) only"),
+        (["hydra/launcher=joblib"], "in a sweep (-m) only. Add -m"),
+        (["hydra.run.dir=here"], "exp_manager.explicit_log_dir=DIR says where"),
+        (["hydra.verbose=True", "hydra/job_logging=stdout"], "trainer.log_every_n_steps"),
+        (["-m", "model.seed=1,2", "hydra.run.dir=here"], "Use hydra.sweep.dir=DIR"),
     ],
 )
 def test_user_errors_end_with_2_and_no_traceback(
@@ -157,6 +159,22 @@ def test_sweep_goes_on_after_refused_and_failed_jobs_and_tells(
     assert not (tmp_path / "here" / "2").exists()  # nothing of a refused job
 
 
+def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
+    given = [
+        "model.fp8=True",
+        "model.fp8_margin=0,1",
+        "model.fp8_amax_compute_algo=max,most_recent",
+    ]
+    done = shell(tmp_path, "-m", *given)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("[sweep] 4 jobs in multirun") :].splitlines()
+    assert table[1] == "all with model.fp8=True"
+    assert [" ".join(line.split()) for line in table[3:]] == [
+        f"{num} model.fp8_margin={num // 2} model.fp8_amax_compute_algo={algo} finished -"
+        for num, algo in enumerate(["max", "most_recent"] * 2)
+    ]
+
+
 def test_sweep_of_refused_jobs_starts_nothing(tmp_path: Path) -> None:
     done = shell(tmp_path, "-m", "model.fp8=yep,maybe")
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -204,6 +222,9 @@ def test_files_name_no_code_to_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(f"defaults: [pretrain_gpt, _self_]\n{yaml}")
     code = run_app(["-cd", ".", "-cn", "mine", *more], lambda cfg, info: 0)
+    if not more and yaml.startswith("hydra"):
+        assert run_app(["-cd", ".", "-cn", "mine", "-c", "job"], never) == 0
+        assert "# inert: hydra (mine.yaml): Hydra's own settings" in capsys.readouterr().out
     harmless = not more and yaml.startswith("hydra")  # Hydra's own settings shape sweeps only
     assert code == (0 if harmless else 2), capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
@@ -245,9 +266,11 @@ def test_options_between_overrides(tmp_path: Path) -> None:
         assert cfg.model.seed == 5 and cfg.model.fp8 and cfg.model.num_layers == 2
         return 7
 
-    args = ["model.fp8=True", "-cd", str(tmp_path), "--config-name=mine", "model.num_layers=2"]
-    assert run_app(args, task) == 7
-    assert seen == [
+    for option in ("-cd", "--config-dir", "--config-path", "-cp"):
+        args = ["model.fp8=True", option, str(tmp_path), "--config-name=mine", "model.num_layers=2"]
+        assert run_app(args, task) == 7
+    assert seen[1:] == seen[:-1]
+    assert seen[:1] == [
         AppInfo(
             overrides=("model.fp8=True", "model.num_layers=2"),
             config_dir=tmp_path,

@@ -28,7 +28,7 @@ FP8 = "model.fp8=True"
         "trainer.max_steps=-1",
         "trainer.log_every_n_steps=0",
         "trainer.val_check_interval=0",
-        "trainer.limit_val_batches=0",
+        "trainer.limit_val_batches=-1",
         "trainer.gradient_clip_val=-1",
         "trainer.gradient_clip_val=nan",
         "trainer.nonfinite_policy=ignore",

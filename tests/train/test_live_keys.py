@@ -75,12 +75,16 @@ OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_we
 ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
+RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_goes_on_from_a_checkpoint")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
 
 EFFECTS: dict[str, Effect] = {
     "restore_from_path": ShownBy("tests/train/test_weights.py::test_run_to_transformers_and_back"),
+    "model.resume_from_checkpoint": RESUMES,
+    "exp_manager.resume_from_checkpoint": RESUMES,
+    "model.gc_interval": Runs(2, sees="output"),
     "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
     "model.rampup_batch_size": ShownBy(
         "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"
@@ -144,7 +148,8 @@ EFFECTS: dict[str, Effect] = {
     "trainer.devices": ShownBy(
         "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
     ),
-    "trainer.num_nodes": Refused(2),
+    "trainer.num_nodes": ShownBy("tests/train/test_trials.py::test_one_command_is_one_node"),
+    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.accelerator": Refused("gpu"),
     "trainer.precision": Trains(32, ("model.fp8=False", "model.fp8_amax_history_len=1024")),
     "trainer.max_steps": Runs(4, sees="metrics"),
@@ -178,7 +183,6 @@ EFFECTS: dict[str, Effect] = {
     "model.grad_allreduce_chunk_size_mb": ShownBy(
         "tests/parallel/test_data_parallel.py::test_early_reductions_give_the_same_bits"
     ),
-    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.overfit_batches": Trains(1),
     "trainer.num_sanity_val_steps": Runs(1, sees="output"),
     "trainer.enable_progress_bar": ShownBy(

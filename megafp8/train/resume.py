@@ -1,0 +1,95 @@
+"""Where a run's state comes from: its own newest checkpoint, or one that the settings name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megafp8.checkpoint.best import METRICS
+from megafp8.checkpoint.verification import check_structure
+from megafp8.config.identity import differences
+from megafp8.config.problems import SettingError, raise_if_any
+from megafp8.data.prepare import PreparedData
+from megafp8.errors import CheckpointError, UserError
+from megafp8.observe.console import Console
+from megafp8.specs import RunSpec
+from megafp8.train import saving
+from megafp8.train.state import TrainState
+from megafp8.train.weights import find_checkpoint
+
+
+def load_newest(
+    saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
+) -> None:
+    """Fill `state` from the run's own newest good checkpoint, if it has one."""
+    newest = saving.newest_valid(saver.root, state.mesh, console.warn)
+    if newest is None:
+        return
+    _load(newest, saver, state, data, console)
+    saver.last_step = state.step
+    console.event(f"continuing from {newest}")
+
+
+def resume_from(
+    path: Path,
+    spec: RunSpec,
+    saver: saving.Saver,
+    state: TrainState,
+    data: PreparedData,
+    console: Console,
+) -> None:
+    """Fill a new run's state from a checkpoint, or the newest of a run; all ranks together.
+
+    Raises:
+        CheckpointError: There is no good one, or it was trained on other data.
+        ConfigError: It was made with another model, other data or another optimizer.
+    """
+    found: Path | None = None
+    error: UserError | None = None
+    if state.mesh.is_main:
+        try:
+            found = find_checkpoint(path, console.warn)
+            _check_settings(found, spec)
+        except UserError as failure:
+            error = failure
+    found, error = saving.from_main(state.mesh, (found, error))
+    if error is not None:
+        saving.raise_on_all(error)
+    assert found is not None
+    _load(found, saver, state, data, console)
+    console.event(f"going on from {found}, at step {state.step}")
+
+
+def _load(
+    path: Path, saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
+) -> None:
+    meta = saving.load(path, state, console.warn)
+    if meta["data_fingerprint"] != data.fingerprint:
+        saving.raise_on_all(
+            CheckpointError(
+                path,
+                f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
+                f"{data.fingerprint[:12]})",
+                "Give model.data.data_prefix the data it was made with, or start a new "
+                "exp_manager.name",
+            )
+        )
+    saver.metrics = dict(meta.get(METRICS, {}))
+
+
+def _check_settings(path: Path, spec: RunSpec) -> None:
+    config = check_structure(path).meta.get("config")
+    if not isinstance(config, dict) or "data_fingerprint" not in check_structure(path).meta:
+        raise CheckpointError(
+            path, "holds weights alone", "Use restore_from_path, which starts from weights"
+        )
+    raise_if_any(
+        [
+            SettingError(
+                d.key,
+                d.new,
+                f"the checkpoint {path} was made with {d.old}",
+                f"Give {d.key}={d.old}, or restore_from_path, which takes its weights alone",
+            )
+            for d in differences(config, spec.resolved)
+        ]
+    )
