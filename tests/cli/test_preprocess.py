@@ -351,3 +351,21 @@ def test_bytes_are_bytes() -> None:
     assert tokenizer.vocab_size == 257
     assert len(tokenizer.encode("aü🐍")) == 1 + 2 + 4
     assert np.unique(tokenizer.encode("abc")).size == 3 and idx_path(Path("a")).name == "a.idx"
+
+
+def test_it_starts_without_torch_and_the_configuration(corpus: Path) -> None:
+    """Each worker imports the command too; torch takes longer than reading a few megabytes."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "import megafp8.cli.preprocess as command\n"
+        f"source = command.TextSource(files=(Path({str(corpus / 'a.jsonl')!r}),), text_key='body')\n"
+        "assert len(list(source.texts())) == 30\n"
+        "assert 'USE_TORCH' not in os.environ\n"
+        "print(sorted({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "USE_TORCH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "[]\n", done.stderr
