@@ -216,7 +216,8 @@ def _datasets() -> ModuleType:
             del os.environ[TORCH_VARIABLE]
         else:
             os.environ[TORCH_VARIABLE] = before
-    return datasets
+    library: ModuleType = datasets
+    return library
 
 
 def units(texts: Iterator[str], characters: int) -> Iterator[list[str]]:

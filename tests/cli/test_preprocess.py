@@ -359,13 +359,16 @@ def test_it_starts_without_torch_and_the_configuration(corpus: Path) -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "import megafp8.cli.preprocess as command\n"
-        f"source = command.TextSource(files=(Path({str(corpus / 'a.jsonl')!r}),), text_key='body')\n"
+        "source = command.TextSource(files=(Path(sys.argv[1]),), text_key='body')\n"
         "assert len(list(source.texts())) == 30\n"
         "assert 'USE_TORCH' not in os.environ\n"
         "print(sorted({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "USE_TORCH"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", code, str(corpus / "a.jsonl")],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.stdout == "[]\n", done.stderr

@@ -19,7 +19,7 @@ from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.train.generate import Sampling
+from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
 from megafp8.train.tokenizer_files import find_tokenizer
 from megafp8.train.weights import check_fits, find_checkpoint, load_model, shape_of
@@ -251,3 +251,14 @@ def test_a_text_beyond_learned_positions_is_refused() -> None:
     with pytest.raises(RunError, match="the model has 16 positions. Ask for at most 6"):
         list(draw(model, [1] * 10, 7, Sampling(), vocab_size=VOCAB))
     assert len(list(draw(model, [1] * 10, 6, Sampling(), vocab_size=VOCAB))) == 6
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "none", "learned_absolute"])
+def test_a_text_beyond_the_trained_length_is_told(positions: str) -> None:
+    spec = gpt_spec(position_embedding_type=positions)  # of 16
+    assert beyond_training(spec, 6, 10) is None
+    told = beyond_training(spec, 7, 10)
+    if positions == "learned_absolute":
+        assert told is None  # refused
+    else:
+        assert told is not None and "are 17; the model was trained on 16" in told
