@@ -298,7 +298,8 @@ def _model_memory_and_speed(t: _Table) -> None:
         "num_micro_batches_with_partial_activation_checkpoints",
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
-        t.add(name, None, "all activations are kept", status=NOT_YET, way_out=memory)
+        t.add(name, None, "each microbatch and stage recomputes the same", status=NOT_YET,
+              way_out="Use model.activations_checkpoint_granularity, _method and _num_layers")  # fmt: skip
     t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
     t.add("ub_tp_comm_overlap", False, "communication waits for its GEMM", status=NOT_YET)
     t.add("ub_tp_comm_overlap_cfg", None, "communication waits for its GEMM", status=NOT_YET)

@@ -372,3 +372,28 @@ def test_it_starts_without_torch_and_the_configuration(corpus: Path) -> None:
         env=environment,
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_another_end_of_a_document_is_named_or_recorded(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rust = json.loads(words_of_bytes(tmp_path).read_text())
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(rust).replace("<|endoftext|>", "</s>"))
+    text = (corpus / "a.jsonl", "--text-key", "body", "--workers", 0)
+    told = wrong(capsys, *text, "--output", tmp_path / "x", "--tokenizer", own)
+    assert "its special tokens: </s>" in told and "--end-of-document" in told
+    first, second = tmp_path / "first", tmp_path / "second"
+    end = ("--end-of-document", "</s>")
+    assert run(*text, "--output", first, "--tokenizer", own, *end) == 0
+    # A second dataset with the first one's tokenizer ends its documents likewise.
+    words = tmp_path / "first.tokenizer.json"
+    assert run(*text, "--output", second, "--tokenizer", words) == 0
+    assert bin_path(first).read_bytes() == bin_path(second).read_bytes()
+    assert texts_of(second) == [text for text in TEXTS[:30] if text]
+
+
+def words_of_bytes(folder: Path) -> Path:
+    path = folder / "bytes.json"
+    byte_tokenizer().save(path)
+    return path
