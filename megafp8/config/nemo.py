@@ -299,7 +299,7 @@ def _model_memory_and_speed(t: _Table) -> None:
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
         t.add(name, None, "each microbatch and stage recomputes the same", status=NOT_YET,
-              way_out="Use model.activations_checkpoint_granularity, _method and _num_layers")  # fmt: skip
+              way_out="Use activations_checkpoint_granularity, _method, _num_layers")  # fmt: skip
     t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
     t.add("ub_tp_comm_overlap", False, "communication waits for its GEMM", status=NOT_YET)
     t.add("ub_tp_comm_overlap_cfg", None, "communication waits for its GEMM", status=NOT_YET)

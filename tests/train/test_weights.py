@@ -47,7 +47,13 @@ def tensors(reader: Reader) -> dict[str, torch.Tensor]:
     return {name: reader.read(name) for name in reader.names() if name.startswith("model/")}
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param([*LLAMA, "model.fp8_params=True"], id="llama"),
+        pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_run_to_transformers_and_back(
     shape: list[str], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
