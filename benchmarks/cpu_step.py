@@ -1,8 +1,10 @@
-"""One forward and backward of a GPT on a CPU: our FP32, BF16 and FP8, and plain PyTorch in BF16.
+"""One forward and backward of a GPT on a CPU: our FP32, BF16 and FP8, and plain PyTorch.
 
-Our three precisions are interleaved in this process; plain PyTorch (weights in BF16, no setting of
-ours) runs in a process of its own that does one step whenever it is asked, alternated with ours.
-Medians over the rounds, and ratios of medians. Writes a result file with versions and command.
+Our precisions are interleaved in this process; plain PyTorch in BF16, and the same with torchao's
+emulated FP8, (no setting of ours) run in processes of their own that do one step whenever they are
+asked, alternated with ours. Medians over the rounds, and ratios of medians: of wall time, or with
+`--cpu-time` of CPU time, which other work on the machine disturbs less. Writes a result file with
+versions and command.
 
     python benchmarks/cpu_step.py --layers 12 --width 768 --threads 2
 """
@@ -18,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +37,16 @@ from megafp8.train.runtime import prepare_process
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward
 
+Clock = Callable[[], float]
 PLAIN = Path(__file__).with_name("plain_gpt.py")
 VARIANTS = {
     "fp32": ("trainer.precision=32",),
     "bf16": ("trainer.precision=bf16",),
     "fp8": ("trainer.precision=bf16", "model.fp8=True"),
+    "fp8 tensorwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=tensorwise"),
+    "fp8 params": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_params=True"),
 }
+OTHERS = {"plain bf16": "bfloat16", "torchao tensorwise": "torchao"}
 
 
 def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
@@ -61,10 +67,10 @@ def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=args.vocab))
 
 
-def timed_step(state: TrainState, microbatch: Microbatch) -> float:
-    began = time.perf_counter()
+def timed_step(state: TrainState, microbatch: Microbatch, clock: Clock) -> float:
+    began = clock()
     forward_backward(state, [microbatch])
-    return time.perf_counter() - began
+    return clock() - began
 
 
 class PlainProcess:
@@ -76,12 +82,13 @@ class PlainProcess:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self.field = "cpu" if args.cpu_time else "seconds"
 
     def timed_step(self) -> float:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
-        return float(json.loads(self.process.stdout.readline())["seconds"])
+        return float(json.loads(self.process.stdout.readline())[self.field])
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -107,10 +114,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="alternations with plain PyTorch")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant a round")
+    parser.add_argument("--cpu-time", action="store_true", help="instead of wall time")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
+    clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
-    plain = PlainProcess(args, "bfloat16")  # before our settings: it inherits nothing of them
+    # Before our settings: they inherit nothing of them.
+    others = {name: PlainProcess(args, dtype) for name, dtype in OTHERS.items()}
     prepare_process(torch.device("cpu"), fp32=True)
     rng = np.random.default_rng(0)
     tokens, targets = (rng.integers(0, args.vocab, (args.batch, args.seq)) for _ in range(2))
@@ -118,19 +128,22 @@ def main() -> None:
     states = {
         name: build(spec_of(args, settings), single_rank()) for name, settings in VARIANTS.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in (*states, "plain bf16")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*states, *others)}
     for _ in range(2):  # warm-up: allocator, scales, oneDNN's kernels
-        plain.timed_step()
+        for plain in others.values():
+            plain.timed_step()
         for state in states.values():
-            timed_step(state, microbatch)
+            timed_step(state, microbatch, clock)
     for _ in range(args.rounds):
-        plain.timed_step()  # its first step after a pause is not counted, nor is ours
-        seconds["plain bf16"] += [plain.timed_step() for _ in range(args.steps)]
-        timed_step(states["bf16"], microbatch)
+        for name, plain in others.items():
+            plain.timed_step()  # its first step after a pause is not counted, nor is ours
+            seconds[name] += [plain.timed_step() for _ in range(args.steps)]
+        timed_step(states["bf16"], microbatch, clock)
         for _ in range(args.steps):
             for name, state in states.items():
-                seconds[name].append(timed_step(state, microbatch))
-    plain.close()
+                seconds[name].append(timed_step(state, microbatch, clock))
+    for plain in others.values():
+        plain.close()
     report(args, {name: statistics.median(values) for name, values in seconds.items()}, seconds)
 
 
@@ -142,15 +155,18 @@ def report(
         "our bf16 over plain bf16": medians["plain bf16"] / medians["bf16"],
         "our fp8 over our bf16": medians["bf16"] / medians["fp8"],
         "our fp8 over our fp32": medians["fp32"] / medians["fp8"],
+        "fp8 tensorwise over our bf16": medians["bf16"] / medians["fp8 tensorwise"],
+        "fp8 params over our bf16": medians["bf16"] / medians["fp8 params"],
+        "tensorwise over torchao": medians["torchao tensorwise"] / medians["fp8 tensorwise"],
     }
     for name, median in medians.items():
         low, high = min(seconds[name]), max(seconds[name])
         print(
-            f"{name:>10}  {1e3 * median:8.1f} ms  (min {1e3 * low:.1f}, max {1e3 * high:.1f})  "
+            f"{name:>18}  {1e3 * median:8.1f} ms  (min {1e3 * low:.1f}, max {1e3 * high:.1f})  "
             f"{tokens / median:7.0f} tokens/s"
         )
     for what, ratio in ratios.items():
-        print(f"{what:>26}: {ratio:.2f} times the speed")
+        print(f"{what:>30}: {ratio:.2f} times the speed")
     today = datetime.date.today().isoformat()
     shape = f"{args.layers}x{args.width}"
     result = {
@@ -158,6 +174,7 @@ def report(
         "date": today,
         "cpu": cpu_name(),
         "threads": args.threads,
+        "clock": "CPU time of the process" if args.cpu_time else "wall time",
         "shape": {k: getattr(args, k) for k in ("layers", "width", "batch", "seq", "vocab")},
         "rounds": args.rounds,
         "steps_per_round": args.steps,

@@ -1,13 +1,16 @@
 """A GPT in plain PyTorch, as anybody would write it: the reference of `cpu_step.py`.
 
 It imports nothing of megafp8 and makes no process-wide setting. Run as a program it times one
-forward and backward, again and again on request, and speaks JSON lines (see `cpu_step.py`).
+forward and backward, again and again on request, and speaks JSON lines (see `cpu_step.py`). With
+`torchao` for a dtype it is BF16 with the blocks' linears converted by torchao (tensorwise,
+`emulate=True`): what there is otherwise to run FP8 without FP8 tensor cores.
 """
 
 # B batch  S sequence  D model width  H heads
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -55,22 +58,33 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets_BS.flatten())
 
 
+def emulated_fp8(model: PlainGPT) -> PlainGPT:
+    convert = importlib.import_module("torchao.float8")
+    config = convert.Float8LinearConfig(emulate=True)
+    converted: PlainGPT = convert.convert_to_float8_training(model, config=config)
+    return converted
+
+
 def main() -> None:
     """argv: layers width heads vocab batch seq dtype threads. One timed step per input line."""
     layers, width, heads, vocab, batch, seq = map(int, sys.argv[1:7])
     torch.set_num_threads(int(sys.argv[8]))
     torch.manual_seed(0)
-    model = PlainGPT(layers, width, heads, vocab, seq).to(getattr(torch, sys.argv[7]))
+    is_torchao = sys.argv[7] == "torchao"
+    dtype = torch.bfloat16 if is_torchao else getattr(torch, sys.argv[7])
+    model = PlainGPT(layers, width, heads, vocab, seq).to(dtype)
+    if is_torchao:
+        model = emulated_fp8(model)
     tokens = torch.randint(vocab, (batch, seq))
     targets = torch.randint(vocab, (batch, seq))
     for _ in sys.stdin:
         model.zero_grad(set_to_none=True)
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         loss = model(tokens, targets)
         loss.backward()
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
         assert math.isfinite(loss.item())
-        print(json.dumps({"seconds": seconds, "loss": loss.item()}), flush=True)
+        print(json.dumps({"seconds": seconds, "cpu": cpu, "loss": loss.item()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     CRASHED = 1
     USER_ERROR = 2
     NONFINITE = 3
+    HUNG = 4
     SAVED_ON_SIGNAL = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
 
 

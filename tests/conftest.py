@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+# Triton's kernels run in its interpreter where there is no GPU. It reads the choice at its first
+# import, which may be torchao's.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Workers of pytest-xdist share the cores: one thread each, in the processes they start too. This
 # must be in the environment before torch is imported.

@@ -70,11 +70,13 @@ def run_spec(
     world: int = 1,
     model: GPTSpec | None = None,
     optim: OptimSpec | None = None,
+    compile: str = "off",
+    parallel: ParallelSpec | None = None,
 ) -> RunSpec:
     return RunSpec(
         model=model or gpt_spec(),
         precision=PrecisionSpec(compute=compute, fp8=fp8),  # type: ignore[arg-type]
-        parallel=ParallelSpec(devices_per_node=world, tp=tp),
+        parallel=parallel or ParallelSpec(devices_per_node=world, tp=tp),
         optim=optim or optim_spec(),
         data=DataSpec(
             prefix="builtin",
@@ -93,6 +95,7 @@ def run_spec(
             limit_val_batches=1,
             seed=1234,
             nonfinite_policy="stop",
+            compile=compile,  # type: ignore[arg-type]
         ),
         checkpoint=CheckpointSpec(
             every_n_train_steps=None, train_time_interval_seconds=None, save_last=False, keep=1

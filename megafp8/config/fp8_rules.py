@@ -23,6 +23,7 @@ DELAYED_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.tp_only_amax_red",
 )
 """What delayed scaling alone has."""
 
@@ -32,6 +33,7 @@ DEFAULTS = {
     "model.fp8_amax_history_len": 1024,
     "model.fp8_amax_compute_algo": "max",
     "model.reduce_amax": True,
+    "model.tp_only_amax_red": False,
 }
 
 HEALTH_LIMITS = {

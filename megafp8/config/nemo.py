@@ -199,7 +199,9 @@ def _exp_manager(t: _Table) -> None:
         "model_parallel_size",
         "${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}",
         "it follows from the parallel sizes", ours=(1,),
-        same_as=lambda v: v["model.tensor_model_parallel_size"],
+        same_as=lambda v: (
+            v["model.tensor_model_parallel_size"] * v["model.pipeline_model_parallel_size"]
+        ),
         way_out="Leave it out",
     )  # fmt: skip
     t.add("async_save", False, "a checkpoint is written before the next step", status=NOT_YET)
@@ -223,11 +225,7 @@ def _model(t: _Table) -> None:
     t.prefix = "model"
     t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
           ours=(True, False))  # fmt: skip
-    tp = "Use model.tensor_model_parallel_size or data parallelism (trainer.devices)"
-    t.add("pipeline_model_parallel_size", 1, "every rank has all layers", status=NOT_YET,
-          way_out=tp)  # fmt: skip
-    t.add("virtual_pipeline_model_parallel_size", None, "every rank has all layers",
-          status=NOT_YET, way_out=tp)  # fmt: skip
+    tp = "Use model.tensor_model_parallel_size, model.pipeline_model_parallel_size or replicas"
     t.add("expert_model_parallel_size", 1, "there are no experts", status=NOT_YET)
     t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
           way_out=tp)  # fmt: skip
@@ -267,11 +265,10 @@ def _model(t: _Table) -> None:
 
 def _model_memory_and_speed(t: _Table) -> None:
     t.prefix = "model"
-    one_node = "no pipeline, no messages between its stages"
-    t.add("overlap_p2p_comm", False, one_node, status=NOT_YET)
-    t.add("batch_p2p_comm", True, one_node, status=NOT_YET)
-    reduce = "gradients are one flat FP32 buffer, summed in one all-reduce"
-    t.add("grad_allreduce_chunk_size_mb", 125, reduce)
+    order = "model.pipeline_schedule orders the messages between stages"
+    t.add("overlap_p2p_comm", False, order)
+    t.add("batch_p2p_comm", True, order)
+    reduce = "gradients are one flat FP32 buffer, divided once after its reduction"
     t.add("grad_div_ar_fusion", True, reduce)
     t.add("gradient_accumulation_fusion", False, "weight gradients go straight into FP32 sums",
           also=(True,))  # fmt: skip
@@ -318,10 +315,6 @@ def _model_memory_and_speed(t: _Table) -> None:
 
 def _model_fp8(t: _Table) -> None:
     t.prefix = "model"
-    t.add(
-        "tp_only_amax_red", False, "amaxes are reduced over all ranks", status=NOT_YET, extra=True,
-        way_out="Leave it out, or use model.reduce_amax=False for no reduction at all",
-    )  # fmt: skip
     t.add("fp8_dot_product_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("fp8_multi_head_attention", False, "attention is not in FP8", status=NOT_YET, extra=True)
     t.add("use_emha", False, "attention is torch's", why="has no equivalent here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megafp8.config.parallel_rules import SIZES, model_ranks
 from megafp8.config.rules import Finding, Rules, Values
 from megafp8.config.sizes import nearest_multiples
 from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
@@ -124,15 +125,15 @@ def _given(v: Values, part: str) -> int | None:
     "model.micro_batch_size",
     "trainer.devices",
     "trainer.num_nodes",
-    "model.tensor_model_parallel_size",
+    *SIZES,
 )
 def _rampup_fits(v: Values) -> Iterator[Finding]:
     key, ramp = "model.rampup_batch_size", v["model.rampup_batch_size"]
-    ranks, tp = v["trainer.devices"] * v["trainer.num_nodes"], v["model.tensor_model_parallel_size"]
-    if ramp is None or ranks % tp:
+    ranks, size = v["trainer.devices"] * v["trainer.num_nodes"], model_ranks(v)
+    if ramp is None or ranks % size:
         return
     (start, increment, _), end = ramp, v["model.global_batch_size"]
-    unit = v["model.micro_batch_size"] * (ranks // tp)
+    unit = v["model.micro_batch_size"] * (ranks // size)
     if start >= end or (end - start) % increment:
         yield Finding(
             key,
@@ -146,6 +147,6 @@ def _rampup_fits(v: Values) -> Iterator[Finding]:
         yield Finding(
             key,
             f"{wrong} is not a multiple of model.micro_batch_size={v['model.micro_batch_size']} "
-            f"times {ranks // tp} data-parallel ranks",
+            f"times {ranks // size} data-parallel ranks",
             f"Nearest: {nearest_multiples(wrong, unit)}",
         )

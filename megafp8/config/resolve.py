@@ -28,6 +28,7 @@ from megafp8.config.values import (
     PRECISIONS,
     format_number,
     parse_interval_seconds,
+    parse_layout,
     parse_modules,
     parse_splits,
     share_of,
@@ -41,6 +42,7 @@ from megafp8.specs import (
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
+    PipelineSpec,
     PrecisionSpec,
     ProfileSpec,
     RampupSpec,
@@ -49,6 +51,7 @@ from megafp8.specs import (
     TokenizerSpec,
     TrainSpec,
 )
+from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
 
 
@@ -62,12 +65,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     return RunSpec(
         model=gpt_spec(model),
         precision=_precision(trainer, model),
-        parallel=ParallelSpec(
-            num_nodes=trainer.num_nodes,
-            devices_per_node=trainer.devices,
-            tp=model.tensor_model_parallel_size,
-            accelerator=trainer.accelerator,
-        ),
+        parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
         data=_data(model),
         train=TrainSpec(
@@ -81,6 +79,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
+            compile=model.compile,  # type: ignore[arg-type]  # validated
             overfit_batches=trainer.overfit_batches,
             num_sanity_val_steps=trainer.num_sanity_val_steps,
             fast_dev_run=bool(trainer.fast_dev_run),
@@ -158,6 +157,27 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
         asked,
         "PyTorch finds no GPU here",
         "Use trainer.accelerator=cpu or auto, or mend the driver or container (nvidia-smi helps)",
+    )
+
+
+def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
+    stages = model.virtual_pipeline_model_parallel_size or 1
+    pipeline = PipelineSpec(
+        schedule=model.pipeline_schedule or ("1F1B" if stages == 1 else "Interleaved1F1B"),  # type: ignore[arg-type]  # validated
+        stages_per_rank=stages,
+        layout=parse_layout(model.pipeline_model_parallel_layout),
+    )
+    return ParallelSpec(
+        num_nodes=trainer.num_nodes,
+        devices_per_node=trainer.devices,
+        tp=model.tensor_model_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        accelerator=trainer.accelerator,
+        pipeline=pipeline,
+        tp_only_amax_red=model.tp_only_amax_red,
+        grad_bucket_bytes=model.grad_allreduce_chunk_size_mb * MIB,
+        grad_reduce_dtype=model.optim.grad_sync_dtype,  # type: ignore[arg-type]  # validated
+        step_timeout_seconds=trainer.step_timeout,
     )
 
 

@@ -33,9 +33,11 @@ from megafp8.config.values import (
     SCHEDULES,
     is_rampup,
     parse_interval_seconds,
+    parse_layout,
     parse_modules,
     parse_splits,
 )
+from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 from megafp8.specs.precision import RECIPES
 
 
@@ -122,6 +124,13 @@ class Trainer:
         '"HH:MM:SS" or seconds; null for none. The same command continues.',
         kind="policy",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', _is_interval),
+    )
+    step_timeout: float | None = key(
+        None,
+        "Seconds without a sign of life from a rank after which its stacks are shown and all "
+        "leave; longer than the longest step, validation and save. Null: no watch.",
+        kind="policy",
+        valid=or_null(above(0)),
     )
     gradient_clip_algorithm: str = key(
         "norm",
@@ -489,6 +498,12 @@ class Optim:
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
     eps: float = key(1e-8, "Added to the root of the second moment.", kind="optim", valid=above(0))
+    grad_sync_dtype: str = key(
+        "fp32",
+        "In which gradients are summed over replicas; `bf16` sends half as much.",
+        kind="optim",
+        valid=one_of("fp32", "bf16"),
+    )
     sched: Sched = field(default_factory=Sched)
 
 
@@ -547,6 +562,43 @@ class Model:
     )
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
+    )
+    pipeline_model_parallel_size: int = key(
+        1,
+        "Ranks that hold the layers in turn (pipeline stages).",
+        nemo=1,
+        kind="layout",
+        valid=at_least(1),
+    )
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None,
+        "Stages on each pipeline rank; null: one.",
+        nemo=None,
+        kind="layout",
+        valid=or_null(at_least(1)),
+    )
+    pipeline_schedule: str | None = key(
+        None,
+        "Order of the pipeline's work. Null: `1F1B`, with several stages on a rank "
+        "`Interleaved1F1B`. The zero-bubble ones compute weight gradients where a rank would wait.",
+        kind="layout",
+        valid=or_null(one_of(*PIPELINE_SCHEDULES)),
+    )
+    pipeline_model_parallel_layout: str | None = key(
+        None,
+        "Layers of each stage in the model's order, as `3,4,4,1`; null: equal numbers.",
+        kind="layout",
+        valid=Valid(
+            "numbers of layers with commas between, or null",
+            lambda v: v is None or parse_layout(v) is not None,
+        ),
+    )
+    grad_allreduce_chunk_size_mb: int = key(
+        125,
+        "MiB of FP32 gradients that are summed over replicas at once, while backward still runs.",
+        nemo=125,
+        kind="layout",
+        valid=at_least(1),
     )
     encoder_seq_length: int = key(
         MISSING, "Tokens of a sequence.", nemo=512, kind="model", valid=at_least(1)
@@ -799,6 +851,9 @@ class Model:
     reduce_amax: bool = key(
         True, "Largest amax over the ranks that share a tensor.", nemo=True, kind="model"
     )
+    tp_only_amax_red: bool = key(
+        False, "Not over replicas: those keep scales of their own.", kind="model"
+    )
     fp8_recipe: str = key(
         "delayed",
         "Where scales come from: earlier amaxes of the tensor (`delayed`), its own amax "
@@ -856,7 +911,7 @@ class Model:
     fp8_health: str = key(
         "scales",
         "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
-        "(`full`: a step then takes up to twice as long). Into health.jsonl and the trackers.",
+        "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the trackers.",
         kind="logging",
         valid=one_of("off", "scales", "full"),
     )
@@ -895,6 +950,12 @@ class Model:
         False,
         "torchao's FP8 all-gather of weights that FSDP shards; there is no FSDP yet.",
         kind="layout",
+    )
+    compile: str = key(
+        "off",
+        "`block`: torch compiles a transformer layer, and all of them use it; training alone.",
+        kind="layout",
+        valid=one_of("off", "block"),
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

@@ -1,6 +1,6 @@
 """Which settings fit together. Pure: no device, no file, no torch.
 
-Rules of FP8 recipes are in `fp8_rules`.
+Rules of FP8 recipes are in `fp8_rules`, those of layouts in `parallel_rules`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config import backends, fp8_rules, model_rules, optim_rules, profile_rules
+from megafp8.config import (
+    backends,
+    fp8_rules,
+    model_rules,
+    optim_rules,
+    parallel_rules,
+    profile_rules,
+)
 from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
 from megafp8.config.keys import Key
@@ -37,6 +44,7 @@ FP8_DETAILS = (
     "model.fp8_amax_history_len",
     "model.fp8_amax_compute_algo",
     "model.reduce_amax",
+    "model.tp_only_amax_red",
     "model.fp8_recipe",
     "model.fp8_power_2_scale",
     "model.fp8_params",
@@ -107,7 +115,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         if finding is not None:
             findings.append(finding)
             del good[path]
-    modules = (model_rules, fp8_rules, optim_rules, profile_rules, backends)
+    modules = (model_rules, parallel_rules, fp8_rules, optim_rules, profile_rules, backends)
     for rules in (rule, *(module.rule for module in modules)):
         findings += rules.findings(good)
     if origins is not None:
@@ -119,18 +127,6 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 # --- rules over several keys -------------------------------------------------------------------
-
-
-@rule("model.tensor_model_parallel_size", "trainer.devices")
-def _tp_divides_devices(v: Values) -> Iterator[Finding]:
-    devices, tp = v["trainer.devices"], v["model.tensor_model_parallel_size"]
-    if devices % tp:
-        yield Finding(
-            "model.tensor_model_parallel_size",
-            f"trainer.devices={devices} is not a multiple of it",
-            f"Nearest tensor-parallel sizes: {nearest_divisors(devices, tp)}; "
-            f"or trainer.devices: {nearest_multiples(devices, tp)}",
-        )
 
 
 @rule("model.num_attention_heads", "model.tensor_model_parallel_size")
@@ -156,28 +152,6 @@ def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
             f"does not divide over model.tensor_model_parallel_size={tp}",
             f"Nearest values: {nearest_multiples(value, tp)}; "
             f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
-        )
-
-
-@rule(
-    "model.global_batch_size",
-    "model.micro_batch_size",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "model.tensor_model_parallel_size",
-)
-def _batches_fit(v: Values) -> Iterator[Finding]:
-    ranks, tp = v["trainer.devices"] * v["trainer.num_nodes"], v["model.tensor_model_parallel_size"]
-    if ranks % tp:
-        return  # said already
-    batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // tp
-    if batch % (micro * dp):
-        fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
-        yield Finding(
-            "model.global_batch_size",
-            f"is not a multiple of model.micro_batch_size={micro} times {dp} data-parallel ranks",
-            f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
-            + (f"; or model.micro_batch_size: {fits}" if fits else ""),
         )
 
 

@@ -101,6 +101,15 @@ def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
     return tuple(rules)
 
 
+def parse_layout(value: object) -> tuple[int, ...] | None:
+    """The whole numbers of `"4,4,3,5"`, each at least 1; None if it is anything else."""
+    parts = str(value).split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        return None
+    layers = tuple(int(part) for part in parts)
+    return layers if min(layers) > 0 else None
+
+
 def format_number(number: float) -> str:
     """The shortest spelling: `50`, not `50.0`."""
     return str(int(number)) if number == int(number) else repr(number)

@@ -81,6 +81,18 @@ class HeadLoss(nn.Module):
         flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
         return flat.to(_sum_dtype(flat)).view(*hidden_BSD.shape[:2], -1)
 
+    def loss_of_chunk(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The chunk's summed loss, and its gradient with respect to the logits if asked for."""
+        log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(logits_CV))
+        loss = F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
+        return loss, _grad_logits(log_probs_CV, targets_C) if with_grad else None
+
+    def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Over whoever has other rows of the weight: nobody here."""
+        return grad_hidden_TD
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
@@ -103,11 +115,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(begin, begin + chunk)
             hidden_CD, targets_C = hidden_TD[rows], targets_T[rows]
             logits_CV = head.matmul(hidden_CD, weight_VD, place="head", transpose_b=True)
-            log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=work)
-            loss += F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
-            if grad_hidden_TD is None:
+            chunk_loss, grad_CV = head.loss_of_chunk(
+                logits_CV, targets_C, grad_hidden_TD is not None
+            )
+            loss += chunk_loss
+            if grad_hidden_TD is None or grad_CV is None:
                 continue
-            grad_CV = _grad_logits(log_probs_CV, targets_C)
             if head.grad_scale != 1.0:
                 grad_CV *= head.grad_scale
             grad_CV = grad_CV.to(hidden_TD.dtype)
@@ -118,6 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 grad_weight_VD += part_VD
         if grad_hidden_TD is not None:
+            grad_hidden_TD = head.sum_grad_hidden(grad_hidden_TD)
             ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
             ctx.weight, ctx.head = weight_VD, head
         return loss

@@ -63,6 +63,34 @@ class Axis:
         """In place. The caller has made NaNs +inf: gloo's MAX treats NaN by rank order."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", False).wait()
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, all of one shape, in the order of ranks."""
+        if self.size == 1:
+            return [tensor]
+        self.traffic.add(self.name, "all_gather", tensor)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """In place: the tensor of the rank `source` of this axis."""
+        if self.size > 1:
+            self.traffic.add(self.name, "broadcast", tensor)
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def start_send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+        """To the rank `target` of this axis; the tensor stays as it is until the work is done."""
+        self.traffic.add(self.name, "send", tensor)
+        work = dist.isend(tensor, group=self.group, group_dst=target)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """In place, from the rank `source` of this axis; its sender counts the bytes."""
+        dist.recv(tensor, group=self.group, group_src=source)
+        return tensor
+
     def _all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, operation: str, is_async: bool
     ) -> Pending:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -25,6 +28,7 @@ POLL_SECONDS = 0.05
 SHUTDOWN_SECONDS = 120.0  # for a rank to finish its step and save after a signal
 GRACE_SECONDS = 5.0  # for ranks that learn of another one's error to say theirs
 _LAUNCHER = "MEGAFP8_LAUNCHER_PID"
+_NOTES = "MEGAFP8_NOTES"
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -63,6 +67,7 @@ def launch(script: str, argv: Sequence[str], num_ranks: int) -> int:
 
     # The ranks meet here: a port that is taken already when they are told of it.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # what ranks died of
     signals: list[signal.Signals] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -72,18 +77,31 @@ def launch(script: str, argv: Sequence[str], num_ranks: int) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
-            environment = {**os.environ, **_environment(rank, num_ranks, store.port)}
+            environment = {**os.environ, **_environment(rank, num_ranks, store.port, notes)}
             command = [sys.executable, "-u", script, *argv]
             # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
             ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        return _watch(ranks, signals)
+        return _watch(ranks, signals, notes)
     finally:
         _end(ranks)
+        shutil.rmtree(notes, ignore_errors=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
+def note_death(error: BaseException) -> None:
+    """Tell the launcher what this rank dies of; it says so when all have left."""
+    folder = os.environ.get(_NOTES)
+    if folder is not None and is_rank():
+        text = str(error).strip().splitlines()
+        note = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        try:
+            Path(folder, os.environ["RANK"]).write_text(note)
+        except OSError:
+            pass  # its traceback is on stderr all the same
+
+
+def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -102,10 +120,13 @@ def _environment(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         _LAUNCHER: str(os.getpid()),
+        _NOTES: str(notes),
     }
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Signals]) -> int:
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Signals], notes: Path
+) -> int:
     """Wait for the ranks; returns the job's exit code."""
     first_failed: int | None = None
     passed_on = False
@@ -126,11 +147,14 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Si
             if first_failed is not None:
                 was_killed = _code(ranks[first_failed]) < 0
                 deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
-    return _code_of_job(ranks, first_failed, signals[0] if signals else None)
+    return _code_of_job(ranks, first_failed, signals[0] if signals else None, notes)
 
 
 def _code_of_job(
-    ranks: Sequence[subprocess.Popen[bytes]], first_failed: int | None, asked: signal.Signals | None
+    ranks: Sequence[subprocess.Popen[bytes]],
+    first_failed: int | None,
+    asked: signal.Signals | None,
+    notes: Path,
 ) -> int:
     """Names the rank that failed first, unless it has spoken for itself."""
     codes = [rank.poll() for rank in ranks]
@@ -145,7 +169,10 @@ def _code_of_job(
         if code in OUR_CODES:
             return code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        _tell(f"rank {first_failed} died ({how}); the other ranks were ended")
+        error = ""
+        if code > 0 and (noted := _first_note(notes)) is not None:  # others die of its death
+            first_failed, error = noted[0], f": {noted[1]}"
+        _tell(f"rank {first_failed} died ({how}){error}; the other ranks were ended")
         return int(ExitCode.CRASHED)
     if None in codes:
         rank = codes.index(None)
@@ -155,6 +182,12 @@ def _code_of_job(
         _tell(f"{asked.name if asked else 'a signal to a rank'}: all ranks have left")
         return int(ExitCode.SAVED_ON_SIGNAL)
     return int(ExitCode.FINISHED)
+
+
+def _first_note(notes: Path) -> tuple[int, str] | None:
+    """The rank that noted an error first, and the error."""
+    files = sorted(notes.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    return (int(files[0].name), files[0].read_text()) if files else None
 
 
 def _is_failure(code: int | None) -> bool:

@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
+from megafp8.parallel.rendezvous import Store
 from megafp8.specs import ParallelSpec
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Innermost first, Megatron's order: tensor-parallel ranks are neighbours, stages far apart."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`world` holds all ranks; tensor-parallel ranks are neighbours, data-parallel ones apart."""
+    """Every group of ranks that communicates, as seen from this rank.
+
+    world   all ranks
+    tp      the ranks that share each matrix
+    cp      the ranks that share each sequence
+    dp      replicas that train on other samples
+    pp      the stages of one pipeline, in order
+    data    dp x cp: the ranks whose gradients of the same weights are summed
+    stage   tp x cp x dp: all ranks of this rank's pipeline stage, which see the same tensors
+    amax    those over which their amaxes are reduced: `stage`, or tp x cp alone
+    ends    the first and the last rank of this pipeline; size 1 for those between
+    """
 
     device: torch.device
     world: Axis
     tp: Axis
+    cp: Axis
     dp: Axis
+    pp: Axis
+    data: Axis
+    stage: Axis
+    amax: Axis
+    ends: Axis
     traffic: Traffic
+    store: Store | None = None  # where ranks leave messages; None: one rank
 
     @property
     def is_main(self) -> bool:
         return self.world.rank == 0
 
 
+def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """A global rank's place on each of `AXES`."""
+    place = {}
+    for axis in AXES:
+        rank, place[axis] = divmod(rank, sizes[axis])
+    return place
+
+
+def groups_along(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[int]]:
+    """Global ranks of every group that spans `axes`: within one, only those coordinates differ."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place in product(*(range(sizes[axis]) for axis in reversed(AXES))):
+        at = dict(zip(reversed(AXES), place, strict=True))
+        rank = 0
+        for axis in reversed(AXES):
+            rank = rank * sizes[axis] + at[axis]
+        groups.setdefault(tuple(at[axis] for axis in AXES if axis not in axes), []).append(rank)
+    return [sorted(group) for group in groups.values()]
+
+
 def single_rank(device: torch.device | None = None) -> Mesh:
     """One process, no groups."""
-    traffic = Traffic()
-    world, tp, dp = (Axis(name, traffic=traffic) for name in ("world", "tp", "dp"))
-    return Mesh(device or torch.device("cpu"), world, tp, dp, traffic)
+    return _mesh(device or torch.device("cpu"), dict.fromkeys(AXES, 1), 0)
 
 
 def join(spec: ParallelSpec) -> Mesh:
@@ -43,19 +85,42 @@ def join(spec: ParallelSpec) -> Mesh:
         torch.cuda.set_device(device)
     if spec.world_size == 1:
         return single_rank(device)
-    rendezvous.connect("nccl" if on_gpu else "gloo")
-    device_type = "cuda" if on_gpu else "cpu"
-    mesh = init_device_mesh(device_type, (spec.dp, spec.tp), mesh_dim_names=("dp", "tp"))
-    traffic = Traffic()
-    tp, dp = (
-        Axis(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), traffic)
-        for dim, name in ((1, "tp"), (0, "dp"))
-    )
-    world = Axis("world", spec.world_size, dist.get_rank(), dist.group.WORLD, traffic)
-    return Mesh(device, world, tp, dp, traffic)
+    store = None
+    if not dist.is_initialized():  # else a second mesh over the same ranks
+        store = rendezvous.connect("nccl" if on_gpu else "gloo")
+    sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
+    mesh = _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
+    return replace(mesh, store=store)
 
 
 def leave() -> None:
     """Drop the process groups; no collective, so a failed rank cannot hang the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _mesh(
+    device: torch.device, sizes: Mapping[str, int], rank: int, tp_only_amax_red: bool = False
+) -> Mesh:
+    """All ranks make all groups, in the same order."""
+    traffic = Traffic()
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def axis(name: str, groups: list[list[int]]) -> Axis:
+        own = next((group for group in groups if rank in group), [rank])
+        key = tuple(map(tuple, groups))
+        if len(groups[0]) > 1 and key not in made:
+            made[key], _ = dist.new_subgroups_by_enumeration(groups)
+        return Axis(name, len(own), own.index(rank), made.get(key), traffic)
+
+    spans: dict[str, tuple[str, ...]] = {name: (name,) for name in AXES}
+    spans |= {"data": ("cp", "dp"), "stage": ("tp", "cp", "dp")}
+    spans["amax"] = ("tp", "cp") if tp_only_amax_red else spans["stage"]
+    axes = {name: axis(name, groups_along(sizes, span)) for name, span in spans.items()}
+    if sizes["cp"] == 1:
+        axes["data"] = axes["dp"]
+    ends = [sorted({group[0], group[-1]}) for group in groups_along(sizes, ("pp",))]
+    world_size = len(groups_along(sizes, AXES)[0])
+    world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None, traffic)
+    made_axes: Any = axes | {"ends": axis("ends", ends)}
+    return Mesh(device, world, traffic=traffic, **made_axes)

@@ -15,6 +15,11 @@ from megafp8.models.parts import Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
+from megafp8.parallel.vocab import (
+    VocabParallelHeadLoss,
+    vocab_parallel_look_up,
+    vocabulary_piece,
+)
 from megafp8.precision.embedding import look_up
 from megafp8.precision.formats import FORMATS
 from megafp8.precision.gemm import GemmCounter, gemm
@@ -27,7 +32,8 @@ from megafp8.specs.placement import Piece
 
 
 class NativeParts(Parts):
-    """QKV, projection, FC1 and FC2 go through `precision.linear`; embedding and head stay whole."""
+    """QKV, projection, FC1 and FC2 go through `precision.linear`; the vocabulary is
+    shared out over tensor-parallel ranks too."""
 
     def __init__(
         self,
@@ -48,7 +54,16 @@ class NativeParts(Parts):
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        if self.tp.size > 1:
+            return vocab_parallel_look_up(tokens_BS, weight_VD, self.sink, self.tp)
         return look_up(tokens_BS, weight_VD, self.sink)
+
+    def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
+        """[V/tp, D]: this rank's part of the vocabulary."""
+        shape = (self.spec.vocab_size, self.spec.hidden_size)
+        piece = vocabulary_piece(name, shape, self.tp, replica)
+        local = (shape[0] // self.tp.size, shape[1])
+        return self.normal_parameter(local, [piece], self.spec.init_method_std)
 
     def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
         in_features = self.spec.hidden_size
@@ -127,6 +142,8 @@ class NativeParts(Parts):
             added = self.sink.add(weight, lambda: grad)
             return None if added is None else added.to(weight.dtype)
 
+        if self.tp.size > 1:
+            return VocabParallelHeadLoss(self.tp, matmul, add_grad_weight)
         return HeadLoss(matmul, add_grad_weight)
 
     def count_attention_flops(self, flops: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megafp8.errors import RunError
 
@@ -40,15 +41,18 @@ def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
     )
 
 
-def connect(backend: str) -> None:
+def connect(backend: str) -> Store:
     """Join the default process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+    Returns the store that the ranks share.
 
     Raises:
         RunError: They cannot find each other; which address or port, and why.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        dist.init_process_group(backend)  # our launcher's store, or torchrun's
-        return
+        store, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
+        _join(backend, store, rank, size)
+        return store
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
@@ -61,7 +65,13 @@ def connect(backend: str) -> None:
     seconds = float(os.environ.get("MEGAFP8_JOIN_SECONDS", JOIN_SECONDS))
     store = serve(host, port) if rank == 0 else reach(host, port, seconds)
     await_all(store, rank, size, f"{host}:{port}", seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    _join(backend, store, rank, size)
+    return store
+
+
+def _join(backend: str, store: Store, rank: int, size: int) -> None:
+    groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]  # not in its stubs
+    dist.init_process_group(backend, store=groups, rank=rank, world_size=size)
 
 
 def serve(host: str, port: int) -> Store:

@@ -21,7 +21,7 @@ from megafp8.parallel.torchao_parts import TorchaoParts
 from megafp8.precision.backends import te_names, te_recipe, torchao_linear
 from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 
@@ -62,7 +62,7 @@ def make(
     spec: RunSpec,
     mesh: Mesh,
     streams: RandomStreams,
-    sink: MainGradSink,
+    sink: GradSink,
     counter: GemmCounter,
     dtype: torch.dtype,
     native_scaling: ScalingState | None,
@@ -79,7 +79,7 @@ def make(
     if spec.precision.backend == "te":
         names = te_names.load()
         made = None if recipe is None else te_recipe.make(recipe, names.recipe)
-        region = TeRegion(names, made, mesh.world.group if mesh.world.size > 1 else None)
+        region = TeRegion(names, made, mesh.amax.group if mesh.amax.size > 1 else None)
         scaling: TeScaling | TeEvents
         if recipe is not None and recipe.name == "delayed":
             scaling = TeScaling(recipe, region)

@@ -9,14 +9,19 @@ from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
+from megafp8.parallel.data import GradReducer, NotingSink
+from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
+from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
 from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.grad_sink import GradSink, MainGradSink
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import RunSpec
+from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train import backends
+from megafp8.train.compile import compile_layers
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,17 +31,24 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank)
-    sink, counter = MainGradSink(), GemmCounter()
+    sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
+    outer: GradSink = sink
+    noting = NotingSink(outer) if mesh.data.size > 1 else None
+    outer = noting or outer
+    is_split = mesh.pp.size > 1 and parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES
+    deferring = DeferringSink(outer) if is_split else None
     engine = backends.make(
         spec,
         mesh,
         streams,
-        sink,
+        deferring or outer,
         counter,
         COMPUTE_DTYPES[spec.precision.compute],
         build_scaling(spec, mesh),
     )
-    model = GPT(engine.parts).to(mesh.device)
+    parts = engine.parts
+    model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, parallel, mesh.pp)
+    model.to(mesh.device)
     if isinstance(engine.scaling, ScalingState):
         engine.scaling.to(mesh.device)
     stores = {
@@ -44,22 +56,39 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         for linear in linears_of(model)
         if linear.weight_compute_dtype is not None
     }
+    compiled = None
+    if spec.train.compile == "block":
+        compiled = compile_layers(model, mesh.device)
     masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
+    if noting is not None:
+        noting.reducer = GradReducer(
+            masters.flat_grad,
+            masters.params,
+            mesh.data,
+            bucket_bytes=parallel.grad_bucket_bytes,
+            dtype=COMPUTE_DTYPES[parallel.grad_reduce_dtype],
+        )
     optimizer = AdamW(masters, spec.optim)
-    loss_scale = spec.precision.loss_scale
-    return TrainState(
-        model,
-        masters,
-        optimizer,
-        engine.scaling,
-        streams,
-        sink,
-        counter,
-        mesh,
-        loss_scale=None if loss_scale is None else LossScale(loss_scale),
-    )
+    state = TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
+    state.compiled = compiled
+    if spec.precision.loss_scale is not None:
+        state.loss_scale = LossScale(spec.precision.loss_scale)
+    state.reducer = None if noting is None else noting.reducer
+    if isinstance(model, PipelinedGPT):
+        state.pipeline = PipelineRunner(
+            model,
+            Boundary(
+                (spec.train.micro_batch_size, spec.data.seq_length, spec.model.hidden_size),
+                parts.residual_dtype,
+            ),
+            scaling=engine.scaling,
+            streams=streams,
+            deferring=deferring,
+            device=mesh.device,
+        )
+    return state
 
 
 def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
@@ -67,5 +96,4 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None or spec.precision.backend != "native":
         return None
-    reduce_max = mesh.world.all_reduce_max if mesh.world.size > 1 else None
-    return ScalingState(recipe, reduce_max)
+    return ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)

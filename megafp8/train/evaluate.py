@@ -23,5 +23,6 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
             totals[0] += state.model(tokens_BS, targets_BS, **document_inputs(batch, device))
             totals[1] += (targets_BS >= 0).sum()
     state.model.train()
-    state.mesh.dp.all_reduce_sum(totals)
+    state.mesh.pp.all_reduce_sum(totals[0])  # 0 but for the stage with the head
+    state.mesh.data.all_reduce_sum(totals)
     return (totals[0] / totals[1]).item(), int(totals[1].item())

@@ -16,6 +16,7 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import bits_per_byte
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
@@ -57,10 +58,16 @@ class Run:
 
 def train(run: Run) -> bool:
     """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
+    with Watchdog(run.state.mesh, run.spec.parallel.step_timeout_seconds) as watchdog:
+        return _train(run, watchdog)
+
+
+def _train(run: Run, watchdog: Watchdog) -> bool:
     loader = open_loader(run)
     run.limit.start()
     try:
         while run.state.step < run.spec.train.max_steps:
+            watchdog.beat(f"step {run.state.step + 1}")
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began

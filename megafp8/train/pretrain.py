@@ -22,10 +22,8 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
-from megafp8.parallel.launch import follow_launcher
+from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
-from megafp8.precision.gemm import wide_dtype
-from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import backends, restarts, rundirs, saving
@@ -33,6 +31,7 @@ from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, check_validation, save, train, validate
+from megafp8.train.precision_means import means_of
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
@@ -88,6 +87,9 @@ def pretrain(
         except UserError as error:
             if error.is_shared and not mesh.is_main:
                 return int(error.exit_code)
+            raise
+        except Exception as error:
+            note_death(error)
             raise
         finally:
             leave()
@@ -207,12 +209,15 @@ def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
 def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
     """What this run is, in a few lines, before its first step."""
     model, train = spec.model, spec.train
-    # Fused and sharded parameters count once, by their logical shapes.
-    num_params = sum(
-        math.prod(piece.global_shape) for p in state.model.parameters() for piece in pieces_of(p)
-    )
+    # Fused and sharded parameters count once, by their logical shapes; so do two stages' copies.
+    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
+    own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
+    count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
+    num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    if spec.parallel.pp > 1:
+        layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     return [
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
@@ -266,12 +271,10 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     if spec.precision.backend != "native":
         what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
         return f"{what}; {backends.describe(spec, device)}"
-    wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
-    product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
-    in_c = device.type == "cpu" and library().lib is not None
+    work = COMPUTE_DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"emulated: {product} GEMMs over FP8 bytes, casts in {'C' if in_c else 'torch'}"
+        f"{means_of(recipe, state.scaling.engine, device, work)}"
     )
 
 
@@ -326,7 +329,9 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
             "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
             "fp8_share_with_attention": counter.share("fp8"),
+            "fp8_flops_by_backend": dict(counter.fp8_backends),
             "num_skipped_steps": state.num_skipped,
+            "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
             "traffic_bytes": {
                 " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
             },

@@ -192,25 +192,25 @@ def _pieces(
     prefix: str, param: torch.nn.Parameter, tensor: torch.Tensor, mesh: Mesh
 ) -> Iterator[Placement]:
     for piece in pieces_of(param):
-        is_replica = mesh.dp.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
+        is_replica = mesh.data.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
         yield Placement(
             prefix + piece.name,
             piece.global_shape,
             piece.offset,
             tensor[piece.local],
-            replica=int(is_replica),
+            replica=int(is_replica or piece.replica > 0),
         )
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:
     """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
     assert isinstance(state.scaling, ScalingState)
-    world = state.mesh.world
+    stage = state.mesh.stage
     for name, row in _scaling_rows(state.scaling):
         if _is_synchronized(state):
-            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(world.rank > 0))
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
         else:
-            shape, offset = (world.size, *row.shape), (world.rank, *(0,) * row.dim())
+            shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
             yield Placement(f"{name}/shards", shape, offset, row[None])
 
 
@@ -223,7 +223,9 @@ def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_synchronized(state: TrainState) -> bool:
     assert isinstance(state.scaling, ScalingState)
-    return state.scaling.recipe.reduce_amax or state.mesh.world.size == 1
+    mesh = state.mesh
+    is_over_all = state.scaling.recipe.reduce_amax and mesh.amax.size == mesh.stage.size
+    return is_over_all or mesh.stage.size == 1
 
 
 def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from megafp8.data.loader import Microbatch
+from megafp8.models.loss import HeadLoss
 from megafp8.optim.clip import clip, grad_norm
 from megafp8.optim.schedules import learning_rate
+from megafp8.parallel.pipeline import Batch, PipelinedGPT
 from megafp8.train.state import TrainState
 
 
@@ -44,12 +46,16 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
         # The scale is that of the mean loss, as in NeMo; ours is a sum.
         num_targets = sum(batch.targets_BS.size for batch in microbatches) * state.mesh.dp.size
         grad_scale = scaler.scale / num_targets
-        state.model.head_loss.grad_scale = grad_scale
+        for module in state.model.modules():  # a pipeline stage may have no head
+            if isinstance(module, HeadLoss):
+                module.grad_scale = grad_scale
     loss_sum, num_tokens = forward_backward(state, microbatches)
-    totals = state.mesh.dp.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
-    state.mesh.dp.all_reduce_sum(state.masters.flat_grad)
+    mesh = state.mesh
+    mesh.pp.all_reduce_sum(loss_sum)  # 0 but for the stage with the head
+    totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
+    reduce_gradients(state)
     loss, count = (totals[0] / totals[1]).item(), int(totals[1].item())
-    norm = (grad_norm(state.masters, state.mesh.tp) / totals[1]).item()  # NaN if none counted
+    norm = (grad_norm(state.masters, mesh.tp, mesh.pp) / totals[1]).item()  # NaN if none counted
     norm /= grad_scale
     spec = state.optimizer.spec
     is_finite = math.isfinite(loss) and math.isfinite(norm)
@@ -76,10 +82,19 @@ def forward_backward(
     device, dp = state.mesh.device, state.mesh.dp
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+    global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
     state.sink.begin_step()
+    if state.reducer is not None:
+        state.reducer.begin_step(len(microbatches))
+    if state.pipeline is not None:
+        batches = [Batch(*to_device(m, device), document_inputs(m, device)) for m in microbatches]
+        loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices)
+        num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
+        state.sink.end_step()
+        return loss_sum, num_tokens
     for index, microbatch in enumerate(microbatches):
         tokens_BS, targets_BS = to_device(microbatch, device)
-        state.streams.begin_microbatch(state.step + 1, index * dp.size + dp.rank)
+        state.streams.begin_microbatch(state.step + 1, global_indices[index])
         state.scaling.begin_microbatch(index)
         loss = state.model(tokens_BS, targets_BS, **document_inputs(microbatch, device))
         state.scaling.end_forward()
@@ -89,6 +104,14 @@ def forward_backward(
         num_tokens += (targets_BS >= 0).sum()
     state.sink.end_step()
     return loss_sum, num_tokens
+
+
+def reduce_gradients(state: TrainState) -> None:
+    """Sum them over replicas, and the tied embedding's over the stages that have it."""
+    if state.reducer is not None:
+        state.reducer.finish()
+    if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
+        state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

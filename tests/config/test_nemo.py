@@ -68,7 +68,8 @@ def another(key: NemoKey) -> Any:
     others = {bool: [True, False, "yes"], int: [7], float: [0.5], str: ["other"], list: [[3]]}
     candidates = others.get(type(key.nemo), []) + ["other", 7]
     values = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
-              "model.tensor_model_parallel_size": 1}  # fmt: skip
+              "model.tensor_model_parallel_size": 1,
+              "model.pipeline_model_parallel_size": 1}  # fmt: skip
     return next(value for value in candidates if not key.passes(value, values))
 
 

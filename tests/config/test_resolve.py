@@ -215,6 +215,7 @@ SIZES = st.fixed_dictionaries(
     {
         "trainer.devices": st.sampled_from([1, 2, 3, 4, 8]),
         "model.tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4]),
+        "model.pipeline_model_parallel_size": st.sampled_from([1, 1, 2]),
         "model.micro_batch_size": st.sampled_from([1, 2, 3, 4, 8]),
         "model.global_batch_size": st.sampled_from([24, 48, 96]),
         "model.hidden_size": st.sampled_from([96, 120, 128, 192, 384]),
@@ -250,7 +251,9 @@ def test_sizes_that_pass_fit_on_the_ranks(sizes: dict[str, object]) -> None:
     spec = with_sizes(sizes)
     model, tp, dp = spec.model, spec.parallel.tp, spec.parallel.dp
     train = spec.train
-    assert tp * dp == spec.parallel.world_size
+    assert tp * dp * spec.parallel.pp == spec.parallel.world_size
+    stages = spec.parallel.pipeline.layers(model.num_layers, spec.parallel.pp)
+    assert [layer for stage in stages for layer in stage] == list(range(model.num_layers))
     assert train.num_microbatches(dp) * train.micro_batch_size * dp == train.global_batch_size
     assert model.num_attention_heads % tp == 0 and model.ffn_hidden_size % tp == 0
     assert model.hidden_size % model.num_attention_heads == 0

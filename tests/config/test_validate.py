@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.load import load
-from megafp8.config.validate import nearest_divisors, nearest_multiples, validate
+from megafp8.config.sizes import nearest_divisors, nearest_multiples
+from megafp8.config.validate import validate
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -106,6 +107,10 @@ def test_fp8_value_out_of_range(override: str) -> None:
     assert the_problem(FP8, override).key == override.partition("=")[0]
 
 
+TWO_STAGES = ["trainer.devices=2", "model.pipeline_model_parallel_size=2"]
+FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "offered"),
     [
@@ -132,6 +137,91 @@ def test_fp8_value_out_of_range(override: str) -> None:
              "model.make_vocab_size_divisible_by=127"],
             "model.make_vocab_size_divisible_by",
             ["126 or 128"],
+        ),
+        (
+            ["model.pipeline_model_parallel_size=2", "trainer.devices=3"],
+            "model.pipeline_model_parallel_size",
+            ["1 or 3", "2 or 4"],
+        ),
+        (
+            [*FOUR_STAGES, "model.tensor_model_parallel_size=2"],
+            "model.tensor_model_parallel_size",
+            ["Nearest sizes: 1", "8"],
+        ),
+        (
+            ["model.virtual_pipeline_model_parallel_size=2"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            ["model.pipeline_schedule=GPipe"],
+            "model.pipeline_schedule",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            ["model.pipeline_model_parallel_layout='2,2'"],
+            "model.pipeline_model_parallel_layout",
+            ["pipeline_model_parallel_size above 1"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=1F1B",
+             "model.virtual_pipeline_model_parallel_size=2"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["Interleaved1F1B"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=ZBVZeroBubble"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["=2"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_schedule=Interleaved1F1B"],
+            "model.virtual_pipeline_model_parallel_size",
+            ["2 or more", "1F1B"],
+        ),
+        ([*TWO_STAGES, "model.num_layers=5"], "model.num_layers", ["4 or 6", "layout"]),
+        (
+            [*TWO_STAGES, "model.pipeline_model_parallel_layout='1,2'"],
+            "model.pipeline_model_parallel_layout",
+            ["2 numbers that add up to 4"],
+        ),
+        (
+            [*TWO_STAGES, "model.pipeline_model_parallel_layout='1,2,1'"],
+            "model.pipeline_model_parallel_layout",
+            ["2 numbers that add up to 4"],
+        ),
+        ([*FOUR_STAGES, "model.global_batch_size=24"], "model.global_batch_size", ["32", "GPipe"]),
+        (
+            [*TWO_STAGES, "model.global_batch_size=40",
+             "model.virtual_pipeline_model_parallel_size=2"],
+            "model.global_batch_size",
+            ["32 or 48"],
+        ),
+        (
+            [*TWO_STAGES, "model.rampup_batch_size=[8,8,100]"],
+            "model.rampup_batch_size",
+            ["at least 16", "GPipe"],
+        ),
+        (
+            [FP8, *TWO_STAGES, "model.fp8_backend=te"],
+            "model.fp8_backend",
+            ["native"],
+        ),
+        (
+            [FP8, *TWO_STAGES, "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise",
+             "model.pipeline_schedule=InterleavedZeroBubble"],
+            "model.fp8_backend",
+            ["1F1B"],
+        ),
+        (
+            [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],
+            "model.tp_only_amax_red",
+            ["leave model.reduce_amax out"],
+        ),
+        (
+            [FP8, "trainer.devices=2", "model.fp8_params=True", "model.tp_only_amax_red=True"],
+            "model.tp_only_amax_red",
+            ["leave model.fp8_params out"],
         ),
         (["model.global_batch_size=30"], "model.global_batch_size", ["24 or 32", "6 or 10"]),
         (["trainer.devices=3"], "model.global_batch_size", ["24 or 48"]),

@@ -182,11 +182,13 @@ def test_gradient_norm_is_that_of_all_gradients() -> None:
     for std in (1.0, 1e-12, 1e12):
         draw_gradients(masters, 3, std)
         expected = masters.flat_grad.double().norm().item()
-        assert grad_norm(masters, Axis("tp")).item() == pytest.approx(expected, rel=1e-6)
+        assert grad_norm(masters, Axis("tp"), Axis("pp")).item() == pytest.approx(
+            expected, rel=1e-6
+        )
     masters.flat_grad[5] = math.nan
-    assert math.isnan(grad_norm(masters, Axis("tp")).item())
+    assert math.isnan(grad_norm(masters, Axis("tp"), Axis("pp")).item())
     masters.flat_grad.zero_()
-    assert grad_norm(masters, Axis("tp")).item() == 0
+    assert grad_norm(masters, Axis("tp"), Axis("pp")).item() == 0
 
 
 def test_gradient_norm_sums_sharded_parameters_over_ranks_and_replicated_ones_once() -> None:
@@ -198,7 +200,9 @@ def test_gradient_norm_sums_sharded_parameters_over_ranks_and_replicated_ones_on
     draw_gradients(masters, 3)
     squares = [grad.double().square().sum().item() for grad in masters.grads]
     expected = math.sqrt(2 * squares[0] + sum(squares[1:]))
-    assert grad_norm(masters, TwoEqualRanks("tp", 2)).item() == pytest.approx(expected, rel=1e-6)
+    assert grad_norm(masters, TwoEqualRanks("tp", 2), Axis("pp")).item() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_number_of_updates_can_be_restored() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
-from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, OptimSpec, ParallelSpec
+from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
-from megafp8.train.step import forward_backward, train_step
+from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from tests.parallel import bugs
 from tests.ranks import Rank
-from tests.tiny import build_run, gpt_spec, microbatch
+from tests.tiny import SEQ, build_run, gpt_spec, microbatch, optim_spec
 
 Tables = dict[str, dict[str, torch.Tensor]]  # by direction and field
 
@@ -30,14 +35,54 @@ class Case:
     steps: int = 20
     num_microbatches: int = 2  # of the global batch
     batch: int = 2
+    parallel: ParallelSpec = ParallelSpec()
+    optim: OptimSpec = field(default_factory=optim_spec)
+    bug: str | None = None  # one of `bugs`, planted
+    merged: int = 1  # microbatches that are run as one: what replicas run at the same time
+    perturbed: int | None = None  # seed of a last-bit change of the word embedding
 
     def build(self, mesh: Mesh) -> TrainState:
-        return build_run(mesh, compute=self.compute, fp8=self.fp8, model=self.model)
+        state = build_run(
+            mesh,
+            compute=self.compute,
+            fp8=self.fp8,
+            model=self.model,
+            parallel=self.parallel,
+            optim=self.optim,
+        )
+        if self.bug is not None:
+            bugs.plant(self.bug, state)
+        if self.perturbed is not None:
+            perturb(state, self.perturbed)
+        return state
 
     def microbatches(self, step: int, mesh: Mesh) -> list[Any]:
         """This rank's part of the global batch."""
-        whole = range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
-        return [microbatch(100 * step + index, self.batch, ignored=0.1 * index) for index in whole]
+        whole = [
+            microbatch(100 * step + index, self.batch, ignored=0.1 * index)
+            for index in range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
+        ]
+        starts = range(0, len(whole), self.merged)
+        return [together(whole[start : start + self.merged]) for start in starts]
+
+
+def together(microbatches: list[Microbatch]) -> Microbatch:
+    return Microbatch(
+        np.concatenate([m.tokens_BS for m in microbatches]),
+        np.concatenate([m.targets_BS for m in microbatches]),
+    )
+
+
+def perturb(state: TrainState, seed: int) -> None:
+    """One rounding step up or none, at random, in each element of the word embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
+        if pieces_of(param)[0].name == "embedding.word.weight":
+            weight = param.detach()
+            up = torch.nextafter(weight, torch.full_like(weight, torch.inf))
+            chosen = torch.rand(weight.shape, generator=generator) < 0.5
+            master.data.copy_(torch.where(chosen, up, weight))
+    state.masters.write_back()
 
 
 @dataclass
@@ -62,12 +107,15 @@ class Outcome:
     traffic: dict[tuple[str, str, str], int]  # of one step
     names: dict[str, list[str]]  # the tensors of each table
     updates: dict[str, list[dict[str, torch.Tensor]]]  # tables after each, `staged` before it
+    validation: tuple[float, int]
+    logits: torch.Tensor
 
 
 def run_case(case: Case, mesh: Mesh) -> Outcome:
     """Train; every update of the scaling tables is looked at."""
     gradients = case.build(mesh)
     forward_backward(gradients, case.microbatches(0, mesh))
+    reduce_gradients(gradients)
     state = case.build(mesh)
     updates: dict[str, list[dict[str, torch.Tensor]]] = {}
     for direction, table in state.scaling.tables.items():
@@ -81,6 +129,10 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
         losses.append(result.loss)
         norms.append(result.grad_norm)
     named = state.model.named_parameters()
+    validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
+    state.model.eval()
+    with torch.no_grad(), state.scaling.evaluation():
+        logits = state.model.logits(torch.arange(SEQ)[None])
     return Outcome(
         losses,
         norms,
@@ -90,6 +142,8 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
         {key: count for key, count in traffic.items() if count},
         {direction: table.names for direction, table in state.scaling.tables.items()},
         updates,
+        validation,
+        logits,
     )
 
 
@@ -114,6 +168,19 @@ def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
     ]
 
 
+def run_layouts(rank: Rank, cases: dict[str, Case]) -> dict[str, Outcome]:
+    """Every case on the mesh that it names; equal meshes are made once."""
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    outcomes = {}
+    for name, case in cases.items():
+        spec = replace(case.parallel, devices_per_node=rank.size)
+        sizes = (spec.tp, spec.cp, spec.pp, spec.tp_only_amax_red)
+        if sizes not in meshes:
+            meshes[sizes] = join(spec)
+        outcomes[name] = run_case(replace(case, parallel=spec), meshes[sizes])
+    return outcomes
+
+
 def run_cases(rank: Rank, tp: int, cases: dict[str, Case]) -> dict[str, Outcome]:
     """Every case on one mesh."""
     mesh = join(ParallelSpec(devices_per_node=rank.size, tp=tp))
@@ -126,3 +193,16 @@ def fail_on_rank_1(rank: Rank) -> None:
     if rank.index == 1:
         raise ValueError("the number is 42")
     dist.barrier()
+
+
+def members(rank: Rank, spec: ParallelSpec) -> dict[str, tuple[int, int, list[int]]]:
+    """Size, own place and the global ranks of every axis, by a reduction over it."""
+    mesh = join(spec)
+    found = {}
+    for name, axis in vars(mesh).items():
+        if isinstance(axis, Axis):
+            present = torch.zeros(rank.size)
+            present[rank.index] = 1
+            axis.all_reduce_sum(present)
+            found[name] = (axis.size, axis.rank, present.nonzero().flatten().tolist())
+    return found

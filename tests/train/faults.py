@@ -105,6 +105,22 @@ def slow(seconds: float) -> None:
     _after_backward(range(10**6), lambda state: time.sleep(seconds))
 
 
+def hang(at_step: int) -> None:
+    """This process does not go on with a step."""
+    import time
+
+    _after_backward([at_step], lambda state: time.sleep(10**6))
+
+
+def fail(at_step: int) -> None:
+    """An error of ours."""
+
+    def act(state: Any) -> None:
+        raise ValueError("the number is 42")
+
+    _after_backward([at_step], act)
+
+
 def _of(state: Any, tensors: Any, name: str) -> torch.Tensor:
     """The one of `tensors`, which are in the order of the parameters, that belongs to `name`."""
     for param, tensor in zip(state.masters.params, tensors, strict=True):

@@ -154,6 +154,31 @@ EFFECTS: dict[str, Effect] = {
     "trainer.gradient_clip_val": Trains(0.01),
     "trainer.nonfinite_policy": ShownBy("tests/train/test_nonfinite.py::test_skip"),
     "trainer.fast_dev_run": Runs(2),
+    "trainer.step_timeout": ShownBy(
+        "tests/train/test_layouts.py::test_a_rank_that_hangs_is_named_and_shown"
+    ),
+    "model.pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.virtual_pipeline_model_parallel_size": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_schedule": ShownBy(
+        "tests/parallel/test_pipeline.py::test_each_rank_holds_its_layers"
+    ),
+    "model.pipeline_model_parallel_layout": ShownBy(
+        "tests/parallel/test_pipeline.py::test_uneven_layers"
+    ),
+    "model.tp_only_amax_red": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_tp_only_amax_red_leaves_replicas_their_own_scales"
+    ),
+    "model.optim.grad_sync_dtype": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
+    ),
+    "model.grad_allreduce_chunk_size_mb": ShownBy(
+        "tests/parallel/test_data_parallel.py::test_early_reductions_give_the_same_bits"
+    ),
+    "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.overfit_batches": Trains(1),
     "trainer.num_sanity_val_steps": Runs(1, sees="output"),
     "trainer.enable_progress_bar": ShownBy(
@@ -212,7 +237,7 @@ EFFECTS: dict[str, Effect] = {
     "model.tokenizer.model": NAMED,
     "model.tokenizer.vocab_file": NAMED,
     "model.tokenizer.merge_file": NAMED,
-    "model.data.dataloader_type": Trains("cyclic"),
+    "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
     "model.data.shuffle_documents": Trains(False),
     "model.data.eod_mask_loss": Trains(True),
     "model.data.reset_attention_mask": Trains(True),
@@ -237,6 +262,9 @@ EFFECTS: dict[str, Effect] = {
         "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),
     "model.fp8_backend": Refused("te"),
+    "model.compile": ShownBy(
+        "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
+    ),
     "model.enable_fsdp_float8_all_gather": Refused(True),
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
@@ -247,7 +275,9 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.weight_decay": Trains(0.5),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
-    "model.optim.sched.name": Trains("PolynomialDecayAnnealing"),
+    "model.optim.sched.name": Trains(
+        "PolynomialDecayAnnealing", ("model.optim.sched.warmup_steps=0",)
+    ),
     "model.optim.sched.warmup_steps": Trains(2),
     "model.optim.sched.constant_steps": Trains(2, ("model.optim.sched.warmup_steps=0",)),
     "model.optim.sched.min_lr": Trains(5e-4, ("model.optim.sched.warmup_steps=0",)),

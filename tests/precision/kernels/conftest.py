@@ -1,18 +1,12 @@
-"""Triton's kernels: on a GPU where there is one, else in Triton's interpreter on the CPU.
-
-Triton reads the choice when a kernel is defined, so it is made here, before any is imported.
-"""
+"""Triton's kernels: on a GPU where there is one, else in Triton's interpreter on the CPU (chosen in
+tests/conftest.py)."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
 

@@ -1,0 +1,329 @@
+"""Pipeline parallelism: each rank holds some layers; microbatches pass from stage to stage.
+
+The order of work is `torch.distributed.pipelining`'s. Stage inputs and outputs are declared, never
+inferred: inference runs the model once more, which would record amaxes twice. Losses are summed and
+gradients not scaled; one division comes later, over all ranks.
+"""
+
+# B batch  S sequence  D model width  V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
+
+from megafp8.models.attention import KVCache
+from megafp8.models.gpt import GPT
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.deferred import DeferringSink
+from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.specs.parallel import (
+    ONE_STAGE_SCHEDULES,
+    ZERO_BUBBLE_SCHEDULES,
+    ParallelSpec,
+    PipelineSpec,
+)
+
+
+class Batch(NamedTuple):
+    """One microbatch on the device: int64 [B, S] each, targets -100 where nothing counts.
+
+    `documents` are the model's keywords that tell a sample's documents apart, if anything does.
+    """
+
+    tokens_BS: torch.Tensor  # noqa: N815 (shape suffix)
+    targets_BS: torch.Tensor  # noqa: N815 (shape suffix)
+    documents: Mapping[str, torch.Tensor] = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What crosses between two stages: the residual stream of one microbatch."""
+
+    shape: tuple[int, int, int]  # B, S, D
+    dtype: torch.dtype
+
+    def check(self, x_BSD: torch.Tensor) -> None:
+        """A shorter message would be taken into a longer buffer without an error."""
+        found = (tuple(x_BSD.shape), x_BSD.dtype)
+        if found != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"between two stages {self.shape} {self.dtype} is agreed on, not {found}"
+            )
+
+
+class PipelinedGPT(nn.Module):
+    """The stages of a GPT that one rank holds, in the model's order.
+
+    Outside training steps (validation, sampling) a call passes one microbatch through all ranks.
+    """
+
+    def __init__(self, parts: Parts, spec: ParallelSpec, pp: Axis) -> None:
+        super().__init__()
+        self.spec, self.pp, self.residual_dtype = parts.spec, pp, parts.residual_dtype
+        self.pipeline: PipelineSpec = spec.pipeline
+        layers = spec.pipeline.layers(parts.spec.num_layers, spec.pp)
+        self.num_stages = len(layers)
+        self.indices = spec.pipeline.stages_of(pp.rank, spec.pp)
+        self.stages = nn.ModuleList(
+            GPT(
+                parts,
+                layers[index],
+                has_embedding=index == 0,
+                has_head=index == self.num_stages - 1,
+            )
+            for index in self.indices
+        )
+        self._sent: list[dist.Work] = []
+        first, last = self._gpt(0), self._gpt(self.num_stages - 1)
+        if (
+            first is not None
+            and last is not None
+            and parts.spec.share_embeddings_and_output_weights
+        ):
+            last.head_weight = first.embedding.word  # both ends are here: one weight
+
+    def _gpt(self, index: int) -> GPT | None:
+        """The stage `index`, if it is here."""
+        if index not in self.indices:
+            return None
+        gpt = self.stages[self.indices.index(index)]
+        assert isinstance(gpt, GPT)
+        return gpt
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank that holds the head."""
+        return self.pipeline.rank_of(self.num_stages - 1, self.pp.size)
+
+    def tied_copy(self) -> nn.Parameter | None:
+        """The word embedding that another rank has too: here as input's or as output's weight."""
+        if not self.spec.share_embeddings_and_output_weights or self.pp.rank == self.last_rank == 0:
+            return None
+        first, last = self._gpt(0), self._gpt(self.num_stages - 1)
+        if first is not None:
+            return first.embedding.word
+        return None if last is None else last.output_weight
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The summed loss where the head is, 0 on other ranks: FP32 scalar, nats."""
+        x_BSD = self._pass(tokens_BS, position_ids_BS, document_ids_BS, None)
+        last = self._gpt(self.num_stages - 1)
+        if last is None or x_BSD is None:
+            return torch.zeros((), device=tokens_BS.device)
+        return last.forward_head(x_BSD, targets_BS)
+
+    def logits(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """[B, S] -> FP32 [B, S, V] on every rank, for generation."""
+        position_ids_BS = None
+        if cache is not None and cache.length:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
+            position_ids_BS = positions.expand_as(tokens_BS)
+        x_BSD = self._pass(tokens_BS, position_ids_BS, None, cache)
+        last = self._gpt(self.num_stages - 1)
+        if last is None or x_BSD is None:
+            shape = (*tokens_BS.shape, self.spec.vocab_size)
+            logits_BSV = torch.empty(shape, device=tokens_BS.device)
+        else:
+            normed_BSD = last.final_norm(x_BSD)
+            logits_BSV = last.head_loss.logits(normed_BSD, last.output_weight)
+        if cache is not None:
+            cache.length += tokens_BS.shape[1]
+        return self.pp.broadcast(logits_BSV.contiguous(), self.last_rank)
+
+    def _pass(
+        self,
+        tokens_BS: torch.Tensor,
+        position_ids_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        cache: KVCache | None,
+    ) -> torch.Tensor | None:
+        """Through this rank's stages in turn; the last stage's output before the final norm."""
+        boundary = Boundary((*tokens_BS.shape, self.spec.hidden_size), self.residual_dtype)
+        for work in self._sent:  # of the microbatch before: nobody runs far ahead
+            work.wait()
+        self._sent.clear()
+        x_BSD: torch.Tensor | None = None
+        for index, gpt in zip(self.indices, self.stages, strict=True):
+            assert isinstance(gpt, GPT)
+            before, after = self._rank_of(index - 1), self._rank_of(index + 1)
+            if index == 0:
+                x_BSD = gpt.forward_embedding(tokens_BS, position_ids_BS)
+            elif before != self.pp.rank:
+                empty_BSD = tokens_BS.new_empty(boundary.shape, dtype=boundary.dtype)
+                x_BSD = self.pp.receive(empty_BSD, before)
+            assert x_BSD is not None
+            x_BSD = gpt.forward_layers(
+                x_BSD,
+                position_ids_BS=position_ids_BS,
+                document_ids_BS=document_ids_BS,
+                cache=cache,
+            )
+            if index + 1 < self.num_stages and after != self.pp.rank:
+                boundary.check(x_BSD)
+                self._sent.append(self.pp.start_send(x_BSD.contiguous(), after))
+        return x_BSD
+
+    def _rank_of(self, stage: int) -> int:
+        return self.pipeline.rank_of(stage % self.num_stages, self.pp.size)
+
+
+class PipelineRunner:
+    """Runs training steps over a `PipelinedGPT`; tells scaling and random streams where they are.
+
+    Every microbatch has its own events on every stage; with 1F1B several are in flight.
+    """
+
+    def __init__(
+        self,
+        model: PipelinedGPT,
+        boundary: Boundary,
+        *,
+        scaling: ScalingState | NoScaling,
+        streams: RandomStreams,
+        deferring: DeferringSink | None,
+        device: torch.device,
+    ) -> None:
+        assert (deferring is not None) == (model.pipeline.schedule in ZERO_BUBBLE_SCHEDULES)
+        self.name = model.pipeline.schedule
+        self.stages = [
+            _Stage(model, place, boundary, scaling, streams, deferring, device)
+            for place in range(len(model.indices))
+        ]
+        self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+
+    def forward_backward(
+        self, batches: Sequence[Batch], step: int, global_indices: Sequence[int]
+    ) -> torch.Tensor:
+        """Accumulate the gradients of one step; returns the summed loss, FP64, 0 without head.
+
+        `global_indices` number the microbatches over all data-parallel ranks.
+        """
+        count = len(batches)
+        for stage in self.stages:
+            stage.begin_step(batches, step, global_indices)
+        losses: list[torch.Tensor] = []
+        # The stages have the batches already; the schedule needs to know the microbatch alone.
+        self._schedule(count).step(target=torch.arange(count), losses=losses, return_outputs=False)
+        total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens_BS.device)
+        for loss in losses:
+            total += loss.detach()
+        return total
+
+    def _schedule(self, count: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        """One for each number of microbatches; the stages are the same."""
+        if count not in self._schedules:
+            kind = get_schedule_class(self.name)
+            stages = self.stages[0] if self.name in ONE_STAGE_SCHEDULES else self.stages
+            self._schedules[count] = kind(
+                stages, count, loss_fn=lambda loss, microbatch: loss, scale_grads=False
+            )
+        return self._schedules[count]
+
+
+class _Work(nn.Module):
+    """What torch's stage calls: the microbatch it does not know is `current`."""
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__()
+        self.gpt = gpt
+        self.current: Batch | None = None
+
+    def forward(self, x_BSD: torch.Tensor | None = None) -> torch.Tensor:
+        assert self.current is not None
+        position_ids_BS = self.current.documents.get("position_ids_BS")
+        document_ids_BS = self.current.documents.get("document_ids_BS")
+        if self.gpt.has_embedding:
+            x_BSD = self.gpt.forward_embedding(self.current.tokens_BS, position_ids_BS)
+        assert x_BSD is not None
+        x_BSD = self.gpt.forward_layers(
+            x_BSD, position_ids_BS=position_ids_BS, document_ids_BS=document_ids_BS
+        )
+        return self.gpt.forward_head(x_BSD, self.current.targets_BS) if self.gpt.has_head else x_BSD
+
+
+class _Stage(PipelineStage):
+    """One stage: its shapes are given, its microbatches announced, its messages counted."""
+
+    def __init__(
+        self,
+        model: PipelinedGPT,
+        place: int,
+        boundary: Boundary,
+        scaling: ScalingState | NoScaling,
+        streams: RandomStreams,
+        deferring: DeferringSink | None,
+        device: torch.device,
+    ) -> None:
+        gpt = model.stages[place]
+        assert isinstance(gpt, GPT)
+        x_BSD = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        self.work, self.place, self.boundary = _Work(gpt), place, boundary
+        self.scaling, self.streams, self.pp = scaling, streams, model.pp
+        super().__init__(
+            self.work,
+            model.indices[place],
+            model.num_stages,
+            device,
+            input_args=() if gpt.has_embedding else (x_BSD,),
+            output_args=(loss if gpt.has_head else x_BSD,),
+            group=model.pp.group,
+            dw_builder=None if deferring is None else deferring.take,
+        )
+
+    def begin_step(self, batches: Sequence[Batch], step: int, indices: Sequence[int]) -> None:
+        self.batches, self.step, self.indices = batches, step, indices
+        self.chunks = len(batches)  # another schedule may have set it since ours did
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        batch = self.batches[fwd_chunk_id]
+        if tuple(batch.tokens_BS.shape) != self.boundary.shape[:2]:
+            raise RuntimeError(
+                f"microbatch {fwd_chunk_id} is {tuple(batch.tokens_BS.shape)}, the pipeline was "
+                f"made for {self.boundary.shape[:2]}"
+            )
+        self.work.current = batch
+        self.streams.begin_microbatch(self.step, self.indices[fwd_chunk_id])
+        # Numbered over the rank's stages: 0 is the step's first, and weights are quantized there.
+        self.scaling.begin_microbatch(self.place * len(self.batches) + fwd_chunk_id)
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.scaling.end_forward()
+        if not self.is_last:
+            self.boundary.check(output)
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(*args, **kwargs)
+        self.scaling.end_backward()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        for op in ops:
+            self.pp.traffic.add(self.pp.name, "send", op.tensor)
+        return ops

@@ -1,0 +1,101 @@
+"""The vocabulary over tensor-parallel ranks: embedding rows, output logits, cross entropy.
+
+No rank ever has a token's whole logits: the ranks share their largest one, the sum of their
+exponentials and the target's (Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+# B batch  S sequence  D model width  T tokens (batch x sequence)  C tokens of one chunk
+# V this rank's part of the vocabulary
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.models.loss import IGNORE, AddGradWeight, HeadLoss, Matmul
+from megafp8.parallel.collectives import Axis
+from megafp8.precision.grad_sink import GradSink
+from megafp8.specs.placement import Piece
+
+
+def vocabulary_piece(name: str, shape: tuple[int, int], tp: Axis, replica: int) -> Piece:
+    """This rank's rows of an embedding or a head of `shape` (whole vocabulary, width)."""
+    vocab, width = shape
+    assert vocab % tp.size == 0, f"{vocab} rows over {tp.size} ranks"
+    share = vocab // tp.size
+    local = (slice(0, share), slice(0, width))
+    return Piece(name, shape, (tp.rank * share, 0), local, replica)
+
+
+def vocab_parallel_look_up(
+    tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink, tp: Axis
+) -> torch.Tensor:
+    """Rows of the whole vocabulary: [B, S] int64 -> [B, S, D] on every rank."""
+    rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+        tokens_BS, weight_VD, sink, tp
+    )
+    return rows_BSD
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink, tp: Axis
+    ) -> torch.Tensor:
+        local_BS, is_here_BS = local_rows(tokens_BS, weight_VD.shape[0], tp)
+        ctx.save_for_backward(local_BS, is_here_BS)
+        ctx.weight, ctx.sink = weight_VD, sink
+        rows_BSD = nn.functional.embedding(local_BS, weight_VD)
+        rows_BSD.masked_fill_(~is_here_BS[..., None], 0.0)
+        return tp.all_reduce_sum(rows_BSD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (local_BS, is_here_BS), (grad_BSD,) = ctx.saved_tensors, grads
+        # Rows elsewhere add 0 to some row here: nothing has to be counted on a device.
+        own_BSD = grad_BSD.masked_fill(~is_here_BS[..., None], 0.0)
+        grad = ctx.sink.add_rows(ctx.weight, local_BS.flatten(), own_BSD.flatten(0, 1))
+        return None, grad, None, None
+
+
+def local_rows(ids: torch.Tensor, share: int, tp: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row here of each vocabulary index, any row where it is elsewhere; whether it is here)."""
+    local = ids - tp.rank * share
+    is_here = (local >= 0) & (local < share)
+    return local.clamp(0, share - 1), is_here
+
+
+class VocabParallelHeadLoss(HeadLoss):
+    """Every rank has all tokens and a part of the vocabulary; the loss is the same on all."""
+
+    def __init__(self, tp: Axis, matmul: Matmul, add_grad_weight: AddGradWeight) -> None:
+        super().__init__(matmul, add_grad_weight)
+        self.tp = tp
+
+    def loss_of_chunk(
+        self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        # A NaN must not be lost in the maximum; the sum of exponentials is NaN then.
+        largest_C = logits_CV.amax(dim=-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        shifted_CV = logits_CV - self.tp.all_reduce_max(largest_C)[:, None]
+        local_C, is_here_C = local_rows(targets_C, logits_CV.shape[1], self.tp)
+        target_C = shifted_CV.gather(1, local_C[:, None])[:, 0].masked_fill(~is_here_C, 0.0)
+        exponentials_CV = shifted_CV.exp_()
+        sums_2C = self.tp.all_reduce_sum(torch.stack((exponentials_CV.sum(dim=-1), target_C)))
+        is_ignored_C = targets_C == IGNORE
+        loss = (sums_2C[0].log() - sums_2C[1]).masked_fill(is_ignored_C, 0.0).sum()
+        if not with_grad:
+            return loss, None
+        grad_CV = exponentials_CV.div_(sums_2C[0][:, None])  # softmax
+        grad_CV.scatter_add_(1, local_C[:, None], -is_here_C[:, None].to(grad_CV.dtype))
+        return loss, grad_CV.masked_fill_(is_ignored_C[:, None], 0.0)
+
+    def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce_sum(grad_hidden_TD)
+
+    def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        """FP32 logits over the whole vocabulary, on every rank."""
+        return torch.cat(self.tp.all_gather(super().logits(hidden_BSD, weight_VD)), dim=-1)

@@ -1,0 +1,75 @@
+"""Mistakes that parallel code is likely to have, to be found by the checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megafp8.parallel.collectives import Pending
+from megafp8.parallel.parts import linears_of
+from megafp8.parallel.tensor import ColumnParallel, RowParallel
+from megafp8.train.state import TrainState
+
+
+def plant(bug: str, state: TrainState) -> None:
+    {
+        "amax is not reduced": _amax_over_nobody,
+        "amax is reduced over replicas alone": _amax_over_replicas,
+        "output is not summed": lambda s: _rows(s, 0),
+        "output is summed twice": lambda s: _rows(s, 2),
+        "grad_input is not summed": lambda s: _columns(s, 0),
+        "grad_input is summed twice": lambda s: _columns(s, 2),
+        "gradients are not summed": lambda s: _gradients(s, 0),
+        "gradients are summed twice": lambda s: _gradients(s, 2),
+        "tied gradients are not summed": lambda s: _tied(s, 0),
+        "tied gradients are summed twice": lambda s: _tied(s, 2),
+    }[bug](state)
+
+
+def _amax_over_nobody(state: TrainState) -> None:
+    state.scaling._reduce_max = None  # type: ignore[union-attr]
+
+
+def _amax_over_replicas(state: TrainState) -> None:
+    state.scaling._reduce_max = state.mesh.dp.all_reduce_max  # type: ignore[union-attr]
+
+
+class _Repeated:
+    """An axis whose sums are done `times` times."""
+
+    def __init__(self, axis: Any, times: int) -> None:
+        self.axis, self.times = axis, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.axis, name)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            self.axis.all_reduce_sum(tensor)
+        return tensor
+
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
+        return Pending(self.all_reduce_sum(tensor), None)
+
+
+def _rows(state: TrainState, times: int) -> None:
+    for linear in linears_of(state.model):
+        if isinstance(linear.comm, RowParallel):
+            linear.comm = replace(linear.comm, tp=_Repeated(linear.comm.tp, times))
+
+
+def _columns(state: TrainState, times: int) -> None:
+    for linear in linears_of(state.model):
+        if isinstance(linear.comm, ColumnParallel):
+            linear.comm = replace(linear.comm, tp=_Repeated(linear.comm.tp, times))
+
+
+def _gradients(state: TrainState, times: int) -> None:
+    assert state.reducer is not None
+    state.reducer.axis = _Repeated(state.reducer.axis, times)  # type: ignore[assignment]
+
+
+def _tied(state: TrainState, times: int) -> None:
+    state.mesh = replace(state.mesh, ends=_Repeated(state.mesh.ends, times))  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""Every layout against one process, in every precision: `python -m tests.parallel.matrix`.
+
+Writes the table of docs/parallelism.md and exits with 1 if a bound is exceeded. Compared with one
+process whose microbatches hold what those of all replicas do, so that their numbers agree.
+
+FP32: first gradients, 20 losses and gradient norms within 1e-5, relatively. BF16 and FP8: losses
+within 3 times the spread of one process's losses over five runs whose embeddings differ by one
+rounding step in a random half of their elements; and in FP8 the tables of all ranks of a stage are
+the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import (
+    Outcomes,
+    assembled,
+    assert_same_tables,
+    gradient_errors,
+)
+from tests.ranks import ROOT, run_ranks
+from tests.tiny import gpt_spec
+
+PAGE = ROOT / "docs" / "parallelism.md"
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+MICROBATCHES = 8  # of 2 samples; a replica has its share of them
+PERTURBATIONS = 5
+MODEL = gpt_spec(num_layers=4)
+ZERO_BUBBLE = PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2)
+INTERLEAVED = PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2)
+
+LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
+    "tp 2": (2, ParallelSpec(tp=2)),
+    "tp 4": (4, ParallelSpec(tp=4)),
+    "pp 2": (2, ParallelSpec(pp=2)),
+    "pp 4": (4, ParallelSpec(pp=4)),
+    "pp 2, interleaved": (2, ParallelSpec(pp=2, pipeline=INTERLEAVED)),
+    "pp 2, zero bubble V": (2, ParallelSpec(pp=2, pipeline=ZERO_BUBBLE)),
+    "dp 2": (2, ParallelSpec()),
+    "dp 4": (4, ParallelSpec()),
+    "tp 2 x pp 2": (4, ParallelSpec(tp=2, pp=2)),
+    "tp 2 x dp 2": (4, ParallelSpec(tp=2)),
+    "pp 2 x dp 2": (4, ParallelSpec(pp=2)),
+    "tp 2 x pp 2 x dp 2": (8, ParallelSpec(tp=2, pp=2)),
+}
+PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
+    "FP32": ("fp32", None),
+    "BF16": ("bf16", None),
+    "FP8 delayed": ("bf16", Fp8Recipe(amax_history_len=16)),
+    "FP8 tensorwise": ("bf16", Fp8Recipe(name="tensorwise")),
+}
+
+
+def case_of(precision: str, spec: ParallelSpec = ParallelSpec(), **changes: object) -> Case:  # noqa: B008
+    compute, fp8 = PRECISIONS[precision]
+    case = Case(compute, fp8, MODEL, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def spread(precision: str, replicas: int, one: Outcome) -> float:
+    """The largest relative distance of a perturbed run's loss from the undisturbed one's."""
+    found = 0.0
+    for seed in range(PERTURBATIONS):
+        case = case_of(precision, merged=replicas, perturbed=seed)
+        found = max(found, distance(run_case(case, single_rank()).losses, one.losses))
+    return found
+
+
+def distance(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def row(
+    name: str, precision: str, ranks: Outcomes, one: Outcome, bound: float
+) -> tuple[list[str], bool]:
+    """A line of the table, and whether all bounds hold."""
+    losses = max(distance(rank.losses, one.losses) for rank in ranks)
+    norms = max(distance(rank.norms, one.norms) for rank in ranks)
+    gradients = max(gradient_errors(ranks, one).values())
+    good = losses <= bound and len({tuple(rank.losses) for rank in ranks}) == 1
+    if precision == "FP32":
+        good = good and gradients <= bound and norms <= bound
+    assembled([rank.weights for rank in ranks])  # replicas agree bit for bit
+    if PRECISIONS[precision][1] is not None:
+        stages: dict[tuple[str, ...], Outcomes] = {}
+        for rank in ranks:
+            stages.setdefault(tuple(sorted(p.name for p in rank.weights)), []).append(rank)
+        for stage in stages.values():
+            assert_same_tables(stage)
+    numbers = [f"{value:.1e}" for value in (gradients, norms, losses, bound)]
+    return [name, precision, *numbers, "yes" if good else "**no**"], good
+
+
+def table(names: list[str], tell: Callable[[str], None]) -> tuple[list[list[str]], bool]:
+    torch.set_num_threads(1)
+    ones: dict[tuple[str, int], tuple[Outcome, float]] = {}
+    rows, all_good = [], True
+    for name in names:
+        size, spec = LAYOUTS[name]
+        replicas = size // (spec.tp * spec.cp * spec.pp)
+        cases = {precision: case_of(precision, spec) for precision in PRECISIONS}
+        results = run_ranks(
+            "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
+        )
+        for precision in PRECISIONS:
+            key = (precision, replicas)
+            if key not in ones:
+                one = run_case(case_of(precision, merged=replicas), single_rank())
+                bound = 1e-5 if precision == "FP32" else 3 * spread(precision, replicas, one)
+                ones[key] = (one, bound)
+            ranks = [result[precision] for result in results]
+            line, good = row(name, precision, ranks, *ones[key])
+            tell(" | ".join(line))
+            rows.append(line)
+            all_good = all_good and good
+    return rows, all_good
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head = ["layout", "precision", "first gradients", "norms", "losses", "bound", "holds"]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(page: Path, text: str) -> None:
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all, written")
+    names = parser.parse_args().layouts
+    rows, good = table(names or list(LAYOUTS), lambda text: print(text, flush=True))
+    if not names:
+        write(PAGE, markdown(rows))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

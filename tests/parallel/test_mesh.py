@@ -1,0 +1,82 @@
+"""Which ranks form which axis."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8.parallel.mesh import AXES, coordinates, groups_along
+from megafp8.specs import ParallelSpec, PipelineSpec
+from tests.ranks import run_ranks
+
+EIGHT = {"tp": 2, "cp": 1, "dp": 2, "pp": 2}
+SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
+
+
+def test_megatrons_order_by_hand() -> None:
+    """Tensor-parallel ranks are neighbours, then replicas, then stages (Megatron's tp-cp-dp-pp)."""
+    assert groups_along(EIGHT, {"tp"}) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups_along(EIGHT, {"dp"}) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups_along(EIGHT, {"pp"}) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups_along(EIGHT, {"tp", "cp", "dp"}) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    four = {"tp": 2, "cp": 2, "dp": 2, "pp": 1}
+    assert groups_along(four, {"cp"}) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups_along(four, {"cp", "dp"}) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert coordinates(EIGHT, 6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1}
+
+
+@given(SIZES)
+def test_ranks_of_a_group_differ_in_its_axes_alone(sizes: dict[str, int]) -> None:
+    world = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+    places = [coordinates(sizes, rank) for rank in range(world)]
+    assert len({tuple(place.values()) for place in places}) == world
+    for count in range(1, len(AXES) + 1):
+        for axes in combinations(AXES, count):
+            groups = groups_along(sizes, axes)
+            assert sorted(rank for group in groups for rank in group) == list(range(world))
+            rest = [axis for axis in AXES if axis not in axes]
+            for group in groups:
+                assert group == sorted(group)
+                assert all(len({places[rank][axis] for rank in group}) == 1 for axis in rest)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_each_stage_is_on_one_rank(schedule: str, pp: int) -> None:
+    spec = PipelineSpec(schedule=schedule, stages_per_rank=2)  # type: ignore[arg-type]
+    held = [spec.stages_of(rank, pp) for rank in range(pp)]
+    assert sorted(stage for stages in held for stage in stages) == list(range(2 * pp))
+    if schedule == "ZBVZeroBubble":  # both ends on the first rank, the turn on the last
+        assert held[0] == [0, 2 * pp - 1] and held[-1] == [pp - 1, pp]
+    else:
+        assert held[0] == [0, pp] and held[-1] == [pp - 1, 2 * pp - 1]
+
+
+def test_layers_of_stages() -> None:
+    assert PipelineSpec().layers(6, 2) == [range(3), range(3, 6)]
+    uneven = PipelineSpec(layout=(1, 3, 2, 1), stages_per_rank=2)
+    assert uneven.layers(7, 2) == [range(1), range(1, 4), range(4, 6), range(6, 7)]
+
+
+@pytest.fixture(scope="module")
+def joined() -> list[dict[str, tuple[int, int, list[int]]]]:
+    spec = ParallelSpec(devices_per_node=4, tp=1, pp=2)
+    return run_ranks("tests.parallel.rank_work:members", 4, {"spec": spec})
+
+
+def test_the_groups_are_made_of_these_ranks(
+    joined: list[dict[str, tuple[int, int, list[int]]]],
+) -> None:
+    """Each rank's own number is summed over each axis: dp=2, pp=2."""
+    sizes = {"tp": 1, "cp": 1, "dp": 2, "pp": 2}
+    spans = {axis: {axis} for axis in AXES}
+    spans |= {"data": {"cp", "dp"}, "stage": {"tp", "cp", "dp"}, "amax": {"tp", "cp", "dp"}}
+    for rank, found in enumerate(joined):
+        for name, span in spans.items():
+            group = next(g for g in groups_along(sizes, span) if rank in g)
+            assert found[name] == (len(group), group.index(rank), group), name
+        assert found["ends"] == found["pp"], "two stages: both are ends"
+        assert found["world"] == (4, rank, [0, 1, 2, 3])

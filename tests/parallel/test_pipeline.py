@@ -1,0 +1,185 @@
+"""Stages on gloo ranks against one process: losses, gradients, FP8 state, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import (
+    Outcomes,
+    assembled,
+    assert_gradients_close,
+    assert_losses_close,
+)
+from tests.ranks import run_ranks
+from tests.tiny import SEQ, gpt_spec, optim_spec
+
+FP8 = Fp8Recipe(amax_history_len=4)
+MODEL = gpt_spec(num_layers=4, hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+UNTIED = replace(MODEL, share_embeddings_and_output_weights=False)
+ONE = {
+    "fp32": Case("fp32", None, MODEL, steps=3, num_microbatches=4),
+    "fp8": Case("fp32", FP8, MODEL, steps=3, num_microbatches=4),
+    "bf16 fp8 untied": Case(
+        "bf16", FP8, UNTIED, steps=20, num_microbatches=4, optim=optim_spec(clip_grad_norm=None)
+    ),
+    "uneven": Case("fp32", FP8, MODEL, steps=2, num_microbatches=4),
+}
+SCHEDULES = {
+    "GPipe": PipelineSpec(schedule="GPipe"),
+    "1F1B": PipelineSpec(),
+    "Interleaved1F1B": PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2),
+    "InterleavedZeroBubble": PipelineSpec(schedule="InterleavedZeroBubble", stages_per_rank=2),
+    "ZBVZeroBubble": PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2),
+}
+CASES = {
+    f"{name} {kind}": replace(case, parallel=ParallelSpec(pp=2, pipeline=pipeline))
+    for kind, case in ONE.items()
+    if kind != "uneven"
+    for name, pipeline in SCHEDULES.items()
+}
+CASES["uneven"] = replace(
+    ONE["uneven"], parallel=ParallelSpec(pp=2, pipeline=PipelineSpec(layout=(1, 3)))
+)
+for schedule in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble"):  # as the others, shorter
+    name = f"{schedule} bf16 fp8 untied"
+    CASES[name] = replace(CASES[name], steps=5)
+Runs = dict[str, Outcomes]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Runs:
+    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES}, timeout=300)
+    return {name: [rank[name] for rank in results] for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Outcome]:
+    """With as many threads as a rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    outcomes = {name: run_case(case, single_rank()) for name, case in ONE.items()}
+    torch.set_num_threads(threads)
+    return outcomes
+
+
+def by_name(outcomes: Outcomes, direction: str, field: str, update: int) -> dict[str, torch.Tensor]:
+    """The rows of one table, by tensor, after the last of `update` updates of it."""
+    rows = {}
+    for outcome in outcomes:
+        for row, name in enumerate(outcome.names[direction]):
+            assert name not in rows, f"{name} is on two stages"
+            rows[name] = outcome.updates[direction][update][field][row]
+    return rows
+
+
+def assert_same_fp8_state(outcomes: Outcomes, expected: Outcome, step: int) -> None:
+    """Bit for bit, after `step`: each stage may have more updates than the model."""
+    for direction in ("forward", "backward"):
+        for field in ("history", "quant_scale", "num_updates"):
+            per_step = [len(o.updates[direction]) // len(o.losses) for o in outcomes]
+            ours = {}
+            for outcome, count in zip(outcomes, per_step, strict=True):
+                ours |= by_name([outcome], direction, field, (step + 1) * count - 1)
+            count = len(expected.updates[direction]) // len(expected.losses)
+            theirs = by_name([expected], direction, field, (step + 1) * count - 1)
+            assert ours.keys() == theirs.keys() and len(ours) > 12
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], value), f"{direction} {field} of {name}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp32_equals_one_process(ranks: Runs, one: dict[str, Outcome], schedule: str) -> None:
+    """Dropout included: its masks are keyed by the microbatch, wherever it is."""
+    case, expected = ranks[f"{schedule} fp32"], one["fp32"]
+    assert_losses_close(case, expected, 1e-5)
+    assert_gradients_close(case, expected, 1e-5)
+    for rank in case:
+        assert rank.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert rank.validation[0] == pytest.approx(expected.validation[0], rel=1e-5)
+        assert rank.validation[1] == expected.validation[1]
+        torch.testing.assert_close(rank.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fp8_of_the_first_step_equals_one_process_bit_for_bit(
+    ranks: Runs, one: dict[str, Outcome], schedule: str
+) -> None:
+    """Scales, histories, and each layer's gradients; the tied embedding's are summed in another
+    order."""
+    case, expected = ranks[f"{schedule} fp8"], one["fp8"]
+    assert_same_fp8_state(case, expected, 0)
+    assert case[0].losses[0] == expected.losses[0]
+    ours = assembled([rank.first_gradients for rank in case])
+    theirs = assembled([expected.first_gradients])
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    assert set(different) <= {"embedding.word.weight"}
+    assert_losses_close(case, expected, 1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_in_fp8_equal_one_process_bit_for_bit(
+    ranks: Runs, one: dict[str, Outcome], schedule: str
+) -> None:
+    """20 steps or 5: untied embeddings, no clipping (the norm is summed in another order)."""
+    case, expected = ranks[f"{schedule} bf16 fp8 untied"], one["bf16 fp8 untied"]
+    steps = len(case[0].losses)
+    for rank in case:
+        assert rank.losses == expected.losses[:steps]
+    assert_same_fp8_state(case, expected, steps - 1)
+    if steps < len(expected.losses):
+        return
+    ours = assembled([rank.weights for rank in case])
+    theirs = assembled([expected.weights])
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_each_rank_holds_its_layers(ranks: Runs) -> None:
+    def layers(case: str) -> list[set[str]]:
+        return [
+            {piece.name.split(".")[1] for piece in r.weights if piece.name.startswith("layers.")}
+            for r in ranks[case]
+        ]
+
+    assert layers("1F1B fp8") == [{"0", "1"}, {"2", "3"}]
+    assert layers("Interleaved1F1B fp8") == [{"0", "2"}, {"1", "3"}]
+    assert layers("ZBVZeroBubble fp8") == [{"0", "3"}, {"1", "2"}]
+    assert layers("uneven") == [{"0"}, {"1", "2", "3"}]
+
+
+def test_uneven_layers(ranks: Runs, one: dict[str, Outcome]) -> None:
+    assert_same_fp8_state(ranks["uneven"], one["uneven"], 0)
+    assert_losses_close(ranks["uneven"], one["uneven"], 1e-4)
+
+
+def test_tied_copies_stay_bitwise_equal(ranks: Runs) -> None:
+    for schedule in ("1F1B", "Interleaved1F1B"):
+        copies = [
+            piece.tensor
+            for rank in ranks[f"{schedule} fp8"]
+            for piece in rank.weights
+            if piece.name == "embedding.word.weight"
+        ]
+        assert len(copies) == 2 and torch.equal(*copies)
+    both_ends = ranks["ZBVZeroBubble fp8"]
+    names = [[piece.name for piece in rank.weights] for rank in both_ends]
+    assert [n.count("embedding.word.weight") for n in names] == [1, 0], "one rank, one weight"
+
+
+def test_bytes_between_stages(ranks: Runs) -> None:
+    """A step: each boundary passes [B, S, D] forward and back once a microbatch."""
+    for schedule, crossings in (("1F1B", 1), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 2)):
+        outcomes = ranks[f"{schedule} fp8"]
+        sent = sum(rank.traffic["pp", "send", "float32"] for rank in outcomes)
+        assert sent == 2 * crossings * 4 * 2 * SEQ * MODEL.hidden_size * 4
+        tied = 0 if schedule == "ZBVZeroBubble" else MODEL.vocab_size * MODEL.hidden_size * 4
+        assert all(
+            r.traffic.get(("ends", "all_reduce_sum", "float32"), 0) == tied for r in outcomes
+        )

@@ -1,0 +1,71 @@
+"""What the other tests check would tell if a group were wrong, or a reduction missing or double."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import (
+    Outcomes,
+    assert_gradients_close,
+    assert_tables_follow_specification,
+)
+from tests.ranks import run_ranks
+from tests.tiny import gpt_spec
+
+FP8 = Fp8Recipe(amax_history_len=4)
+MODEL = gpt_spec(num_layers=2)
+TP, PP = ParallelSpec(tp=2), ParallelSpec(pp=2)
+OF_GRADIENTS = {
+    "output is not summed": TP,
+    "output is summed twice": TP,
+    "grad_input is not summed": TP,
+    "grad_input is summed twice": TP,
+    "gradients are not summed": ParallelSpec(),
+    "gradients are summed twice": ParallelSpec(),
+    "tied gradients are not summed": PP,
+    "tied gradients are summed twice": PP,
+}
+CASES = {
+    **{bug: Case(model=MODEL, steps=1, parallel=s, bug=bug) for bug, s in OF_GRADIENTS.items()},
+    "tp": Case("bf16", FP8, MODEL, steps=2, parallel=TP),
+    "amax is not reduced": Case(
+        "bf16", FP8, MODEL, steps=2, parallel=TP, bug="amax is not reduced"
+    ),
+    "amax is reduced over replicas alone": Case(
+        "bf16", FP8, MODEL, steps=2, parallel=TP, bug="amax is reduced over replicas alone"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, Outcomes]:
+    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES})
+    return {name: [rank[name] for rank in results] for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Outcome]:
+    return {"fp32": run_case(Case(model=MODEL, steps=1), single_rank())}
+
+
+@pytest.mark.parametrize("bug", OF_GRADIENTS)
+def test_the_gradients_tell(ranks: dict[str, Outcomes], one: dict[str, Outcome], bug: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_gradients_close(ranks[bug], one["fp32"], 1e-5)
+
+
+def test_the_specification_tells_whose_amaxes_were_reduced(ranks: dict[str, Outcomes]) -> None:
+    """(Over stages they cannot be: the one waits for what the other sends after it.)"""
+    assert_tables_follow_specification(ranks["tp"], FP8)
+    for bug in ("amax is not reduced", "amax is reduced over replicas alone"):
+        with pytest.raises(AssertionError):
+            assert_tables_follow_specification(ranks[bug], FP8)
+
+
+def test_these_checks_pass_what_is_right(one: dict[str, Outcome]) -> None:
+    assert_gradients_close([copy.deepcopy(one["fp32"])], one["fp32"], 0.0)
