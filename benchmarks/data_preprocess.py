@@ -1,10 +1,11 @@
 """Throughput of the preprocessing command beside `tokenizers.encode_batch` on the same documents.
 
 The documents are lines of Python's own library, drawn at random, as one JSONL file. The library
-gets them in memory, in batches, and only its call is timed, with as many threads as the command
+gets them in memory, in batches, and only its calls are timed, with as many threads as the command
 has workers. The command does everything: it starts, reads JSON, encodes, writes and hashes. Both
-take the same trained byte-level BPE. They alternate over parts of the text, since a machine's other
-work comes and goes; processor seconds are given beside those of the clock.
+take the same trained byte-level BPE. They run in turns of a few seconds, one stopped while the
+other runs, and only their own turns count: a machine's other work comes and goes, and so hits both
+alike. Processor seconds are given beside those of the clock.
 
     python benchmarks/data_preprocess.py --megabytes 200 --threads 2
 """
@@ -18,12 +19,15 @@ import os
 import platform
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import tokenizers
 
 from megafp8.data.corpus import builtin_documents
@@ -31,18 +35,55 @@ from megafp8.data.tokenize import train_tokenizer
 
 BATCH = 1000
 
-BASELINE = """
-import json, sys, time
+LIBRARY = """
+import json, sys
 import tokenizers
 tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
 with open(sys.argv[2], encoding="utf-8") as file:
     texts = [json.loads(line)["text"] for line in file]
 tokenizer.encode_batch(texts[:10], add_special_tokens=False)
-wall, cpu = time.perf_counter(), time.process_time()
+print("ready", flush=True)
+sys.stdin.readline()
 for first in range(0, len(texts), int(sys.argv[3])):
     tokenizer.encode_batch(texts[first : first + int(sys.argv[3])], add_special_tokens=False)
-print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))
 """
+
+
+@dataclass
+class Contender:
+    """A process with its children, in a group of its own, and the seconds of its turns."""
+
+    process: subprocess.Popen[str]
+    cpu_before: float = 0.0  # what it took to get ready
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        return self.process.returncode is None
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def turn(self, seconds: float) -> None:
+        """Let it run so long, or to its end."""
+        began, before = time.perf_counter(), children_seconds()
+        self.signal(signal.SIGCONT)
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGSTOP)
+        self.seconds += time.perf_counter() - began
+        if not self.runs:
+            if self.process.returncode:
+                raise SystemExit(f"{self.process.args} ended with {self.process.returncode}")
+            self.cpu_seconds = children_seconds() - before - self.cpu_before
+
+
+def children_seconds() -> float:
+    """Processor seconds of all children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def write_part(path: Path, lines: list[str], megabytes: float, seed: int) -> int:
@@ -56,61 +97,87 @@ def write_part(path: Path, lines: list[str], megabytes: float, seed: int) -> int
     return done
 
 
-def library(words: Path, part: Path, threads: int) -> list[float]:
-    """Seconds of the clock and of the processors."""
+def library(words: Path, part: Path, threads: int) -> Contender:
+    """Has its documents in memory, and waits for its first turn."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(threads)}
-    argv = [sys.executable, "-c", BASELINE, str(words), str(part), str(BATCH)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, env=environment)
-    found: list[float] = json.loads(done.stdout)
-    return found
+    argv = [sys.executable, "-c", LIBRARY, str(words), str(part), str(BATCH)]
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    used = psutil.Process(process.pid).cpu_times()
+    contender = Contender(process, used.user + used.system)
+    contender.signal(signal.SIGSTOP)
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    return contender
 
 
-def command(words: Path, part: Path, output: Path, threads: int) -> list[float]:
+def command(words: Path, part: Path, output: Path, threads: int) -> Contender:
+    """Stopped at its very beginning."""
     argv = [sys.executable, "-m", "megafp8.cli.preprocess", str(part), "--output", str(output)]
     argv += ["--tokenizer", str(words), "--workers", str(threads)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    wall = time.perf_counter()
-    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wall = time.perf_counter() - wall
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return [wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    contender = Contender(process)
+    contender.signal(signal.SIGSTOP)
+    return contender
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=200.0)
-    parser.add_argument("--parts", type=int, default=2)
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     texts = [document.text for document in builtin_documents()]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
-    ours, theirs, num_bytes = [0.0, 0.0], [0.0, 0.0], 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train_tokenizer(texts, args.vocab_size).save(folder / "words.json")
-        for number in range(args.parts):
-            part = folder / f"part{number}.jsonl"
-            num_bytes += write_part(part, lines, args.megabytes / args.parts, number)
-            taken = library(folder / "words.json", part, args.threads)
-            theirs = [a + b for a, b in zip(theirs, taken, strict=True)]
-            taken = command(folder / "words.json", part, folder / f"d{number}", args.threads)
-            ours = [a + b for a, b in zip(ours, taken, strict=True)]
-            print(f"part {number}: library {theirs}, command {ours} s in all", flush=True)
+        part = folder / "part.jsonl"
+        num_bytes = write_part(part, lines, args.megabytes, seed=0)
+        del texts, lines
+        theirs = library(folder / "words.json", part, args.threads)
+        ours = command(folder / "words.json", part, folder / "d", args.threads)
+        try:
+            while theirs.runs or ours.runs:
+                for contender in (theirs, ours):
+                    if contender.runs:
+                        contender.turn(args.turn)
+                print(f"library {theirs.seconds:.1f} s, command {ours.seconds:.1f} s", flush=True)
+        finally:
+            for contender in (theirs, ours):
+                if contender.runs:
+                    contender.signal(signal.SIGKILL)
     result = {
         "what": "preprocessing command beside tokenizers.encode_batch",
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         "megabytes": num_bytes / 1e6,
         "threads": args.threads,
-        "encode_batch_seconds": theirs[0],
-        "encode_batch_cpu_seconds": theirs[1],
-        "preprocess_seconds": ours[0],
-        "preprocess_cpu_seconds": ours[1],
-        "encode_batch_megabytes_per_second": num_bytes / 1e6 / theirs[0],
-        "preprocess_megabytes_per_second": num_bytes / 1e6 / ours[0],
-        "throughput_ratio": theirs[0] / ours[0],
+        "turn_seconds": args.turn,
+        "encode_batch_seconds": theirs.seconds,
+        "encode_batch_cpu_seconds": theirs.cpu_seconds,
+        "preprocess_seconds": ours.seconds,
+        "preprocess_cpu_seconds": ours.cpu_seconds,
+        "encode_batch_megabytes_per_second": num_bytes / 1e6 / theirs.seconds,
+        "preprocess_megabytes_per_second": num_bytes / 1e6 / ours.seconds,
+        "throughput_ratio": theirs.seconds / ours.seconds,
+        "cpu_throughput_ratio": theirs.cpu_seconds / ours.cpu_seconds,
         "versions": {"python": platform.python_version(), "tokenizers": tokenizers.__version__},
         "load_average": os.getloadavg(),
     }

@@ -17,7 +17,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.cli.export import DTYPES, home_of
 from megafp8.config.app import report
 from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
-from megafp8.train.generate import Sampling, generate
+from megafp8.train.generate import Sampling, beyond_training, generate
 from megafp8.train.tokenizer_files import find_tokenizer
 from megafp8.train.weights import find_checkpoint, load_model
 
@@ -59,6 +59,9 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
     model = load_model(reader, DTYPES[dtype], _device(options.device))
     print(f"{checkpoint}: {dtype}, no FP8, on {options.device}", file=sys.stderr)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
+    warning = beyond_training(model.spec, len(prompt), options.tokens)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
     tokens: list[int] = []
     shown = ""
     print(options.prompt, end="", flush=True)

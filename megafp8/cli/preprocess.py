@@ -13,18 +13,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from megafp8.config.app import AppInfo, report, run_app
-from megafp8.config.resolve import resolve
-from megafp8.data.ahead import build_index_maps
-from megafp8.data.prepare import prepare
 from megafp8.data.preprocess import Counts, preprocess
 from megafp8.data.sidecar import Sidecar
 from megafp8.data.text_sources import TextSource, first_texts, paths_of
 from megafp8.data.tokenizer_choice import CHOICES, choose_tokenizer
 from megafp8.errors import DataError, ExitCode, UserError
+
+if TYPE_CHECKING:  # every worker imports this module: what it does not need is left out
+    from omegaconf import DictConfig
+
+    from megafp8.config.app import AppInfo
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -32,11 +32,15 @@ SECONDS_BETWEEN_LINES = 10.0
 def main(argv: Sequence[str]) -> int:
     """Prepare text, or with `index` a job's index maps; the exit code."""
     if argv and argv[0] == "index":
+        from megafp8.config.app import run_app
+
         return run_app(argv[1:], _index, prog="python -m megafp8.cli.preprocess index")
     options = _parser().parse_args(argv)
     try:
         sidecar = _preprocess(options)
     except UserError as error:
+        from megafp8.config.app import report
+
         return report(error)
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
@@ -188,6 +192,10 @@ class _Bar:
 
 def _index(cfg: DictConfig, info: AppInfo) -> int:
     """Build the index maps of a job, for the epochs that it will read."""
+    from megafp8.config.resolve import resolve
+    from megafp8.data.ahead import build_index_maps
+    from megafp8.data.prepare import prepare
+
     spec = resolve(cfg, lambda: True)  # no device is used here
     data = prepare(spec.data, lambda line: print(line, flush=True))
     num_samples = spec.train.max_steps * spec.train.global_batch_size

@@ -70,6 +70,8 @@ def encode_in_order(
         initargs=(tokenizer, end_of_document, dtype),
     )
     pending: deque[Future[Encoded]] = deque()
+    for _ in range(workers):  # each starts one, while the first text is still being opened
+        pool.submit(_ready)
     try:
         for texts in lists:
             pending.append(pool.submit(_encode, texts))
@@ -108,6 +110,10 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
+
+
+def _ready() -> None:
+    """A worker that runs this has its tokenizer."""
 
 
 def _encode(texts: list[str]) -> Encoded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Self
 
@@ -57,6 +57,19 @@ def microbatch(
     )
 
 
+def pinned(batch: Microbatch) -> Microbatch:
+    """The same arrays in page-locked memory, which lives as long as they do."""
+    import torch
+
+    arrays = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    moved = {
+        name: torch.from_numpy(array).pin_memory().numpy()
+        for name, array in arrays
+        if array is not None
+    }
+    return replace(batch, **moved)
+
+
 def rank_samples(
     consumed_samples: int, num_microbatches: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> NDArray[np.int64]:
@@ -89,6 +102,7 @@ class Loader:
         consumed_samples: int = 0,
         rules: DocumentRules | None = None,
         num_workers: int = 1,
+        pin_memory: bool = False,
     ) -> None:
         """Starts to read ahead.
 
@@ -102,9 +116,10 @@ class Loader:
             consumed_samples: Samples that all ranks together have trained on already.
             rules: What the ends of documents do; None: nothing.
             num_workers: Threads; 0: `next` itself reads.
+            pin_memory: Arrays lie in page-locked memory, from which a GPU copies while it computes.
         """
         assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-        self._source, self._rules = source, rules
+        self._source, self._rules, self._pins = source, rules, pin_memory
         self._num_microbatches = num_microbatches
         self._layout = (micro_batch_size, dp_rank, dp_size)
         self._round_size = micro_batch_size * dp_size
@@ -174,10 +189,11 @@ class Loader:
 
     def _step(self, consumed_samples: int) -> list[Microbatch]:
         count = self._count(consumed_samples)
-        return [
+        step = [
             microbatch([self._source[int(number)] for number in numbers], self._rules)
             for numbers in rank_samples(consumed_samples, count, *self._layout)
         ]
+        return [pinned(batch) for batch in step] if self._pins else step
 
 
 def validation_batches(

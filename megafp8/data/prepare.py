@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from megafp8.data.blend import BlendedSamples, JoinedSamples
 from megafp8.data.builtin import cache_folder, open_builtin
 from megafp8.data.corpus import BUILTIN, Corpus
 from megafp8.data.document_rules import DocumentRules
+from megafp8.data.excerpt import COUNTED_TOKENS, VALIDATION_TOKENS, excerpt
 from megafp8.data.index_cache import IndexCache
 from megafp8.data.indexed import idx_path
 from megafp8.data.named_tokenizers import configured_tokenizer
@@ -57,9 +58,9 @@ class PreparedData:
 
     Attributes:
         train: The endless training stream.
-        validation: Every validation token once.
-        periodic_validation: What validation during training draws from: as `validation`, but with
-            `validation_drop_last` without tokens that do not fill a sample.
+        validation: Every token of `final_parts` once.
+        periodic_validation: What validation during training draws from: all validation tokens; with
+            `validation_drop_last` without those that do not fill a sample.
         tokenizer: Text to tokens and back.
         vocab_size: Of the tokenizer, before padding.
         fingerprint: Of the datasets' content; a checkpoint records it, so that a changed dataset
@@ -67,8 +68,11 @@ class PreparedData:
         rules: What the ends of documents do to positions, attention and loss; None: nothing.
         train_parts: Datasets of the training stream.
         validation_parts: Datasets of the validation.
+        final_parts: Of these, what the last validation of a run and the text beside it are: all
+            documents, or evenly spread ones of about `VALIDATION_TOKENS` tokens.
         num_train_tokens: In the training documents, with their ends.
-        num_validation_tokens: Likewise; each of them is predicted once.
+        num_validation_tokens: Likewise.
+        num_final_tokens: Likewise, of `final_parts`; each of them is predicted once.
     """
 
     train: SampleSource
@@ -80,19 +84,21 @@ class PreparedData:
     rules: DocumentRules | None
     train_parts: tuple[DataPart, ...]
     validation_parts: tuple[DataPart, ...]
+    final_parts: tuple[DataPart, ...]
     num_train_tokens: int
     num_validation_tokens: int
+    num_final_tokens: int
 
     def validation_tokens(self) -> NDArray[np.int64]:
         """What a pass over `validation` predicts, in order, ends of documents too."""
-        streams = (self._stream(part) for part in self.validation_parts)
+        streams = (self._stream(part) for part in self.final_parts)
         return np.concatenate([stream.read(1, stream.num_tokens) for stream in streams])
 
     def validation_text(self) -> bytes:
-        """The validation documents' original bytes, one after another, without their ends."""
+        """Original bytes of `final_parts`, one document after another, without their ends."""
         return b"".join(
             self.document_text(part.opened, int(document))
-            for part in self.validation_parts
+            for part in self.final_parts
             for document in part.documents
         )
 
@@ -103,9 +109,13 @@ class PreparedData:
         return self.tokenizer.decode(tokens[tokens != self.tokenizer.eod_id]).encode("utf-8")
 
     def train_token_counts(self) -> NDArray[np.int64]:
-        """How often each token occurs in the training documents, [vocab_size]. Reads them all."""
+        """How often each token occurs in the training documents, [vocab_size].
+
+        In evenly spread ones of about `COUNTED_TOKENS` tokens, if they have more.
+        """
         counts = np.zeros(self.vocab_size, np.int64)
-        for stream in (self._stream(part) for part in self.train_parts):
+        counted = _excerpt(self.train_parts, self.num_train_tokens, COUNTED_TOKENS)
+        for stream in (self._stream(part) for part in counted):
             for start in range(1, stream.num_tokens, COUNT_TOKENS):
                 tokens = stream.read(start, min(start + COUNT_TOKENS, stream.num_tokens))
                 counts += np.bincount(tokens, minlength=self.vocab_size)
@@ -250,7 +260,10 @@ def _assemble(
         for part in train_parts
     ]
 
-    def validation(drop_last: bool) -> FiniteSource:
+    num_validation_tokens = sum(part.num_tokens for part in validation_parts)
+    final_parts = _excerpt(validation_parts, num_validation_tokens, VALIDATION_TOKENS)
+
+    def validation(parts: Sequence[DataPart], drop_last: bool = False) -> FiniteSource:
         sources = [
             ValidationSamples(
                 part.opened.dataset,
@@ -260,16 +273,16 @@ def _assemble(
                 vocab_size=vocab_size,
                 drop_last=drop_last,
             )
-            for part in validation_parts
+            for part in parts
         ]
         return sources[0] if len(sources) == 1 else JoinedSamples(sources)
 
-    whole = validation(drop_last=False)
-    periodic = validation(drop_last=True) if spec.validation_drop_last else whole
+    final, whole = validation(final_parts), validation(validation_parts)
+    periodic = validation(validation_parts, drop_last=True) if spec.validation_drop_last else whole
     weights = [part.weight for part in train_parts]
     return PreparedData(
         train=trains[0] if len(trains) == 1 else BlendedSamples(trains, weights),
-        validation=whole,
+        validation=final,
         periodic_validation=periodic if periodic.num_samples else whole,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -277,9 +290,21 @@ def _assemble(
         rules=_rules(spec, eod_id),
         train_parts=tuple(train_parts),
         validation_parts=tuple(validation_parts),
+        final_parts=final_parts,
         num_train_tokens=sum(part.num_tokens for part in train_parts),
-        num_validation_tokens=sum(part.num_tokens for part in validation_parts),
+        num_validation_tokens=num_validation_tokens,
+        num_final_tokens=sum(part.num_tokens for part in final_parts),
     )
+
+
+def _excerpt(parts: Sequence[DataPart], num_tokens: int, limit: int) -> tuple[DataPart, ...]:
+    """Documents of each part, with about `limit` of their `num_tokens` tokens together."""
+
+    def some(part: DataPart) -> DataPart:
+        lengths = part.opened.dataset.tokens_per_document()[part.documents]
+        return replace(part, documents=part.documents[excerpt(lengths, num_tokens, limit)])
+
+    return tuple(some(part) for part in parts)
 
 
 def _rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:

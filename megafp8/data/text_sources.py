@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from megafp8.errors import DataError
@@ -24,6 +26,7 @@ _BUILDERS = {
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
 _ROWS_AT_ONCE = 512
+TORCH_VARIABLE = "USE_TORCH"  # read by `datasets` when it is imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +97,7 @@ class TextSource:
 
     def _streams(self) -> Iterator[tuple[Any, str, object]]:
         """Streaming datasets in order, each with its text's column and what to name in errors."""
-        import datasets
-
+        datasets = _datasets()
         if self.dataset is not None:
             stream = datasets.load_dataset(
                 self.dataset, self.config, split=self.split, streaming=True
@@ -179,7 +181,7 @@ def _checked(text: object, where: object, column: str) -> str:
 def _told(name: str) -> Iterator[None]:
     """Errors of `datasets` and of the files below it, in words."""
     try:
-        import datasets
+        datasets = _datasets()
     except ImportError as error:
         raise DataError(
             name, "text", "needs the datasets package", "pip install 'megafp8[data]'"
@@ -201,6 +203,21 @@ def _told(name: str) -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def _datasets() -> ModuleType:
+    """The library, without torch: importing that takes longer than reading a few megabytes."""
+    before = os.environ.get(TORCH_VARIABLE)
+    os.environ[TORCH_VARIABLE] = "0"
+    try:
+        import datasets
+    finally:
+        if before is None:
+            del os.environ[TORCH_VARIABLE]
+        else:
+            os.environ[TORCH_VARIABLE] = before
+    library: ModuleType = datasets
+    return library
 
 
 def units(texts: Iterator[str], characters: int) -> Iterator[list[str]]:

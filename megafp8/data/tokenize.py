@@ -188,10 +188,13 @@ def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokeniz
         ) from error
     eod_id = rust.token_to_id(end_of_document)
     if eod_id is None:
+        special = [token.content for token in rust.get_added_tokens_decoder().values()]
         raise DataError(
             path,
             "vocabulary",
             f"has no {end_of_document!r}, the token that ends a document",
-            'Name the one it has as "end_of_document" in dataset.json beside the dataset',
+            f"Name the one it has (its special tokens: {', '.join(special[:8]) or 'none'}): by "
+            '--end-of-document when preparing data, as "end_of_document" in dataset.json beside '
+            "a dataset that is there",
         )
     return JsonTokenizer(rust, eod_id)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from megafp8.data.named_tokenizers import huggingface_tokenizer, tiktoken_tokenizer
 from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
+from megafp8.data.sidecar import end_of_document_beside
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
+    JSON_FILE,
     Tokenizer,
     byte_tokenizer,
     load_json,
@@ -42,7 +44,8 @@ def choose_tokenizer(
     """
     kind, colon, rest = name.partition(":")
     if not colon and name.endswith(".json"):
-        return lambda: load_json(Path(name), end_of_document or END_OF_DOCUMENT)
+        path = Path(name)
+        return lambda: load_json(path, end_of_document or _recorded_end(path))
     if not colon and name.endswith(".model"):
         kind, rest = "sentencepiece", name
     if not colon and name.endswith(".tiktoken"):
@@ -65,3 +68,11 @@ def choose_tokenizer(
     if name == "bpe":
         return lambda: train_tokenizer(texts_to_train_on(), vocab_size)
     raise DataError(name, "tokenizer", "is not known", f"Give one of: {CHOICES}")
+
+
+def _recorded_end(words: Path) -> str:
+    """What ends a document in the dataset that the file lies beside; else the usual token."""
+    if not words.name.endswith(JSON_FILE):
+        return END_OF_DOCUMENT
+    prefix = words.name.removesuffix(f".{JSON_FILE}")
+    return end_of_document_beside(words.with_name(prefix))

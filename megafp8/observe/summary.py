@@ -30,6 +30,8 @@ class RunSummary:
     log_dir: str
     continue_command: str | None = None  # continues, or prolongs, this run
     val_loss: float | None = None  # nats per token
+    val_tokens: int | None = None  # that `val_loss` and what is beside it were taken over
+    val_tokens_in_all: int | None = None  # that there are
     bytes_per_token: float | None = None  # of the validation text
     unigram_bits_per_byte: float | None = None
     xz_bits_per_byte: float | None = None
@@ -78,7 +80,7 @@ class RunSummary:
         """The table: (what, value with its unit), without what was not measured."""
         rows = [("status", f"{self.status}, step {self.step}/{self.total_steps}")]
         if self.val_loss is not None and self.perplexity is not None:
-            value = f"{format_number(self.val_loss)} nats per token"
+            value = f"{format_number(self.val_loss)} nats per token{self._coverage()}"
             rows.append(("validation loss", value))
             rows.append(("perplexity", format_number(self.perplexity, 2)))
         if self.val_bits_per_byte is not None:
@@ -112,6 +114,13 @@ class RunSummary:
             if where:
                 rows.append((what, where))
         return rows
+
+    def _coverage(self) -> str:
+        """Said where the validation was not over everything."""
+        some, there = self.val_tokens, self.val_tokens_in_all
+        if some is None or there is None or some >= there:
+            return ""
+        return f", over {format_count(some)} of {format_count(there)} tokens"
 
     def _speed(self) -> str | None:
         if self.tokens_per_second is None:

@@ -10,6 +10,7 @@ import torch
 from megafp8.errors import RunError
 from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
+from megafp8.specs import GPTSpec
 from megafp8.train.state import TrainState
 
 ROUND_TO = 16  # FP8 GEMMs on hardware want token counts in multiples of this
@@ -67,6 +68,17 @@ class Sampling:
             before_V = sorted_V.cumsum(0) - sorted_V  # the likeliest always stays
             probs_V = probs_V.index_fill(0, order_V[before_V >= self.top_p], 0.0)
         return int(torch.multinomial(probs_V, 1, generator=generator))
+
+
+def beyond_training(spec: GPTSpec, prompt: int, num_tokens: int) -> str | None:
+    """What to tell of a text longer than those that the model was trained on, if it is."""
+    total, limit = prompt + num_tokens, spec.max_position_embeddings
+    if total <= limit or spec.position_embedding_type == "learned_absolute":
+        return None  # or refused, by `generate`
+    return (
+        f"{prompt} tokens of prompt and up to {num_tokens} more are {total}; the model was trained "
+        f"on {limit}. What follows token {limit} may make no sense"
+    )
 
 
 @torch.no_grad()

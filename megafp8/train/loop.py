@@ -117,6 +117,7 @@ def open_loader(run: Run) -> Loader:
         consumed_samples=run.state.consumed_samples,
         rules=run.data.rules,
         num_workers=run.spec.data.num_workers,
+        pin_memory=run.state.mesh.device.type == "cuda",
     )
 
 

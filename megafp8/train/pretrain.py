@@ -148,7 +148,7 @@ def _pretrain(
         stop=stop,
         limit=TimeLimit(spec.train.max_time_seconds, began),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
-        bytes_per_token=text_bytes / data.num_validation_tokens,
+        bytes_per_token=text_bytes / data.num_final_tokens,
     )
     console.header(describe(spec, state, data))
     if share is not None:
@@ -298,14 +298,14 @@ def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
 
 
 def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
-    """Validation over the whole text beside what simple predictors reach, and what really ran."""
+    """The last validation beside what simple predictors reach on its text, and what really ran."""
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
     validates = finished and spec.train.limit_val_batches > 0
     if validates and spec.train.fast_dev_run:
         val_loss = validate(run)
     elif validates:
-        run.console.event("validating on the whole validation text")
+        run.console.event(f"validating on {_coverage(data)}")
         val_loss = validate(run, whole=True)
         text = data.validation_text()
         unigram = unigram_bits_per_byte(
@@ -331,6 +331,8 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         ),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
+        val_tokens=_num_validated(run) if validates else None,
+        val_tokens_in_all=data.num_validation_tokens if validates else None,
         unigram_bits_per_byte=unigram,
         xz_bits_per_byte=xz,
         train_loss=run.last_loss,
@@ -366,6 +368,24 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
             },
         },
     )
+
+
+def _coverage(data: PreparedData) -> str:
+    if data.num_final_tokens == data.num_validation_tokens:
+        return "the whole validation text"
+    return (
+        f"{data.num_final_tokens} of {data.num_validation_tokens} validation tokens, in evenly "
+        "spread documents"
+    )
+
+
+def _num_validated(run: Run) -> int:
+    """Tokens that the last validation read."""
+    train, data = run.spec.train, run.data
+    if not train.fast_dev_run:
+        return data.num_final_tokens
+    samples = train.limit_val_batches * train.global_batch_size
+    return min(samples * run.spec.data.seq_length, data.num_final_tokens)
 
 
 def continue_command(

@@ -351,3 +351,49 @@ def test_bytes_are_bytes() -> None:
     assert tokenizer.vocab_size == 257
     assert len(tokenizer.encode("aü🐍")) == 1 + 2 + 4
     assert np.unique(tokenizer.encode("abc")).size == 3 and idx_path(Path("a")).name == "a.idx"
+
+
+def test_it_starts_without_torch_and_the_configuration(corpus: Path) -> None:
+    """Each worker imports the command too; torch takes longer than reading a few megabytes."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "import megafp8.cli.preprocess as command\n"
+        "source = command.TextSource(files=(Path(sys.argv[1]),), text_key='body')\n"
+        "assert len(list(source.texts())) == 30\n"
+        "assert 'USE_TORCH' not in os.environ\n"
+        "print(sorted({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "USE_TORCH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(corpus / "a.jsonl")],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_another_end_of_a_document_is_named_or_recorded(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rust = json.loads(words_of_bytes(tmp_path).read_text())
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps(rust).replace("<|endoftext|>", "</s>"))
+    text = (corpus / "a.jsonl", "--text-key", "body", "--workers", 0)
+    told = wrong(capsys, *text, "--output", tmp_path / "x", "--tokenizer", own)
+    assert "its special tokens: </s>" in told and "--end-of-document" in told
+    first, second = tmp_path / "first", tmp_path / "second"
+    end = ("--end-of-document", "</s>")
+    assert run(*text, "--output", first, "--tokenizer", own, *end) == 0
+    # A second dataset with the first one's tokenizer ends its documents likewise.
+    words = tmp_path / "first.tokenizer.json"
+    assert run(*text, "--output", second, "--tokenizer", words) == 0
+    assert bin_path(first).read_bytes() == bin_path(second).read_bytes()
+    assert texts_of(second) == [text for text in TEXTS[:30] if text]
+
+
+def words_of_bytes(folder: Path) -> Path:
+    path = folder / "bytes.json"
+    byte_tokenizer().save(path)
+    return path

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from megafp8.data.document_rules import IGNORE
+from megafp8.data.document_rules import IGNORE, DocumentRules
 from megafp8.data.loader import Loader, Microbatch, rank_samples, validation_batches
+from megafp8.train.step import to_device
 
 SEQ = 4
 
@@ -195,3 +198,48 @@ def test_validation_by_whole_global_batches(total: int, limit: int | None) -> No
     counted = sum(int((mb.targets_BS[:, 0] != IGNORE).sum()) for mb in batches)
     count = min(total, limit or total)
     assert counted == (count // 8 * 8 or count)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pinned_where_asked_for(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every array, before `next` hands it out; here without a GPU to pin for."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        moved[copy.data_ptr()] = copy
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    rules = DocumentRules(
+        eod_id=1, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    )
+    step: dict[bool, list[Microbatch]] = {}
+    for pins in (False, True):
+        with Loader(
+            Numbers(),
+            micro_batch_size=2,
+            num_microbatches=2,
+            dp_rank=0,
+            dp_size=1,
+            rules=rules,
+            num_workers=num_workers,
+            pin_memory=pins,
+        ) as loader:
+            step[pins] = next(loader)
+    for plain, pinned in zip(step[False], step[True], strict=True):
+        for field in dataclasses.fields(Microbatch):
+            array, other = getattr(plain, field.name), getattr(pinned, field.name)
+            assert np.array_equal(array, other) and array.dtype == other.dtype
+            assert other.ctypes.data in moved and array.ctypes.data not in moved
+
+
+@pytest.mark.gpu
+def test_pinned_on_a_gpu() -> None:
+    with Loader(
+        Numbers(), micro_batch_size=2, num_microbatches=1, dp_rank=0, dp_size=1, pin_memory=True
+    ) as loader:
+        (batch,) = next(loader)
+    assert torch.from_numpy(batch.tokens_BS).is_pinned()
+    tokens_BS, _ = to_device(batch, torch.device("cuda"))
+    assert np.array_equal(tokens_BS.cpu().numpy(), batch.tokens_BS)

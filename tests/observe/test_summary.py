@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -86,3 +87,11 @@ def test_extra_may_not_shadow_a_key() -> None:
     summary = RunSummary(status="x", step=1, total_steps=1, log_dir=".", extra={"step": 2})
     with pytest.raises(AssertionError, match="step"):
         summary.to_dict()
+
+
+def test_a_validation_in_part_says_so() -> None:
+    whole = dataclasses.replace(full_summary(), val_tokens=5_000, val_tokens_in_all=5_000)
+    assert dict(whole.rows())["validation loss"] == "2.5000 nats per token"
+    part = dataclasses.replace(whole, val_tokens_in_all=2_000_000)
+    value = dict(part.rows())["validation loss"]
+    assert value == "2.5000 nats per token, over 5.00k of 2.00M tokens"

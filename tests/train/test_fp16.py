@@ -16,7 +16,7 @@ from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch, optim_spec, run_spec
-from tests.train.runs import Place, assert_same
+from tests.train.runs import TWO_RANKS, Place, assert_same
 
 HISTORY = "model.fp8_amax_history_len=1024"  # the default, without FP8
 
@@ -137,3 +137,21 @@ def test_growth_interval_and_hysteresis_of_a_run(place: Place) -> None:
     assert done.code == 0, done.output
     scales = [row["loss_scale"] for row in place.metrics() if "lr" in row]
     assert scales == [1024, 1024, 2048, 2048, 2048, 1024, 512, 512]
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_skip_the_same_steps(fp8: bool, place: Place) -> None:
+    """An overflow on either rank is one on both: the scale and the losses are one process's."""
+    flags = [*([] if fp8 else ["model.fp8=False", HISTORY]), "trainer.precision=16"]
+    flags += ["model.native_amp_init_scale=1048576", "model.hysteresis=1", "trainer.max_steps=6"]
+    flags += [f"model.{name}_dropout=0" for name in ("hidden", "attention", "ffn")]
+    rows = {}
+    for name, ranks in (("alone", []), ("two", TWO_RANKS)):
+        done = place.run(*flags, *ranks, f"exp_manager.name={name}")
+        assert done.code == 0, done.output
+        rows[name] = [row for row in place.metrics(name) if "lr" in row]
+    scales = {name: [row["loss_scale"] for row in rows[name]] for name in rows}
+    assert scales["two"] == scales["alone"] and scales["two"][-1] < 2**20
+    losses = {name: [row["loss"] for row in rows[name]] for name in rows}
+    assert losses["two"] == pytest.approx(losses["alone"], rel=5e-3)
+    assert place.summary("two")["num_skipped_steps"] == place.summary("alone")["num_skipped_steps"]

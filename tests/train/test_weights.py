@@ -19,7 +19,7 @@ from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.train.generate import Sampling
+from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
 from megafp8.train.tokenizer_files import find_tokenizer
 from megafp8.train.weights import check_fits, find_checkpoint, load_model, shape_of
@@ -47,7 +47,13 @@ def tensors(reader: Reader) -> dict[str, torch.Tensor]:
     return {name: reader.read(name) for name in reader.names() if name.startswith("model/")}
 
 
-@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param([*LLAMA, "model.fp8_params=True"], id="llama"),
+        pytest.param(GPT2, id="gpt2", marks=pytest.mark.slow),
+    ],
+)
 def test_run_to_transformers_and_back(
     shape: list[str], place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,3 +257,14 @@ def test_a_text_beyond_learned_positions_is_refused() -> None:
     with pytest.raises(RunError, match="the model has 16 positions. Ask for at most 6"):
         list(draw(model, [1] * 10, 7, Sampling(), vocab_size=VOCAB))
     assert len(list(draw(model, [1] * 10, 6, Sampling(), vocab_size=VOCAB))) == 6
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "none", "learned_absolute"])
+def test_a_text_beyond_the_trained_length_is_told(positions: str) -> None:
+    spec = gpt_spec(position_embedding_type=positions)  # of 16
+    assert beyond_training(spec, 6, 10) is None
+    told = beyond_training(spec, 7, 10)
+    if positions == "learned_absolute":
+        assert told is None  # refused
+    else:
+        assert told is not None and "are 17; the model was trained on 16" in told
