@@ -296,7 +296,6 @@ def _model_memory_and_speed(t: _Table) -> None:
         "activations_checkpoint_layers_per_pipeline",
     ):  # fmt: skip
         t.add(name, None, "all activations are kept", status=NOT_YET, way_out=memory)
-    t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
     t.add("ub_tp_comm_overlap", False, "communication waits for its GEMM", status=NOT_YET)
     t.add("ub_tp_comm_overlap_cfg", None, "communication waits for its GEMM", status=NOT_YET)
     t.add("use_flash_attention", False, "torch's scaled_dot_product_attention chooses the kernel",

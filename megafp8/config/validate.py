@@ -19,6 +19,7 @@ from megafp8.config import (
     optim_rules,
     parallel_rules,
     profile_rules,
+    sequence_rules,
 )
 from megafp8.config.dependents import without_effect
 from megafp8.config.fp8_rules import size_multiple
@@ -116,7 +117,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
             findings.append(finding)
             del good[path]
     modules = (model_rules, parallel_rules, fp8_rules, optim_rules, profile_rules, backends)
-    for rules in (rule, *(module.rule for module in modules)):
+    for rules in (rule, *(module.rule for module in modules), sequence_rules.rule):
         findings += rules.findings(good)
     if origins is not None:
         findings += _contradictions(good, origins)
