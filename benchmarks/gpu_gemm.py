@@ -2,7 +2,7 @@
 
 Random normal operands (zeros and small integers draw less power and run faster), CUDA events,
 medians. FP8 runs with and without fast accumulation, through the project's own entry. The floor is
-the larger of operations over peak and bytes over bandwidth of an H200 SXM.
+the larger of operations over peak and bytes over bandwidth of the SXM card.
 
     python benchmarks/gpu_gemm.py --size 8192
     python benchmarks/gpu_gemm.py --tiny            # on a CPU: does it run
@@ -11,49 +11,28 @@ the larger of operations over peak and bytes over bandwidth of an H200 SXM.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_common import (
+    PEAK_FLOPS,
+    RESULTS,
+    bytes_per_second,
+    device_and_name,
+    spread,
+    timed,
+    write_result,
+)
 
 from megafp8.precision.kernels.scaled_mm import scaled_mm, unsupported
 
-PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
-BYTES_PER_SECOND = 4.8e12  # H200 SXM
 
-
-def floor_seconds(size: int, precision: str) -> float:
+def floor_seconds(size: int, precision: str, name: str) -> float:
     """For three square matrices, the result in BF16."""
     operand_bytes = {"bf16": 2, "fp8": 1}[precision]
     num_bytes = size * size * (2 * operand_bytes + 2)
-    return max(2 * size**3 / PEAK_FLOPS[precision], num_bytes / BYTES_PER_SECOND)
-
-
-def timed(run: Callable[[], object], device: torch.device, warm_up: int, runs: int) -> list[float]:
-    """Seconds of each run."""
-    for _ in range(warm_up):
-        run()
-    seconds = []
-    for _ in range(runs):
-        if device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            run()
-            ended.record()
-            torch.cuda.synchronize()
-            seconds.append(began.elapsed_time(ended) / 1e3)
-        else:
-            clock = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - clock)
-    return seconds
+    return max(2 * size**3 / PEAK_FLOPS[precision], num_bytes / bytes_per_second(name))
 
 
 def variants(size: int, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
@@ -74,61 +53,35 @@ def variants(size: int, device: torch.device) -> dict[str, Callable[[], torch.Te
     return found
 
 
-def git_commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="64, few runs, any device: a check")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    if not has_gpu and not args.tiny:
+    device, name = device_and_name()
+    if device.type == "cpu" and not args.tiny:
         parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
     if args.tiny:
         args.size, args.runs, args.warm_up = 64, 3, 1
-    device = torch.device("cuda" if has_gpu else "cpu")
-    name = torch.cuda.get_device_name() if has_gpu else "cpu"
     rows = {}
     for what, run in variants(args.size, device).items():
-        seconds = timed(run, device, args.warm_up, args.runs)
-        median, precision = statistics.median(seconds), what.split()[0]
+        times = spread(timed(run, device, args.warm_up, args.runs))
+        median, precision = times["median_seconds"], what.split()[0]
         flops = 2 * args.size**3 / median
         rows[what] = {
-            "median_seconds": median,
-            "min_seconds": min(seconds),
-            "max_seconds": max(seconds),
+            **times,
             "flops_per_second": flops,
             "share_of_bf16_peak": flops / PEAK_FLOPS["bf16"],
             "share_of_fp8_peak": flops / PEAK_FLOPS["fp8"],
-            "floor_seconds": floor_seconds(args.size, precision),
+            "floor_seconds": floor_seconds(args.size, precision, name),
         }
         print(f"{what:>26}  {1e3 * median:9.3f} ms  {flops / 1e12:8.2f} TFLOP/s")
-    today = datetime.date.today().isoformat()
-    result = {
-        "what": f"{args.size} cubed product of random normal operands, scales 1; medians",
-        "date": today,
-        "hardware": name,
-        "command": " ".join(["python", "benchmarks/gpu_gemm.py", *sys.argv[1:]]),
-        "commit": git_commit(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "runs": args.runs,
-        "rows": rows,
-    }
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"{today}_{name.replace(' ', '-').lower()}_gemm-{args.size}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path}")
+    what = f"{args.size} cubed product of random normal operands, scales 1; medians"
+    content = {"runs": args.runs, "rows": rows}
+    write_result(args.results, f"gemm-{args.size}", name, what, content)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ def run_spec(
     world: int = 1,
     model: GPTSpec | None = None,
     optim: OptimSpec | None = None,
+    compile: str = "off",
     parallel: ParallelSpec | None = None,
 ) -> RunSpec:
     return RunSpec(
@@ -94,6 +95,7 @@ def run_spec(
             limit_val_batches=1,
             seed=1234,
             nonfinite_policy="stop",
+            compile=compile,  # type: ignore[arg-type]
         ),
         checkpoint=CheckpointSpec(
             every_n_train_steps=None, train_time_interval_seconds=None, save_last=False, keep=1

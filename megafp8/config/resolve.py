@@ -79,6 +79,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
+            compile=model.compile,  # type: ignore[arg-type]  # validated
             overfit_batches=trainer.overfit_batches,
             num_sanity_val_steps=trainer.num_sanity_val_steps,
             fast_dev_run=bool(trainer.fast_dev_run),

@@ -918,7 +918,7 @@ class Model:
     fp8_health: str = key(
         "scales",
         "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
-        "(`full`: a step then takes up to twice as long). Into health.jsonl and the trackers.",
+        "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the trackers.",
         kind="logging",
         valid=one_of("off", "scales", "full"),
     )
@@ -957,6 +957,12 @@ class Model:
         False,
         "torchao's FP8 all-gather of weights that FSDP shards; there is no FSDP yet.",
         kind="layout",
+    )
+    compile: str = key(
+        "off",
+        "`block`: torch compiles a transformer layer, and all of them use it; training alone.",
+        kind="layout",
+        valid=one_of("off", "block"),
     )
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)

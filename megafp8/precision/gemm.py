@@ -8,6 +8,8 @@ accumulation differs. A GPU without FP8 tensor cores rounds twice in BF16 work.
 
 Operands with a scale for each row or block are multiplied as their values. A power of two moves the
 exponent alone, so the values stay exact in BF16; with other scales they are rounded to FP32 once.
+
+Where the engine has FP8 tensor cores for such scales they multiply the bytes; what ran is counted.
 """
 
 from __future__ import annotations
@@ -15,11 +17,16 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from megafp8.precision.engine import EMULATED, Engine, in_e5m2
+from megafp8.precision.kernels.scaled_mm import scaled_mm
+from megafp8.precision.kernels.triton_launch import transposed
 from megafp8.precision.tensor import Fp8Tensor
 
+Fp8Backend = Literal["tensor cores", "emulated"]
 Operand = torch.Tensor | Fp8Tensor
 
 
@@ -28,6 +35,7 @@ class GemmCounter:
 
     def __init__(self) -> None:
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
+        self.fp8_backends: dict[Fp8Backend, int] = defaultdict(int)  # FP8's, by what ran them
 
     def add(self, precision: str, place: str, flops: int) -> None:
         self.flops[precision, place] += flops
@@ -70,10 +78,23 @@ def gemm(
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: torch.Tensor | None = None,
+    engine: Engine = EMULATED,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """a @ b (+ bias) for 2-d operands, both FP8 or both plain; returns `work` dtype."""
+    """a @ b (+ bias) for 2-d operands, both FP8 or both plain; returns `work` dtype.
+
+    `use_fast_accum` concerns FP8 tensor cores only, and scales of blocks never.
+    """
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         precision = "fp8"
+        flops = _flops(a.payload, b.payload, transpose_a, transpose_b)
+        if _on_tensor_cores(a, b, engine, work):
+            counter.add(precision, place, flops)
+            counter.fp8_backends["tensor cores"] += flops
+            return _tensor_core_product(
+                a, b, transpose_a, transpose_b, bias, work, engine, use_fast_accum
+            )
+        counter.fp8_backends["emulated"] += flops
         wide = wide_dtype(a.payload.device, work)
         if a.block is None and b.block is None:
             dequant_scale: torch.Tensor | None = a.dequant_scale * b.dequant_scale
@@ -85,14 +106,67 @@ def gemm(
             bias = None if bias is None else bias.to(wide)
     else:
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
+        flops = _flops(a, b, transpose_a, transpose_b)
         precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype]
         dequant_scale = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
-    counter.add(precision, place, 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    counter.add(precision, place, flops)
     if dequant_scale is None:
         return (torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)).to(work)
     return _scaled_product(a, b, dequant_scale, bias).to(work)
+
+
+def _flops(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> int:
+    """2 M K N."""
+    return 2 * a.numel() * b.shape[0 if transpose_b else 1]
+
+
+def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:
+    both = all(engine.multiplies(operand.layout, work) for operand in (a, b))
+    return both and not in_e5m2(a.fmt, b.fmt)
+
+
+def _tensor_core_product(
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    transpose_a: bool,
+    transpose_b: bool,
+    bias: torch.Tensor | None,
+    work: torch.dtype,
+    engine: Engine,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Both operands as [rows, K]; one that lies the other way in memory is transposed first."""
+    a_MK, a_scale = _rows_of(a, transpose_a)
+    b_NK, b_scale = _rows_of(b, not transpose_b)
+    a_layout, b_layout = a.layout, b.layout
+    if {a_layout, b_layout} == {"tensor", "row"}:  # one scale for every row
+        a_scale, b_scale = (
+            scale.expand(payload.shape[0], 1)
+            for payload, scale in ((a_MK, a_scale), (b_NK, b_scale))
+        )
+        a_layout = b_layout = "row"
+    return scaled_mm(
+        a_MK,
+        b_NK,
+        a_scale,
+        b_scale,
+        layouts=(a_layout, b_layout),
+        out_dtype=work,
+        bias_N=bias,
+        use_fast_accum=use_fast_accum and a_layout in ("tensor", "row"),
+        matmul=engine.matmul,
+    )
+
+
+def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(payload [rows, K] with K innermost, its scales)."""
+    payload = x.payload.t() if transpose else x.payload
+    scale = x.dequant_scale.t() if transpose and x.block is not None else x.dequant_scale
+    if not payload.is_contiguous():
+        payload = transposed(payload.t())
+    return payload, scale
 
 
 def _scaled_product(

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from megafp8.precision.engine import EMULATED
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.quantizers.base import Operand, Role
 from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
 from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.precision import GemmName
 
 KEEP_NUMBERS_BELOW = 4096
 """Tokens of a microbatch below which a cached FP8 weight keeps its numbers in BF16 as well, where
@@ -148,6 +150,34 @@ class Linear(nn.Module):
             self._cached_weight = _without_numbers(self._cached_weight)
         return self._cached_weight
 
+    def product(
+        self,
+        place: GemmName,
+        a: Operand,
+        b: Operand,
+        work: torch.dtype,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One of the three, on this device's engine."""
+        engine, use_fast_accum = EMULATED, False
+        if self.quantizer is not None:
+            engine, use_fast_accum = self.quantizer.products(place)
+        return gemm(
+            a,
+            b,
+            work=work,
+            counter=self.counter,
+            place=place,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            bias=bias,
+            engine=engine,
+            use_fast_accum=use_fast_accum,
+        )
+
     @torch.no_grad()
     def store_weight(self, master_OI: torch.Tensor) -> None:
         """Quantize the FP32 master into the parameter; where scales are delayed, its amax is
@@ -188,12 +218,11 @@ class _LinearFunction(torch.autograd.Function):
         input = layer.input_operands(input_TI, with_first=is_grad_enabled)
         weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
         sums_output = layer.comm.sums_output
-        output_TO = gemm(
+        output_TO = layer.product(
+            "output",
             layer.comm.gather_input(input.along_last),
             weight.along_last,
-            work=input_TI.dtype,
-            counter=layer.counter,
-            place="output",
+            input_TI.dtype,
             transpose_b=True,
             bias=None if sums_output else bias_O,
         )
@@ -215,23 +244,12 @@ class _LinearFunction(torch.autograd.Function):
         along_last, along_first = _gathered(layer.comm, grad_output)
         pending = None
         if ctx.needs_input_grad[0]:
-            grad_input_TI = gemm(
-                along_last,
-                ctx.weight_along_first,
-                work=work,
-                counter=layer.counter,
-                place="grad_input",
-            )
+            grad_input_TI = layer.product("grad_input", along_last, ctx.weight_along_first, work)
             pending = layer.comm.reduce_grad_input(grad_input_TI)
 
         def compute_grad_weight() -> torch.Tensor:
-            return gemm(
-                along_first,
-                layer.comm.gather_input(input),
-                work=work,
-                counter=layer.counter,
-                place="grad_weight",
-                transpose_a=True,
+            return layer.product(
+                "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
             )
 
         grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)

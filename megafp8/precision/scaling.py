@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 
+from megafp8.precision.engine import EMULATED, Engine, engine_of
 from megafp8.precision.formats import Fp8Format, formats_of
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -72,6 +73,7 @@ class ScaleTable:
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
+        self.engine = EMULATED
         self._allocate(torch.device("cpu"))
 
     def _allocate(self, device: torch.device) -> None:
@@ -104,6 +106,9 @@ class ScaleTable:
             return
         if reduce_max is not None:
             reduce_max(self.amax)
+        if self.engine.uses_triton:
+            self._update_in_one_launch()
+            return
         staged = self.amax
         is_finite = staged.isfinite()
         occurred = is_finite & (staged > 0)
@@ -123,6 +128,13 @@ class ScaleTable:
         self.num_updates += occurred
         self.amax = torch.zeros_like(staged)
 
+    def _update_in_one_launch(self) -> None:
+        from megafp8.precision.kernels.triton_scales import update_scales
+
+        # The kernel writes in place; scales of earlier microbatches must stay (`Recomputation`).
+        self.quant_scale = self.quant_scale.clone()
+        update_scales(**self.tensors(), recipe=self.recipe, fmt=self.fmt)
+
 
 class ScalingState:
     """What the quantizers of one pipeline stage share, and the events that move it.
@@ -134,6 +146,7 @@ class ScalingState:
     recomputation()      a context in which forward casts repeat those of the call that made it
 
     Only `delayed` has rows in the tables; the other recipes keep nothing between microbatches.
+    `engine` is how casts and products run: the device's own, chosen by `to`.
     """
 
     def __init__(self, recipe: Fp8Recipe, reduce_max: ReduceMax | None = None) -> None:
@@ -146,6 +159,15 @@ class ScalingState:
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
         self._reduce_max = reduce_max if recipe.reduce_amax else None
+        self._engine = EMULATED
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._engine = self.forward.engine = self.backward.engine = engine
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
@@ -154,6 +176,7 @@ class ScalingState:
     def to(self, device: torch.device) -> None:
         for table in self.tables.values():
             table.to(device)
+        self.engine = engine_of(device)
 
     def begin_microbatch(self, index: int) -> None:
         if index == 0:
@@ -216,6 +239,7 @@ class NoScaling:
     """The events of `ScalingState` for a run without FP8."""
 
     tables: dict[Direction, ScaleTable] = {}
+    engine = EMULATED
 
     def begin_microbatch(self, index: int) -> None: ...
 

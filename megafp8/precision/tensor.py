@@ -10,6 +10,7 @@ import torch
 
 from megafp8.precision.cast import decode, quantize, quantize_and_sum
 from megafp8.precision.formats import Fp8Format
+from megafp8.precision.kernels.scaled_mm import Layout
 
 
 @dataclass
@@ -21,6 +22,10 @@ class Fp8Tensor:
     `block` elements of the payload; blocks at the end may be cut off. `is_power_2`: every scale is
     a power of two. `grid`, where kept, is the payload in BF16 for GEMMs that FP8 hardware does not
     do; it is dropped before the tensor is saved for backward.
+
+    Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
+    memory as [N, M]. `layout` names the scales as `scaled_mm` does: shapes alone do not tell a row
+    from a block that is as long.
     """
 
     payload: torch.Tensor
@@ -29,6 +34,7 @@ class Fp8Tensor:
     grid: torch.Tensor | None = None
     block: tuple[int, int] | None = None
     is_power_2: bool = False
+    layout: Layout = "tensor"
 
     @classmethod
     def quantize(
@@ -64,7 +70,13 @@ class Fp8Tensor:
 
     def factory(self) -> Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]:
         """Makes such a tensor of (payload, dequant_scale); holds no tensor itself."""
-        return partial(Fp8Tensor, fmt=self.fmt, block=self.block, is_power_2=self.is_power_2)
+        return partial(
+            Fp8Tensor,
+            fmt=self.fmt,
+            block=self.block,
+            is_power_2=self.is_power_2,
+            layout=self.layout,
+        )
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The payload's numbers (not yet multiplied by `dequant_scale`) in BF16 or FP32."""

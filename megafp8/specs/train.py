@@ -43,6 +43,7 @@ class TrainSpec:
     deterministic: bool = False
 
     rampup: RampupSpec | None = None
+    compile: Literal["off", "block"] = "off"  # by torch; block: a transformer layer at a time
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Samples over all ranks of the step that begins after `consumed_samples`."""

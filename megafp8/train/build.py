@@ -21,6 +21,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train import backends
+from megafp8.train.compile import compile_layers
 from megafp8.train.state import TrainState
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,6 +56,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         for linear in linears_of(model)
         if linear.weight_compute_dtype is not None
     }
+    compiled = None
+    if spec.train.compile == "block":
+        compiled = compile_layers(model, mesh.device)
     masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     sink.attach(zip(masters.params, masters.grads, strict=True))
@@ -68,6 +72,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         )
     optimizer = AdamW(masters, spec.optim)
     state = TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
+    state.compiled = compiled
     if spec.precision.loss_scale is not None:
         state.loss_scale = LossScale(spec.precision.loss_scale)
     state.sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1

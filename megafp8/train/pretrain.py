@@ -24,8 +24,6 @@ from megafp8.observe.summary import RunSummary, write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
 from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
-from megafp8.precision.gemm import wide_dtype
-from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import backends, restarts, rundirs, saving
@@ -33,6 +31,7 @@ from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, check_validation, save, train, validate
+from megafp8.train.precision_means import means_of
 from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
 from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
@@ -272,12 +271,10 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     if spec.precision.backend != "native":
         what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
         return f"{what}; {backends.describe(spec, device)}"
-    wide = wide_dtype(device, COMPUTE_DTYPES[spec.precision.compute])
-    product = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide]
-    in_c = device.type == "cpu" and library().lib is not None
+    work = COMPUTE_DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"emulated: {product} GEMMs over FP8 bytes, casts in {'C' if in_c else 'torch'}"
+        f"{means_of(recipe, state.scaling.engine, device, work)}"
     )
 
 
@@ -330,7 +327,9 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
             "higher_precision": [] if share is None else list(share.higher),
             "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
             "fp8_share_with_attention": counter.share("fp8"),
+            "fp8_flops_by_backend": dict(counter.fp8_backends),
             "num_skipped_steps": state.num_skipped,
+            "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
             "traffic_bytes": {
                 " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
             },

@@ -15,6 +15,7 @@ from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.train.compile import CompileCounter
 
 
 @dataclass
@@ -36,3 +37,4 @@ class TrainState:
     consumed_samples: int = 0  # over all ranks
     num_skipped: int = 0  # steps whose gradients were not finite
     loss_scale: LossScale | None = None  # FP16's
+    compiled: CompileCounter | None = None  # where torch compiles the layers

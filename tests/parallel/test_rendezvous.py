@@ -23,11 +23,13 @@ def port() -> int:
 
 def test_ranks_that_come_one_after_another_meet(port: int) -> None:
     errors: list[BaseException] = []
+    stores = []  # rank 0's serves the others until they have left
 
     def come(rank: int, seconds: float) -> None:
         try:
             time.sleep(seconds)
             store = serve("localhost", port) if rank == 0 else reach("localhost", port, 30)
+            stores.append(store)
             await_all(store, rank, 3, "here", 30)
             store.set(f"met{rank}", str(rank))
             store.wait(["met0", "met1", "met2"], timedelta(seconds=30))

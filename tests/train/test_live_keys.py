@@ -265,6 +265,9 @@ EFFECTS: dict[str, Effect] = {
         "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),
     "model.fp8_backend": Refused("te"),
+    "model.compile": ShownBy(
+        "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
+    ),
     "model.enable_fsdp_float8_all_gather": Refused(True),
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),

@@ -43,22 +43,20 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
     return None
 
 
-def layout_of(payload: torch.Tensor, dequant_scale: torch.Tensor) -> Layout:
-    """Which of the four ways an operand [M, K] is scaled; raises ValueError for any other shape."""
+def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Layout) -> None:
+    """Raises ValueError where an operand [M, K] is not scaled so."""
     rows, inner = payload.shape
-    if dequant_scale.numel() == 1:
-        return "tensor"
     shape = tuple(dequant_scale.shape)
-    if shape == (rows, 1) and inner > BLOCK:
-        return "row"
-    by_shape: dict[tuple[int, ...], Layout] = {
-        (-(-rows // BLOCK), -(-inner // BLOCK)): "square",
-        (rows, -(-inner // BLOCK)): "block",
-        (rows, 1): "row",
+    fits = {
+        "tensor": dequant_scale.numel() == 1,
+        "row": shape == (rows, 1),
+        "block": shape == (rows, -(-inner // BLOCK)),
+        "square": shape == (-(-rows // BLOCK), -(-inner // BLOCK)),
     }
-    if shape not in by_shape:
-        raise ValueError(f"scales of shape {shape} fit no payload of shape {tuple(payload.shape)}")
-    return by_shape[shape]
+    if not fits[layout]:
+        raise ValueError(
+            f"scales of shape {shape} fit no payload of shape {tuple(payload.shape)} by {layout}"
+        )
 
 
 def scaled_mm(
@@ -67,12 +65,15 @@ def scaled_mm(
     a_dequant_scale: torch.Tensor,
     b_dequant_scale: torch.Tensor,
     *,
+    layouts: tuple[Layout, Layout] = ("tensor", "tensor"),
     out_dtype: torch.dtype,
     bias_N: torch.Tensor | None = None,
     use_fast_accum: bool = False,
     matmul: ScaledMatmul = torch._scaled_mm,
 ) -> torch.Tensor:
     """a @ b.T scaled, + bias: [M, N] of `out_dtype` (FP32, BF16, FP16).
+
+    `layouts` of a and b are said, not told from shapes: with K up to 128 a row is a block.
 
     Sizes that the tensor cores do not take are padded with zeros, which costs a copy. The bias is
     rounded to `out_dtype` and enters before the one rounding of the result; with FP32 output it is
@@ -85,8 +86,10 @@ def scaled_mm(
         raise ValueError("two E5M2 operands: FP8 tensor cores need at least one in E4M3")
     if a_MK.shape[1] != b_NK.shape[1]:
         raise ValueError(f"operands {tuple(a_MK.shape)} and {tuple(b_NK.shape)} differ in K")
-    a_layout, b_layout = layout_of(a_MK, a_dequant_scale), layout_of(b_NK, b_dequant_scale)
+    a_layout, b_layout = layouts
     _check_pair(a_layout, b_layout)
+    check_scales(a_MK, a_dequant_scale, a_layout)
+    check_scales(b_NK, b_dequant_scale, b_layout)
     num_rows, num_cols = a_MK.shape[0], b_NK.shape[0]
     if a_MK.numel() == 0 or b_NK.numel() == 0:
         empty = torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a_MK.device)

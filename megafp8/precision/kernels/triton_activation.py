@@ -87,7 +87,7 @@ def activation_cast(
 
 
 @triton.jit
-def _gelu(x, TANH: tl.constexpr):
+def gelu(x, TANH: tl.constexpr):
     """(gelu(x), gelu'(x)) in FP32."""
     if TANH:  # tanh(u) = 2 sigmoid(2u) - 1
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -127,7 +127,7 @@ def _activation_kernel(
     cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
     here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
-    value, slope = _gelu(widened(tl.load(x + here, mask=inside, other=0.0)), TANH)
+    value, slope = gelu(widened(tl.load(x + here, mask=inside, other=0.0)), TANH)
     if BACKWARD:
         value = widened(tl.load(grad + here, mask=inside, other=0.0)) * slope
     emit_tile(

@@ -66,13 +66,15 @@ def cast_rowwise(
     amax = torch.zeros(count, device=device)
     quant_scale, dequant_scale = torch.empty(2, count, device=device).unbind()
     payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
+    grid = tiles(num_rows, num_cols)
     if x_MN.numel() > 0:
-        grid = tiles(num_rows, num_cols)
         _line_amax_kernel[grid](
             x_MN, num_rows, num_cols, amax.view(torch.int32), with_rows, with_columns,
             TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
         )  # fmt: skip
+    if count > 0:  # of an empty matrix too
         _scale_lines(amax, quant_scale, dequant_scale, fmt, power_2)
+    if x_MN.numel() > 0:
         _line_cast_kernel[grid](
             x_MN, num_rows, num_cols, quant_scale, *pointers((payload, payload_t), x_MN),
             IS_E4M3=fmt is E4M3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,

@@ -31,6 +31,15 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+def transposed(payload_MN: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a contiguous [N, M], by Triton where it runs."""
+    if payload_MN.device.type == "cpu" or unavailable(payload_MN.device) is not None:
+        return payload_MN.t().contiguous()
+    from megafp8.precision.kernels.triton_cast import transpose_payload
+
+    return transpose_payload(payload_MN)
+
+
 def casts_in_hardware(device: torch.device) -> bool:
     """Whether the device rounds to FP8 and BF16 itself; else kernels round with integers.
 

@@ -16,6 +16,7 @@ from megafp8.precision.cast import quantize_scaled
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizers.base import Fp8Operands, Need, both, column_sum
 from megafp8.precision.quantizers.scales import finite_or_inf, scale_of_amax
+from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, spread
 from megafp8.specs.precision import BLOCK
 
@@ -24,11 +25,14 @@ from megafp8.specs.precision import BLOCK
 class BlockwiseQuantizer:
     """`is_square`: a weight."""
 
+    state: ScalingState
     fmt: Fp8Format
     power_2: bool
     is_square: bool
 
     def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+        if self.state.engine.uses_triton:
+            return self._by_triton(x_MN.contiguous(), need)
         if self.is_square:
             return both(self._blocks(x_MN, (BLOCK, BLOCK)), need)
         return Fp8Operands(
@@ -43,8 +47,44 @@ class BlockwiseQuantizer:
         amax = amax_of_blocks(x_MN, block)
         quant_scale = scale_of_amax(amax, self.fmt, power_2=self.power_2)
         payload = quantize_scaled(x_MN, spread(quant_scale, x_MN.shape, block), self.fmt)
+        return self._scaled(payload, quant_scale.reciprocal(), block)
+
+    def _scaled(
+        self, payload: torch.Tensor, dequant_scale: torch.Tensor, block: tuple[int, int]
+    ) -> Fp8Tensor:
         return Fp8Tensor(
-            payload, quant_scale.reciprocal(), self.fmt, block=block, is_power_2=self.power_2
+            payload,
+            dequant_scale,
+            self.fmt,
+            block=block,
+            is_power_2=self.power_2,
+            layout="square" if self.is_square else "block",
+        )
+
+    def _by_triton(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+        """The same bits from one read, each orientation laid out as its product reads it."""
+        from megafp8.precision.kernels.triton_current import cast_blocks, cast_square_blocks
+
+        if self.is_square and not self.state.engine.orients("square"):
+            rows, _ = cast_square_blocks(x_MN, self.fmt, power_2=self.power_2)
+            assert rows is not None
+            return both(self._scaled(*rows, (BLOCK, BLOCK)), need)
+        cast = cast_square_blocks if self.is_square else cast_blocks
+        rows, columns = cast(
+            x_MN,
+            self.fmt,
+            power_2=self.power_2,
+            with_rows=need.last,
+            with_columns=need.first,
+        )
+        last_block, first_block = (
+            ((BLOCK, BLOCK),) * 2 if self.is_square else ((1, BLOCK), (BLOCK, 1))
+        )
+        return Fp8Operands(
+            None if rows is None else self._scaled(*rows, last_block),
+            None
+            if columns is None
+            else self._scaled(columns.payload.t(), columns.dequant_scale.t(), first_block),
         )
 
 

@@ -54,12 +54,12 @@ def _tensor_quantizer(
             table = state.backward if role == "grad_output" else state.forward
             return DelayedQuantizer(state, table.register(f"{name}.{role}"))
         case "tensorwise":
-            return TensorwiseQuantizer(fmt, power_2, reduce_max(role))
+            return TensorwiseQuantizer(state, fmt, power_2, reduce_max(role))
         case "rowwise" | "rowwise_with_gw_hp":
             is_whole = precision == "rowwise_with_gw_hp" and role == "weight"
-            return RowwiseQuantizer(fmt, power_2, tensorwise_first=is_whole)
+            return RowwiseQuantizer(state, fmt, power_2, tensorwise_first=is_whole)
         case "blockwise":
-            return BlockwiseQuantizer(fmt, power_2, is_square=role == "weight")
+            return BlockwiseQuantizer(state, fmt, power_2, is_square=role == "weight")
 
 
 def _format(state: ScalingState, role: Role) -> Fp8Format:

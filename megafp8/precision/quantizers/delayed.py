@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.quantizers.base import Fp8Operands, Need
+from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum
 from megafp8.precision.scaling import ScalingState, Slot
-from megafp8.precision.tensor import Fp8Tensor
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,12 @@ class DelayedQuantizer:
     slot: Slot
 
     def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
-        return both(
-            Fp8Tensor.quantize(x_MN, self.slot.quant_scale, self.slot.fmt, amax=self._amax), need
-        )
+        slot, engine = self.slot, self.state.engine
+        return cast_whole(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        x_fp8, total_N = Fp8Tensor.quantize_and_sum(
-            x_MN, self.slot.quant_scale, self.slot.fmt, amax=self._amax
-        )
-        return both(x_fp8, need), total_N
+        slot, engine = self.slot, self.state.engine
+        return cast_whole_and_sum(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
 
     @property
     def _amax(self) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from megafp8.precision.engine import Engine
 from megafp8.precision.quantizers.base import (
     READERS,
     Fp8Operands,
@@ -37,6 +38,10 @@ class LinearQuantizer:
     tensors: dict[Role, TensorQuantizer]
     high_precision: frozenset[GemmName]
 
+    def products(self, gemm: GemmName) -> tuple[Engine, bool]:
+        """Where this product runs, and whether it may accumulate fast there."""
+        return self.state.engine, gemm in self.state.recipe.fast_accumulation
+
     def is_fp8(self, gemm: GemmName) -> bool:
         return gemm not in self.high_precision
 
@@ -63,8 +68,9 @@ class LinearQuantizer:
         """A weight that is to be kept in FP8 alone."""
         quantized = self.tensors["weight"].quantize(weight_OI, Need(True, True))
         stored = self._chosen("weight", weight_OI, quantized).along_last
-        assert stored is quantized.along_first, "one copy serves both products"
-        assert isinstance(stored, Fp8Tensor)
+        assert isinstance(stored, Fp8Tensor) and quantized.along_first is not None
+        same = stored.dequant_scale.data_ptr() == quantized.along_first.dequant_scale.data_ptr()
+        assert same, "one quantization serves both products"
         return stored
 
     def _chosen(self, role: Role, x_MN: torch.Tensor, quantized: Fp8Operands) -> Operands:

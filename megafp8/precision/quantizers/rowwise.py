@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.cast import amax_along, quantize_scaled
+from megafp8.precision.cast import amax_along, amax_of, quantize_scaled
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizers.base import Fp8Operands, Need, column_sum
 from megafp8.precision.quantizers.scales import scale_of_amax_torchao
+from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 
 
@@ -23,11 +24,14 @@ class RowwiseQuantizer:
     That is the weight of `rowwise_with_gw_hp` in the product for the input gradient.
     """
 
+    state: ScalingState
     fmt: Fp8Format
     power_2: bool
     tensorwise_first: bool = False
 
     def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+        if self.state.engine.uses_triton:
+            return self._by_triton(x_MN.contiguous(), need)
         return Fp8Operands(
             self._along(x_MN, dim=1) if need.last else None,
             self._along(x_MN, dim=0) if need.first else None,
@@ -39,11 +43,44 @@ class RowwiseQuantizer:
     def _along(self, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
         """Quantized with one scale for all elements along `dim`."""
         amax = amax_along(x_MN, dim)
-        block = (1, x_MN.shape[1]) if dim == 1 else (x_MN.shape[0], 1)
         if dim == 0 and self.tensorwise_first:
-            amax, block = amax.amax().view(1, 1), (x_MN.shape[0], x_MN.shape[1])
+            amax = amax.amax().view(1, 1)
         quant_scale = scale_of_amax_torchao(amax, self.fmt, power_2=self.power_2)
         payload = quantize_scaled(x_MN, quant_scale, self.fmt)
+        return self._scaled(payload, quant_scale.reciprocal(), dim)
+
+    def _scaled(self, payload: torch.Tensor, dequant_scale: torch.Tensor, dim: int) -> Fp8Tensor:
+        rows, cols = payload.shape
+        block = (1, cols) if dim == 1 else (rows, 1)
+        if is_whole := dim == 0 and self.tensorwise_first:
+            block = (rows, cols)
         return Fp8Tensor(
-            payload, quant_scale.reciprocal(), self.fmt, block=block, is_power_2=self.power_2
+            payload,
+            dequant_scale,
+            self.fmt,
+            block=block,
+            is_power_2=self.power_2,
+            layout="tensor" if is_whole else "row",
         )
+
+    def _by_triton(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+        """The same bits, the second quantization laid out as its product reads it."""
+        from megafp8.precision.kernels.triton_cast import cast
+        from megafp8.precision.kernels.triton_current import cast_rowwise
+
+        by_columns = need.first and not self.tensorwise_first
+        rows, columns = cast_rowwise(
+            x_MN, self.fmt, power_2=self.power_2, with_rows=need.last, with_columns=by_columns
+        )
+        first = None
+        if columns is not None:
+            first = self._scaled(columns.payload.t(), columns.dequant_scale.t(), dim=0)
+        elif need.first:
+            amax = amax_of(x_MN).view(1, 1)
+            quant_scale = scale_of_amax_torchao(amax, self.fmt, power_2=self.power_2)
+            payload_t = cast(
+                x_MN, quant_scale, self.fmt, with_rows=False, with_columns=True
+            ).payload_t
+            assert payload_t is not None
+            first = self._scaled(payload_t.t(), quant_scale.reciprocal(), dim=0)
+        return Fp8Operands(None if rows is None else self._scaled(*rows, dim=1), first)

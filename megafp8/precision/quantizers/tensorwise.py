@@ -8,10 +8,10 @@ import torch
 
 from megafp8.precision.cast import amax_of
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.quantizers.base import Fp8Operands, Need
 from megafp8.precision.quantizers.scales import scale_of_amax
-from megafp8.precision.scaling import ReduceMax
-from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum
+from megafp8.precision.scaling import ReduceMax, ScalingState
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class TensorwiseQuantizer:
     `reduce_max` takes the maximum over those ranks; None: this rank holds the whole.
     """
 
+    state: ScalingState
     fmt: Fp8Format
     power_2: bool
     reduce_max: ReduceMax | None
 
     def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
-        return both(Fp8Tensor.quantize(x_MN, self.scale_of(x_MN), self.fmt), need)
+        return cast_whole(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        x_fp8, total_N = Fp8Tensor.quantize_and_sum(x_MN, self.scale_of(x_MN), self.fmt)
-        return both(x_fp8, need), total_N
+        return cast_whole_and_sum(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
         amax = amax_of(x_MN)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.precision.kernels.scaled_mm import layout_of, scaled_mm, unsupported
+from megafp8.precision.kernels.scaled_mm import Layout, check_scales, scaled_mm, unsupported
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -83,13 +83,16 @@ def test_torch_on_a_cpu(shape: tuple[int, int, int], out_dtype: torch.dtype, row
     a_scale = torch.rand(m, 1) + 0.5 if rowwise else torch.tensor(0.75)
     b_scale = torch.rand(n, 1) + 0.5 if rowwise else torch.tensor(1.5)
     for bias in (None, torch.randn(n).to(out_dtype)):
-        got = scaled_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias_N=bias)
+        kind: Layout = "row" if rowwise else "tensor"
+        got = scaled_mm(
+            a, b, a_scale, b_scale, layouts=(kind, kind), out_dtype=out_dtype, bias_N=bias
+        )
         assert_close(got, a, b, a_scale, b_scale, bias)
 
 
 @pytest.mark.parametrize("shape", [(256, 128, 512), (130, 140, 300), (5, 17, 130)])
 @pytest.mark.parametrize("kinds", [("block", "square"), ("square", "block"), ("block", "block")])
-def test_blocks(shape: tuple[int, int, int], kinds: tuple[str, str]) -> None:
+def test_blocks(shape: tuple[int, int, int], kinds: tuple[Layout, Layout]) -> None:
     m, n, k = shape
     a, b = operands(m, n, k)
     a_scale, b_scale = (
@@ -98,8 +101,9 @@ def test_blocks(shape: tuple[int, int, int], kinds: tuple[str, str]) -> None:
     )
     bias = torch.randn(n).bfloat16()
     got = scaled_mm(
-        a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias_N=bias, matmul=tensorcore_double
-    )
+        a, b, a_scale, b_scale, layouts=kinds, out_dtype=torch.bfloat16, bias_N=bias,
+        matmul=tensorcore_double,
+    )  # fmt: skip
     assert_close(got, a, b, a_scale, b_scale, bias)
 
 
@@ -129,18 +133,38 @@ def test_empty_operands() -> None:
 
 def test_what_cannot_be_multiplied_is_refused() -> None:
     a, b = operands(16, 16, 256)
-    one, rows = torch.ones(()), torch.ones(16, 1)
-    for left, right, a_scale, b_scale, what in [
-        (a, a, one, one, "E5M2"),
-        (a, b[:, :128], one, one, "differ in K"),
-        (a, b, rows, one, "scaled by row times one scaled by tensor"),
-        (a, b, torch.ones(3, 3), one, "fit no payload"),
-        (a, b, torch.ones(1, 2), torch.ones(1, 2), "scaled by square times one scaled by square"),
-    ]:
+    one, rows, blocks = torch.ones(()), torch.ones(16, 1), torch.ones(1, 2)
+    cases: list[tuple[Any, Any, Any, Any, Layout, Layout, str]] = [
+        (a, a, one, one, "tensor", "tensor", "E5M2"),
+        (a, b[:, :128], one, one, "tensor", "tensor", "differ in K"),
+        (a, b, rows, one, "row", "tensor", "scaled by row times one scaled by tensor"),
+        (a, b, torch.ones(3, 3), one, "tensor", "tensor", "fit no payload"),
+        (a, b, rows, rows, "block", "block", "fit no payload"),
+        (a, b, blocks, blocks, "square", "square", "by square times one scaled by square"),
+    ]
+    for left, right, a_scale, b_scale, left_layout, right_layout, what in cases:
         with pytest.raises(ValueError, match=what):
-            scaled_mm(left, right, a_scale, b_scale, out_dtype=torch.bfloat16)
+            scaled_mm(
+                left, right, a_scale, b_scale,
+                layouts=(left_layout, right_layout), out_dtype=torch.bfloat16,
+            )  # fmt: skip
 
 
 def test_a_cpu_has_no_fp8_tensor_cores() -> None:
     assert unsupported(torch.device("cpu")) is not None
-    assert layout_of(torch.empty(200, 300), torch.ones(2, 3)) == "square"
+
+
+@pytest.mark.parametrize("inner", [16, 100, 128])
+def test_a_short_row_is_what_it_is_said_to_be(inner: int) -> None:
+    """One scale for up to 128 elements is a row's or a block's: their partners differ."""
+    a, b = operands(16, 16, inner)
+    scale, square = torch.rand(16, 1) + 0.5, torch.rand(1, 1) + 0.5
+    check_scales(a, scale, "row")
+    check_scales(a, scale, "block")
+    by_row = scaled_mm(a, b, scale, scale, layouts=("row", "row"), out_dtype=torch.float32)
+    assert_close(by_row, a, b, scale, scale, None)
+    by_block = scaled_mm(
+        a, b, scale, square, layouts=("block", "square"), out_dtype=torch.bfloat16,
+        matmul=tensorcore_double,
+    )  # fmt: skip
+    assert_close(by_block, a, b, scale, square, None)

@@ -1,0 +1,200 @@
+"""One transformer layer on a GPU, forward and backward: BF16 and FP8, eager and compiled.
+
+Through the parts of a real run: scales roll, weights are quantized anew in every run (as with an
+accumulation of one), weight gradients go to FP32. Random normal input, CUDA events, medians; one
+process for all, so that ratios are of one clock. TFLOP/s count attention in full and, apart from
+that, by its causal half. The floor adds up the larger of operations over peak and bytes over
+bandwidth of each product; passes between products are not in it, as they could be fused.
+
+    python benchmarks/gpu_layer.py
+    python benchmarks/gpu_layer.py --tiny            # on a CPU: does it run
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_common import (
+    PEAK_FLOPS,
+    RESULTS,
+    bytes_per_second,
+    device_and_name,
+    spread,
+    timed,
+    write_result,
+)
+
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.errors import UserError
+from megafp8.parallel.mesh import single_rank
+from megafp8.train.build import build
+from megafp8.train.state import TrainState
+
+FP8 = ("model.fp8=True",)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "bf16 compiled": ("model.compile=block",),
+    "fp8 delayed": FP8,
+    "fp8 delayed compiled": (*FP8, "model.compile=block"),
+    "fp8 tensorwise": (*FP8, "model.fp8_recipe=tensorwise"),
+    "fp8 rowwise": (*FP8, "model.fp8_recipe=rowwise"),
+    "fp8 blockwise": (*FP8, "model.fp8_recipe=blockwise"),
+    "te bf16": ("model.fp8_backend=te",),
+    "te fp8 delayed": (*FP8, "model.fp8_backend=te"),
+    "torchao fp8 tensorwise": (*FP8, "model.fp8_recipe=tensorwise", "model.fp8_backend=torchao"),
+}
+
+
+def state_of(
+    args: argparse.Namespace, device: torch.device, settings: tuple[str, ...]
+) -> TrainState:
+    """A GPT of one layer, as a user's settings build it; only its layer is run."""
+    cfg = load(
+        [
+            "model.num_layers=1",
+            f"model.hidden_size={args.hidden}",
+            f"model.ffn_hidden_size={4 * args.hidden}",
+            f"model.num_attention_heads={args.heads}",
+            f"model.encoder_seq_length={args.seq}",
+            f"model.max_position_embeddings={args.seq}",
+            f"model.micro_batch_size={args.batch}",
+            f"model.global_batch_size={args.batch}",
+            "trainer.precision=bf16",
+            *settings,
+        ]
+    )
+    spec = resolve(cfg, torch.cuda.is_available)
+    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=128))
+    return build(spec, single_rank(device))
+
+
+def one_run(
+    state: TrainState, args: argparse.Namespace, device: torch.device
+) -> Callable[[], None]:
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (args.batch, args.seq, args.hidden)
+    x = torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
+    grad = (1e-3 * torch.randn(shape, device=device, generator=generator)).bfloat16()
+
+    def run() -> None:
+        x.grad = None
+        state.sink.begin_step()
+        state.scaling.begin_microbatch(0)
+        output = state.model.forward_layers(x)
+        state.scaling.end_forward()
+        output.backward(grad)
+        state.scaling.end_backward()
+
+    return run
+
+
+def linear_shapes(hidden: int) -> list[tuple[int, int]]:
+    """(out, in) of QKV, projection, FC1 and FC2."""
+    return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+
+
+def floor_seconds(args: argparse.Namespace, name: str, in_fp8: bool) -> float:
+    """Of the linears' three products and attention's; results and plain operands in BF16."""
+    tokens, bandwidth, total = args.batch * args.seq, bytes_per_second(name), 0.0
+    precision, size = ("fp8", 1) if in_fp8 else ("bf16", 2)
+    for outs, ins in linear_shapes(args.hidden):
+        for m, n, k in [(tokens, outs, ins), (tokens, ins, outs), (outs, ins, tokens)]:
+            num_bytes = size * k * (m + n) + 2 * m * n
+            total += max(2 * m * n * k / PEAK_FLOPS[precision], num_bytes / bandwidth)
+    return total + causal_attention_flops(args) / PEAK_FLOPS["bf16"]
+
+
+def causal_attention_flops(args: argparse.Namespace) -> int:
+    """Forward and backward: two and four products, half of each."""
+    return 6 * args.batch * args.seq**2 * args.hidden
+
+
+def measure(
+    args: argparse.Namespace, device: torch.device, name: str, settings: tuple[str, ...]
+) -> dict[str, Any]:
+    state = state_of(args, device, settings)
+    run = one_run(state, args, device)
+    run()
+    backends = dict(state.counter.fp8_backends)
+    run()
+    macs = sum(outs * ins for outs, ins in linear_shapes(args.hidden))
+    causal = 6 * args.batch * args.seq * macs + causal_attention_flops(args)
+    full = causal + causal_attention_flops(args)
+    ran = {k: n for k, n in state.counter.fp8_backends.items() if n > backends.get(k, 0)}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    row = spread(timed(run, device, args.warm_up, args.runs))
+    median = row["median_seconds"]
+    return {
+        **row,
+        "tokens_per_second": args.batch * args.seq / median,
+        "flops_per_second_full": full / median,
+        "flops_per_second_causal": causal / median,
+        "share_of_bf16_peak_causal": causal / median / PEAK_FLOPS["bf16"],
+        "floor_seconds": floor_seconds(args, name, "model.fp8=True" in settings),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        "fp8_ran_by": sorted(ran),
+        "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--tiny", action="store_true", help="any device, few runs: a check")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    device, name = device_and_name()
+    if device.type == "cpu" and not args.tiny:
+        parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
+    if args.tiny:
+        args.hidden, args.heads, args.batch, args.seq, args.runs, args.warm_up = 128, 2, 2, 64, 2, 1
+    rows: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    for what in args.variants:
+        try:
+            rows[what] = row = measure(args, device, name, VARIANTS[what])
+        except UserError as error:  # refused here: a backend that is not there
+            skipped[what] = str(error)
+            print(f"{what:>24}  skipped: {error}")
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        base = rows.get("bf16")
+        ratio = None if base is None else base["median_seconds"] / row["median_seconds"]
+        row["times_bf16"] = ratio
+        quotient = "" if ratio is None else f"{ratio:.2f} x bf16"
+        print(
+            f"{what:>24}  {1e3 * row['median_seconds']:9.3f} ms  "
+            f"{row['flops_per_second_full'] / 1e12:7.1f} TFLOP/s full  "
+            f"{row['flops_per_second_causal'] / 1e12:7.1f} causal  "
+            f"floor {1e3 * row['floor_seconds']:8.3f} ms  "
+            f"{quotient}"
+        )
+    shape = {key: getattr(args, key) for key in ("hidden", "heads", "batch", "seq", "runs")}
+    write_result(
+        args.results,
+        f"layer-{args.hidden}",
+        name,
+        "one layer, forward and backward; medians; ratios of medians of one process",
+        {"shape": shape, "rows": rows, "skipped": skipped},
+    )
+
+
+if __name__ == "__main__":
+    main()

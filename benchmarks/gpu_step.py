@@ -1,0 +1,190 @@
+"""Training steps on a GPU: presets in BF16 and FP8, as `pretrain_gpt.py` runs them.
+
+Each row is a run of its own with real data, loss, clipping and optimizer: medians of the steps
+after the warm-up, from the run's own metrics. No recomputation unless said. The floor is that of
+the products: FLOPs over peak, attention causal.
+
+    python benchmarks/gpu_step.py --presets 1.3b 5b
+    python benchmarks/gpu_step.py --tiny             # on a CPU: does it run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu_common import PEAK_FLOPS, RESULTS, device_and_name, write_result
+
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.observe.metrics import read_metrics
+from megafp8.specs import GPTSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+LLAMA_8B = (  # as many of its 32 layers as fit
+    "model.num_layers=8",
+    "model.hidden_size=4096",
+    "model.ffn_hidden_size=14336",
+    "model.num_attention_heads=32",
+    "model.num_query_groups=8",
+    "model.normalization=rmsnorm",
+    "model.activation=swiglu",
+    "model.position_embedding_type=rope",
+    "model.bias=False",
+    "model.share_embeddings_and_output_weights=False",
+    "model.encoder_seq_length=8192",
+    "model.max_position_embeddings=8192",
+)
+PRESETS: dict[str, tuple[str, ...]] = {
+    "125m": ("model=gpt3_125m", "model.micro_batch_size=16"),
+    "1.3b": ("model=gpt3_1.3b", "model.micro_batch_size=8"),
+    "5b": ("model=gpt3_5b", "model.micro_batch_size=4"),
+    "llama-8b-shape": (*LLAMA_8B, "model.micro_batch_size=1"),
+    "tiny": (
+        "model.num_layers=1",
+        "model.hidden_size=64",
+        "model.ffn_hidden_size=256",
+        "model.num_attention_heads=2",
+        "model.encoder_seq_length=32",
+        "model.max_position_embeddings=32",
+        "model.micro_batch_size=2",
+        "model.tokenizer.vocab_size=512",
+    ),
+}
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "bf16 compiled": ("model.compile=block",),
+    "fp8": ("model.fp8=True",),
+    "fp8 compiled": ("model.fp8=True", "model.compile=block"),
+    "fp8 params": ("model.fp8=True", "model.fp8_params=True"),
+    "te fp8": ("model.fp8=True", "model.fp8_backend=te"),
+}
+
+
+def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str]:
+    chosen = [*PRESETS[preset], *VARIANTS[variant], "trainer.precision=bf16"]
+    if "model.fp8=True" in chosen:
+        chosen.append("model.fp8_health=off")
+    micro = next(int(s.split("=")[1]) for s in chosen if s.startswith("model.micro_batch_size"))
+    return [*chosen, f"model.global_batch_size={micro * args.accumulation}"]
+
+
+def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run to its end, in a process of its own; raises CalledProcessError where it failed."""
+    steps = args.warm_up + args.steps
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        *settings_of(preset, variant, args),
+        f"trainer.max_steps={steps}",
+        f"trainer.val_check_interval={steps}",
+        "trainer.limit_val_batches=1",
+        "model.data.splits_string='980,10,10'",  # little to validate on at the end
+        "trainer.log_every_n_steps=1",
+        "exp_manager.create_checkpoint_callback=False",
+        "exp_manager.create_tensorboard_logger=False",
+        f"exp_manager.explicit_log_dir={folder}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "step_seconds" in line]
+    lines = lines[args.warm_up :]
+    assert len(lines) >= args.steps, "a run logs every step"
+    summary = json.loads((folder / "summary.json").read_text())
+    return row_of(lines, summary, spec_of(preset, variant, args))
+
+
+def spec_of(preset: str, variant: str, args: argparse.Namespace) -> GPTSpec:
+    return resolve(load(settings_of(preset, variant, args)), lambda: False).model
+
+
+def linear_flops_per_token(spec: GPTSpec) -> float:
+    """Forward and backward, of the products that may run in FP8."""
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    attention = hidden * (2 * spec.query_size + 2 * spec.kv_size)
+    return 6.0 * spec.num_layers * (attention + (3 if spec.is_gated else 2) * hidden * ffn)
+
+
+def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) -> dict[str, Any]:
+    seconds = statistics.median(line["step_seconds"] for line in lines)
+    tokens = round(lines[-1]["tokens_per_second"] * lines[-1]["step_seconds"])
+    # What a token costs by either count is the same in every step.
+    per_token = {
+        count: 1e12 * lines[-1][f"tflops_{count}"] / lines[-1]["tokens_per_second"]
+        for count in ("causal", "full")
+    }
+    tokens_per_second = tokens / seconds
+    in_fp8 = summary["precision"].startswith("FP8")
+    linear = linear_flops_per_token(spec)
+    floor = linear / PEAK_FLOPS["fp8" if in_fp8 else "bf16"]
+    floor += (per_token["causal"] - linear) / PEAK_FLOPS["bf16"]
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": tokens_per_second,
+        "tflops_causal": tokens_per_second * per_token["causal"] / 1e12,
+        "tflops_full": tokens_per_second * per_token["full"] / 1e12,
+        "share_of_bf16_peak_causal": tokens_per_second * per_token["causal"] / PEAK_FLOPS["bf16"],
+        "floor_tokens_per_second": 1 / floor,
+        "peak_memory_bytes": summary["peak_memory_bytes"],
+        "last_loss": lines[-1]["loss"],
+        "precision": summary["precision"],
+        "fp8_flops_by_backend": summary["fp8_flops_by_backend"],
+        "compiled": summary["compiled"],
+        "layers": spec.num_layers,
+        "steps": len(lines),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["1.3b"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "fp8"])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
+    parser.add_argument("--tiny", action="store_true", help="any device, few steps: a check")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    device, name = device_and_name()
+    if device.type == "cpu" and not args.tiny:
+        parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
+    if args.tiny:
+        args.presets, args.steps, args.warm_up = ["tiny"], 2, 1
+    rows: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for preset in args.presets:
+        for variant in args.variants:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    row = run(preset, variant, args, Path(folder) / "run")
+                except subprocess.CalledProcessError as error:
+                    failed[f"{preset} {variant}"] = error.stderr.strip()[-500:]
+                    print(f"{preset:>14} {variant:<14} failed: {error.stderr.strip()[-300:]}")
+                    continue
+            rows[f"{preset} {variant}"] = row
+            base = rows.get(f"{preset} bf16")
+            row["times_bf16"] = (
+                None if base is None else row["tokens_per_second"] / base["tokens_per_second"]
+            )
+            ratio = "" if row["times_bf16"] is None else f"{row['times_bf16']:.2f} x bf16"
+            print(
+                f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "
+                f"{row['tflops_full']:6.1f} TFLOP/s full {row['tflops_causal']:6.1f} causal  "
+                f"{row['share_of_bf16_peak_causal']:.1%} of BF16's peak  "
+                f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  {ratio}",
+                flush=True,
+            )
+    content = {"rows": rows, "failed": failed, "accumulation": args.accumulation}
+    what = "training steps of real runs; medians of the steps after the warm-up"
+    write_result(args.results, f"step-{'-'.join(args.presets)}", name, what, content)
+    if not rows:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The newest results of each GPU benchmark as one short table.
+
+python benchmarks/gpu_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from gpu_common import RESULTS
+
+SUBJECTS = ("gemm", "layer", "step")
+
+
+def newest(folder: Path, subject: str) -> dict[str, Any] | None:
+    """The last written result of a subject, of a GPU."""
+    paths = [path for path in folder.glob(f"*_{subject}-*.json") if "_cpu_" not in path.name]
+    found = max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    return None if found is None else json.loads(found.read_text())
+
+
+def line(subject: str, what: str, row: dict[str, Any]) -> str:
+    """What counts in each subject: TFLOP/s, or tokens a second."""
+    if subject == "gemm":
+        figures = f"{row['flops_per_second'] / 1e12:9.0f} TFLOP/s"
+    elif subject == "layer":
+        figures = f"{row['flops_per_second_full'] / 1e12:9.0f} TFLOP/s full"
+    else:
+        figures = f"{row['tokens_per_second']:9.0f} tokens/s"
+    ratio = row.get("times_bf16")
+    return f"{subject:<6} {what:<28} {figures:<26} " + (f"{ratio:.2f} x bf16" if ratio else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for subject in SUBJECTS:
+        result = newest(args.results, subject)
+        if result is None:
+            print(f"{subject:<6} no result of a GPU in {args.results}")
+            continue
+        print(f"{subject}: {result['hardware']}, {result['date']}, commit {result['commit'][:9]}")
+        for what, row in result["rows"].items():
+            print(line(subject, what, row))
+
+
+if __name__ == "__main__":
+    main()

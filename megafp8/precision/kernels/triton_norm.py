@@ -1,0 +1,260 @@
+"""LayerNorm or RMSNorm with the cast to FP8 in the same pass, and the norm's backward.
+
+Forward takes two launches: each row's mean and reciprocal deviation, then tiles that normalize,
+scale, round and cast in both orientations. For BF16 that moves 2 + 2 + 1 + 1 bytes an element where
+a norm and a cast apart from it move 8.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# M rows (tokens)   D columns (model width)
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megafp8.precision.formats import E4M3, Fp8Format
+from megafp8.precision.kernels.triton_cast import TILE_COLS, TILE_ROWS, outputs, pointers, tiles
+from megafp8.precision.kernels.triton_launch import amax_bits, casts_in_hardware, check_matrix
+from megafp8.precision.kernels.triton_rounding import rounded, widened
+from megafp8.precision.kernels.triton_tile import emit_tile
+
+BACKWARD_ROWS = 32  # rows whose weight gradient one program adds up
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class NormStatistics(NamedTuple):
+    """FP32 [M]; `mean` None: RMSNorm. What backward needs beside the input."""
+
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+class NormCast(NamedTuple):
+    """As `triton_cast.Cast`; `plain` [M, D] are the values that were cast, in `out_dtype`."""
+
+    payload: torch.Tensor | None
+    payload_t: torch.Tensor | None
+    plain: torch.Tensor | None
+    statistics: NormStatistics
+
+
+def norm_cast(
+    x_MD: torch.Tensor,
+    weight_D: torch.Tensor,
+    bias_D: torch.Tensor | None,
+    epsilon: float,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    *,
+    out_dtype: torch.dtype,
+    amax: torch.Tensor | None = None,
+    with_rows: bool = True,
+    with_columns: bool = False,
+    with_plain: bool = False,
+) -> NormCast:
+    """LayerNorm, or RMSNorm where there is no bias; computed in FP32, rounded to `out_dtype`
+    before amax and cast, as if it had been written to memory and read again."""
+    check_matrix("x_MD", x_MD)
+    num_rows, num_cols = x_MD.shape
+    out = outputs(num_rows, num_cols, fmt, x_MD.device, with_rows, with_columns)
+    plain = torch.empty_like(x_MD, dtype=out_dtype) if with_plain else None
+    rstd = torch.empty(num_rows, device=x_MD.device)
+    mean = None if bias_D is None else torch.empty_like(rstd)
+    if x_MD.numel() > 0:
+        _statistics_kernel[(num_rows,)](
+            x_MD,
+            rstd if mean is None else mean,
+            rstd,
+            num_cols,
+            epsilon,
+            CENTRED=mean is not None,
+            LANES=triton.next_power_of_2(num_cols),
+        )
+        _normalize_kernel[tiles(num_rows, num_cols)](
+            x_MD,
+            weight_D,
+            weight_D if bias_D is None else bias_D,
+            rstd if mean is None else mean,
+            rstd,
+            num_rows,
+            num_cols,
+            quant_scale,
+            amax_bits(amax, x_MD),
+            *pointers(out, x_MD),
+            x_MD if plain is None else plain,
+            CENTRED=mean is not None,
+            DTYPE=_DTYPES[out_dtype],
+            IS_E4M3=fmt is E4M3,
+            WITH_AMAX=amax is not None,
+            WITH_ROWS=with_rows,
+            WITH_COLUMNS=with_columns,
+            WITH_PLAIN=with_plain,
+            HARDWARE=casts_in_hardware(x_MD.device),
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLS=TILE_COLS,
+        )
+    return NormCast(*out, plain, NormStatistics(mean, rstd))
+
+
+def norm_backward(
+    grad_MD: torch.Tensor,
+    x_MD: torch.Tensor,
+    weight_D: torch.Tensor,
+    statistics: NormStatistics,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(gradient of x in its dtype, of the weight and of the bias in FP32).
+
+    Sums over rows are taken group by group and then over groups: the same bits in each run.
+    """
+    check_matrix("grad_MD", grad_MD)
+    check_matrix("x_MD", x_MD)
+    num_rows, num_cols = x_MD.shape
+    groups = -(-num_rows // BACKWARD_ROWS)
+    grad_x = torch.empty_like(x_MD)
+    partial = torch.zeros(2, groups, num_cols, device=x_MD.device)
+    mean, rstd = statistics
+    if x_MD.numel() > 0:
+        _backward_kernel[(groups,)](
+            grad_MD,
+            x_MD,
+            weight_D,
+            rstd if mean is None else mean,
+            rstd,
+            num_rows,
+            num_cols,
+            grad_x,
+            partial[0],
+            partial[1],
+            CENTRED=mean is not None,
+            HARDWARE=casts_in_hardware(x_MD.device),
+            ROWS=BACKWARD_ROWS,
+            LANES=triton.next_power_of_2(num_cols),
+        )
+    grad_weight, grad_bias = partial.sum(1)
+    return grad_x, grad_weight, grad_bias
+
+
+@triton.jit
+def _statistics_kernel(
+    x, mean, rstd, num_cols, epsilon, CENTRED: tl.constexpr, LANES: tl.constexpr
+):
+    row = tl.program_id(0)
+    cols = tl.arange(0, LANES)
+    inside = cols < num_cols
+    value = widened(tl.load(x + row.to(tl.int64) * num_cols + cols, mask=inside, other=0.0))
+    if CENTRED:
+        average = tl.sum(value, axis=0) / num_cols
+        tl.store(mean + row, average)
+        value = tl.where(inside, value - average, 0.0)
+    variance = tl.sum(value * value, axis=0) / num_cols
+    tl.store(rstd + row, 1.0 / tl.sqrt(variance + epsilon))
+
+
+@triton.jit
+def _normalize_kernel(
+    x,
+    weight,
+    bias,
+    mean,
+    rstd,
+    num_rows,
+    num_cols,
+    quant_scale,
+    amax_bits,
+    payload,
+    payload_t,
+    plain,
+    CENTRED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    WITH_AMAX: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
+    WITH_COLUMNS: tl.constexpr,
+    WITH_PLAIN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    value = widened(tl.load(x + here, mask=inside, other=0.0))
+    if CENTRED:
+        value = value - tl.load(mean + rows, mask=rows < num_rows, other=0.0)[:, None]
+    value = value * tl.load(rstd + rows, mask=rows < num_rows, other=0.0)[:, None]
+    value = value * widened(tl.load(weight + cols, mask=cols < num_cols, other=0.0))[None, :]
+    if CENTRED:
+        value = value + widened(tl.load(bias + cols, mask=cols < num_cols, other=0.0))[None, :]
+    emit_tile(
+        value,
+        rows,
+        cols,
+        num_rows,
+        num_cols,
+        inside,
+        quant_scale,
+        amax_bits,
+        payload,
+        payload_t,
+        plain,
+        x,
+        DTYPE=DTYPE,
+        IS_E4M3=IS_E4M3,
+        WITH_AMAX=WITH_AMAX,
+        WITH_ROWS=WITH_ROWS,
+        WITH_COLUMNS=WITH_COLUMNS,
+        WITH_PLAIN=WITH_PLAIN,
+        WITH_SUMS=False,
+        HARDWARE=HARDWARE,
+    )
+
+
+@triton.jit
+def _backward_kernel(
+    grad,
+    x,
+    weight,
+    mean,
+    rstd,
+    num_rows,
+    num_cols,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    CENTRED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """xhat = (x - mean) rstd; grad_x = rstd (g w - mean(g w) - xhat mean(g w xhat))."""
+    cols = tl.arange(0, LANES)
+    inside = cols < num_cols
+    scale = widened(tl.load(weight + cols, mask=inside, other=0.0))
+    of_weight = tl.zeros((LANES,), tl.float32)
+    of_bias = tl.zeros((LANES,), tl.float32)
+    for offset in range(ROWS):
+        row = tl.program_id(0) * ROWS + offset + tl.arange(0, 1)  # a vector: masks broadcast
+        here = row.to(tl.int64) * num_cols + cols
+        mask = inside & (row < num_rows)
+        normal = widened(tl.load(x + here, mask=mask, other=0.0))
+        deviation = tl.load(rstd + row, mask=row < num_rows, other=0.0)
+        if CENTRED:
+            average = tl.load(mean + row, mask=row < num_rows, other=0.0)
+            normal = tl.where(mask, normal - average, 0.0)
+        normal = normal * deviation
+        of_output = widened(tl.load(grad + here, mask=mask, other=0.0))
+        of_weight += of_output * normal
+        of_bias += of_output
+        scaled = of_output * scale
+        result = scaled - normal * (tl.sum(scaled * normal, axis=0) / num_cols)
+        if CENTRED:
+            result = result - tl.sum(scaled, axis=0) / num_cols
+        result = rounded(result * deviation, x.dtype.element_ty, HARDWARE)
+        tl.store(grad_x + here, result.to(x.dtype.element_ty), mask=mask)
+    at = tl.program_id(0).to(tl.int64) * num_cols + cols
+    tl.store(grad_weight + at, of_weight, mask=inside)
+    tl.store(grad_bias + at, of_bias, mask=inside)

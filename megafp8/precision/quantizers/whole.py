@@ -1,0 +1,78 @@
+"""One scale for a whole matrix: the cast that `delayed` and `tensorwise` share."""
+
+from __future__ import annotations
+
+import torch
+
+from megafp8.precision.engine import Engine
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.tensor import Fp8Tensor
+
+
+def cast_whole(
+    x_MN: torch.Tensor,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    need: Need,
+    engine: Engine,
+    *,
+    amax: torch.Tensor | None = None,
+) -> Fp8Operands:
+    """`amax` as in `cast.quantize`."""
+    if engine.uses_triton:
+        return _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, False)[0]
+    return both(Fp8Tensor.quantize(x_MN, quant_scale, fmt, amax=amax), need)
+
+
+def cast_whole_and_sum(
+    x_MN: torch.Tensor,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    need: Need,
+    engine: Engine,
+    *,
+    amax: torch.Tensor | None = None,
+) -> tuple[Fp8Operands, torch.Tensor]:
+    """With the FP32 sum of each column of the tensor that was not quantized, [N]."""
+    if engine.uses_triton:
+        operands, total_N = _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, True)
+        assert total_N is not None
+        return operands, total_N
+    x_fp8, total_N = Fp8Tensor.quantize_and_sum(x_MN, quant_scale, fmt, amax=amax)
+    return both(x_fp8, need), total_N
+
+
+def _cast_by_triton(
+    x_MN: torch.Tensor,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    need: Need,
+    engine: Engine,
+    amax: torch.Tensor | None,
+    with_sum: bool,
+) -> tuple[Fp8Operands, torch.Tensor | None]:
+    """One pass; each orientation that is needed, or one that serves both products."""
+    from megafp8.precision.kernels.triton_cast import cast
+
+    if not engine.orients("tensor"):
+        payload, _, total_N = cast(
+            x_MN.contiguous(), quant_scale, fmt, amax=amax, with_sums=with_sum
+        )
+        assert payload is not None
+        return both(Fp8Tensor(payload, quant_scale.reciprocal(), fmt), need), total_N
+    payload, payload_t, total_N = cast(
+        x_MN.contiguous(),
+        quant_scale,
+        fmt,
+        amax=amax,
+        with_rows=need.last,
+        with_columns=need.first,
+        with_sums=with_sum,
+    )
+    dequant_scale = quant_scale.reciprocal()
+    operands = Fp8Operands(
+        None if payload is None else Fp8Tensor(payload, dequant_scale, fmt),
+        None if payload_t is None else Fp8Tensor(payload_t.t(), dequant_scale, fmt),
+    )
+    return operands, total_N

@@ -1,0 +1,59 @@
+"""The GPU benchmarks of a layer and of a step run on a CPU with tiny shapes, and refuse to measure
+there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"benchmarks/{program}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_tiny_layer(tmp_path: Path) -> None:
+    variants = ("bf16", "fp8 delayed", "fp8 blockwise")
+    done = run("gpu_layer.py", "--tiny", "--results", str(tmp_path), "--variants", *variants)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*_layer-128.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert tuple(rows) == variants
+    tokens, hidden = 2 * 64, 128
+    linears = 6 * tokens * hidden * hidden * 12
+    attention = 12 * 2 * 64 * 64 * hidden  # in full
+    for row in rows.values():
+        flops = row["flops_per_second_full"] * row["median_seconds"]
+        assert flops == pytest.approx(linears + attention)
+        assert row["floor_seconds"] < row["median_seconds"]
+    assert rows["bf16"]["fp8_ran_by"] == [] and rows["bf16"]["times_bf16"] == 1
+    assert rows["fp8 delayed"]["floor_seconds"] < rows["bf16"]["floor_seconds"]
+    if not torch.cuda.is_available():
+        assert rows["fp8 delayed"]["fp8_ran_by"] == ["emulated"]
+
+
+def test_tiny_steps(tmp_path: Path) -> None:
+    done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), "--variants", "fp8")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (path,) = tmp_path.glob("*_step-tiny.json")
+    row = json.loads(path.read_text())["rows"]["tiny fp8"]
+    assert row["steps"] == 2 and row["precision"].startswith("FP8 delayed")
+    assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["step_seconds"])
+    assert row["tflops_full"] > row["tflops_causal"] > 0 and row["last_loss"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("program", ["gpu_layer.py", "gpu_step.py"])
+def test_without_a_gpu_nothing_is_measured(program: str, tmp_path: Path) -> None:
+    done = run(program, "--results", str(tmp_path))
+    assert done.returncode == 2 and "no CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
