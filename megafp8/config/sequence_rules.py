@@ -87,3 +87,13 @@ def _backend_shares_sequences(v: Values) -> Iterator[Finding]:
             f"model.fp8_backend={v['model.fp8_backend']} has not been wired to it",
             f"Use model.fp8_backend=native, or leave {KEY} out",
         )
+
+
+@rule(KEY, "model.compile")
+def _layers_are_not_compiled(v: Values) -> Iterator[Finding]:
+    if v[KEY] and v["model.compile"] != "off":
+        yield Finding(
+            KEY,
+            f"model.compile={v['model.compile']} has not been shown to be right with it",
+            f"Leave model.compile out, or leave {KEY} out",
+        )

@@ -142,8 +142,7 @@ def test_inert_keys_leave_no_trace() -> None:
     plain, loaded = run_spec(), load_all(["++model.cpu_offloading=False", "name=mine"])
     assert loaded.inert_lines() == [
         "inert: name=mine (command line): a label, for ${name} in other keys",
-        "inert: model.cpu_offloading=False (command line): nothing is moved to the host's "
-        "sequences",
+        "inert: model.cpu_offloading=False (command line): nothing is moved to the host's memory",
     ]
     assert run_spec("model.cpu_offloading=False").resolved == plain.resolved
     assert load_all().inert == ()
@@ -155,7 +154,7 @@ def test_keys_may_refer_to_inert_ones() -> None:
 
 
 def test_a_misspelt_inert_key_is_refused() -> None:
-    assert "Did you mean model.cpu_offloading?" in str(the_problem("+model.sequnce_parallel=1"))
+    assert "Did you mean model.cpu_offloading" in str(the_problem("+model.cpu_ofloading=1"))
     assert the_problem("model.nsys_profile.on=True").key == "model.nsys_profile.on"
     assert the_problem("model.nsys_profile=5").reason == "is a section, not a value"
 

@@ -160,6 +160,7 @@ def test_the_key_reaches_the_layout() -> None:
             "model.sequence_parallel",
             "between pipeline stages",
         ),
+        (["model.compile=block"], "model.sequence_parallel", "not been shown"),
         (["model.fp8=True", "model.fp8_backend=te"], "model.sequence_parallel", "not been wired"),
     ],
 )
