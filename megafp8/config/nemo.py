@@ -287,7 +287,6 @@ def _model_memory_and_speed(t: _Table) -> None:
     ):  # fmt: skip
         t.add(name, None, "what is computed again is the same in every microbatch and stage",
               why="has no equivalent here", way_out=memory)  # fmt: skip
-    t.add("sequence_parallel", False, "norms and dropout work on whole sequences", status=NOT_YET)
     buffers = "Transformer Engine's user buffers are not used"
     for name, nemo in (("ub_tp_comm_overlap", False), ("ub_tp_comm_overlap_cfg", None)):
         t.add(name, nemo, buffers, why="has no equivalent here")

@@ -176,6 +176,7 @@ def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
         num_nodes=trainer.num_nodes,
         devices_per_node=trainer.devices,
         tp=model.tensor_model_parallel_size,
+        sequence_parallel=model.sequence_parallel,
         pp=model.pipeline_model_parallel_size,
         accelerator=trainer.accelerator,
         pipeline=pipeline,

@@ -571,6 +571,13 @@ class Model:
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
     )
+    sequence_parallel: bool = key(
+        False,
+        "Tensor-parallel ranks share out the sequence between their linears (norms, dropout, "
+        "residual stream); what linears read in FP8 crosses in FP8.",
+        nemo=False,
+        kind="layout",
+    )
     pipeline_model_parallel_size: int = key(
         1,
         "Ranks that hold the layers in turn (pipeline stages).",

@@ -19,6 +19,7 @@ from megafp8.config import (
     optim_rules,
     parallel_rules,
     profile_rules,
+    sequence_rules,
     start_rules,
 )
 from megafp8.config.dependents import without_effect
@@ -120,6 +121,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
     modules = (
         model_rules,
         parallel_rules,
+        sequence_rules,
         fp8_rules,
         optim_rules,
         profile_rules,

@@ -126,6 +126,10 @@ class Parts:
         """Tokens of the whole sequence of which `x_BSD` is the residual stream here."""
         return x_BSD.shape[1]
 
+    def own_sequence(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] -> the tokens of it whose residual stream is here."""
+        return x_BS
+
     def recomputed(self, function: Callable[..., Any], *args: Any) -> torch.Tensor:
         """`function(*args)`, whose activations backward computes again instead of keeping them."""
         out: torch.Tensor = checkpoint(
@@ -180,7 +184,7 @@ class Embedding(nn.Module):
                 normal(spec.init_method_std, parts.seed),
             )
         self.residual_dtype = parts.residual_dtype
-        self.look_up = parts.look_up
+        self.look_up, self.own_sequence = parts.look_up, parts.own_sequence
         self.dropout = parts.dropout(spec.hidden_dropout, "embedding.dropout")
 
     def forward(
@@ -190,9 +194,9 @@ class Embedding(nn.Module):
         x_BSD = self.look_up(tokens_BS, self.word)
         if self.position is not None:
             if position_ids_BS is None:
-                x_BSD = x_BSD + self.position[: tokens_BS.shape[1]]
+                x_BSD = x_BSD + self.own_sequence(self.position[None, : tokens_BS.shape[1]])
             else:
-                x_BSD = x_BSD + F.embedding(position_ids_BS, self.position)
+                x_BSD = x_BSD + F.embedding(self.own_sequence(position_ids_BS), self.position)
         out: torch.Tensor = self.dropout(x_BSD.to(self.residual_dtype))
         return out
 

@@ -35,6 +35,11 @@ class Masters:
         self.grads = [view.view_as(param) for view, param in zip(views, self.params, strict=True)]
         self.num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
 
+    @property
+    def replicated_grad(self) -> torch.Tensor:
+        """The flat gradients of the parameters that every tensor-parallel rank has whole."""
+        return self.flat_grad[sum(p.numel() for p in self.params[: self.num_sharded]) :]
+
     def zero_grad(self) -> None:
         self.flat_grad.zero_()
 

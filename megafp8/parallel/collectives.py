@@ -27,7 +27,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Pending:
-    """An all-reduce under way; `wait` returns its result."""
+    """A reduction under way; `wait` returns its result."""
 
     tensor: torch.Tensor
     work: dist.Work | None
@@ -71,6 +71,24 @@ class Axis:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(gathered, tensor, group=self.group)
         return gathered
+
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [size N, ...]: every rank's rows, in the order of ranks."""
+        if self.size == 1:
+            return tensor
+        self.traffic.add(self.name, "all_gather", tensor)
+        gathered = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        return gathered
+
+    def start_reduce_scatter_sum(self, tensor: torch.Tensor) -> Pending:
+        """[size N, ...] -> [N, ...]: this rank's rows of the sum, not waited for."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        self.traffic.add(self.name, "reduce_scatter_sum", tensor)
+        own = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        work = dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.group, async_op=True)
+        return Pending(own, work)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """In place: the tensor of the rank `source` of this axis."""

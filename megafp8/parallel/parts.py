@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,9 +11,15 @@ from torch import nn
 
 from megafp8.models.init import constant, fp8_parameter, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Parts, Rows, fused_name
+from megafp8.models.parts import Dropout, Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.sequence import (
+    SequenceColumnParallel,
+    SequenceRowParallel,
+    WholeSequence,
+    own_shard,
+)
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
 from megafp8.parallel.vocab import (
     VocabParallelHeadLoss,
@@ -47,15 +53,19 @@ class NativeParts(Parts):
         sink: GradSink,
         counter: GemmCounter,
         half_weights: bool = True,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
         if not half_weights:
             self.whole_dtype = self.residual_dtype = torch.promote_types(dtype, torch.float32)
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
+        self.sequence_parallel = sequence_parallel and tp.size > 1
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         if self.tp.size > 1:
-            return vocab_parallel_look_up(tokens_BS, weight_VD, self.sink, self.tp)
+            return vocab_parallel_look_up(
+                tokens_BS, weight_VD, self.sink, self.tp, scatter=self.sequence_parallel
+            )
         return look_up(tokens_BS, weight_VD, self.sink)
 
     def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
@@ -70,15 +80,22 @@ class NativeParts(Parts):
         weights, biases = column_pieces(rows, in_features, self.tp)
         share = sum(part.out_features for part in rows) // self.tp.size
         name = fused_name(rows)
-        comm = ColumnParallel(self.tp) if self.tp.size > 1 else NoComm()
+        comm = self._comm(ColumnParallel, SequenceColumnParallel)
         linear = self._linear(name, (share, in_features), weights, biases, std, comm)
         return self._after_norm(norm, linear)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
         weights, biases = row_pieces(rows, in_features, self.tp)
         shape = (rows.out_features, in_features // self.tp.size)
-        comm = RowParallel(self.tp) if self.tp.size > 1 else NoComm()
+        comm = self._comm(RowParallel, SequenceRowParallel)
         return self._linear(rows.name, shape, weights, biases, std, comm)
+
+    def _comm(
+        self, plain: Callable[[Axis], LinearComm], sequence: Callable[[Axis], LinearComm]
+    ) -> LinearComm:
+        if self.tp.size == 1:
+            return NoComm()
+        return (sequence if self.sequence_parallel else plain)(self.tp)
 
     def _linear(
         self,
@@ -115,6 +132,19 @@ class NativeParts(Parts):
             return first, again
         return first, _both(again, self.scaling.recomputation())
 
+    def attention_core(self, name: str, index: int) -> nn.Module:
+        core = super().attention_core(name, index)
+        return WholeSequence(core, self.tp) if self.sequence_parallel else core
+
+    def dropout(self, p: float, site: str, *, sharded: bool = False) -> Dropout:
+        return super().dropout(p, site, sharded=sharded or self.sequence_parallel)
+
+    def sequence_length(self, x_BSD: torch.Tensor) -> int:
+        return x_BSD.shape[1] * (self.tp.size if self.sequence_parallel else 1)
+
+    def own_sequence(self, x_BS: torch.Tensor) -> torch.Tensor:
+        return own_shard(x_BS, self.tp) if self.sequence_parallel else x_BS
+
     def local_heads(self) -> slice:
         share = self.spec.num_attention_heads // self.tp.size
         return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
@@ -143,7 +173,9 @@ class NativeParts(Parts):
             return None if added is None else added.to(weight.dtype)
 
         if self.tp.size > 1:
-            return VocabParallelHeadLoss(self.tp, matmul, add_grad_weight)
+            return VocabParallelHeadLoss(
+                self.tp, matmul, add_grad_weight, gather=self.sequence_parallel
+            )
         return HeadLoss(matmul, add_grad_weight)
 
     def count_attention_flops(self, flops: int) -> None:

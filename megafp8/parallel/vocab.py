@@ -16,6 +16,7 @@ from torch import nn
 
 from megafp8.models.loss import IGNORE, AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
 from megafp8.precision.grad_sink import GradSink
 from megafp8.specs.placement import Piece
 
@@ -30,11 +31,17 @@ def vocabulary_piece(name: str, shape: tuple[int, int], tp: Axis, replica: int) 
 
 
 def vocab_parallel_look_up(
-    tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink, tp: Axis
+    tokens_BS: torch.Tensor,
+    weight_VD: nn.Parameter,
+    sink: GradSink,
+    tp: Axis,
+    *,
+    scatter: bool = False,
 ) -> torch.Tensor:
-    """Rows of the whole vocabulary: [B, S] int64 -> [B, S, D] on every rank."""
+    """Rows of the whole vocabulary: [B, S] int64 -> [B, S, D] on every rank; with `scatter` each
+    rank's part of the sequence, [B, S/tp, D]."""
     rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
-        tokens_BS, weight_VD, sink, tp
+        tokens_BS, weight_VD, sink, tp, scatter
     )
     return rows_BSD
 
@@ -42,22 +49,31 @@ def vocab_parallel_look_up(
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink, tp: Axis
+        ctx: Any,
+        tokens_BS: torch.Tensor,
+        weight_VD: nn.Parameter,
+        sink: GradSink,
+        tp: Axis,
+        scatter: bool,
     ) -> torch.Tensor:
         local_BS, is_here_BS = local_rows(tokens_BS, weight_VD.shape[0], tp)
         ctx.save_for_backward(local_BS, is_here_BS)
-        ctx.weight, ctx.sink = weight_VD, sink
+        ctx.weight, ctx.sink, ctx.gathered_over = weight_VD, sink, tp if scatter else None
         rows_BSD = nn.functional.embedding(local_BS, weight_VD)
         rows_BSD.masked_fill_(~is_here_BS[..., None], 0.0)
+        if scatter:
+            return scatter_sum(rows_BSD, tp)
         return tp.all_reduce_sum(rows_BSD)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (local_BS, is_here_BS), (grad_BSD,) = ctx.saved_tensors, grads
+        if ctx.gathered_over is not None:
+            grad_BSD = gather_sequence(grad_BSD, ctx.gathered_over)
         # Rows elsewhere add 0 to some row here: nothing has to be counted on a device.
         own_BSD = grad_BSD.masked_fill(~is_here_BS[..., None], 0.0)
         grad = ctx.sink.add_rows(ctx.weight, local_BS.flatten(), own_BSD.flatten(0, 1))
-        return None, grad, None, None
+        return None, grad, None, None, None
 
 
 def local_rows(ids: torch.Tensor, share: int, tp: Axis) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,11 +84,23 @@ def local_rows(ids: torch.Tensor, share: int, tp: Axis) -> tuple[torch.Tensor, t
 
 
 class VocabParallelHeadLoss(HeadLoss):
-    """Every rank has all tokens and a part of the vocabulary; the loss is the same on all."""
+    """Every rank has all tokens and a part of the vocabulary; the loss is the same on all.
 
-    def __init__(self, tp: Axis, matmul: Matmul, add_grad_weight: AddGradWeight) -> None:
+    `gather`: hidden states come as each rank's part of the sequence.
+    """
+
+    def __init__(
+        self, tp: Axis, matmul: Matmul, add_grad_weight: AddGradWeight, *, gather: bool = False
+    ) -> None:
         super().__init__(matmul, add_grad_weight)
-        self.tp = tp
+        self.tp, self.gather = tp, gather
+
+    def forward(
+        self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
+    ) -> torch.Tensor:
+        if self.gather:
+            hidden_BSD = whole_sequence(hidden_BSD, self.tp)
+        return super().forward(hidden_BSD, weight_VD, targets_BS)
 
     def loss_of_chunk(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
@@ -98,4 +126,6 @@ class VocabParallelHeadLoss(HeadLoss):
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """FP32 logits over the whole vocabulary, on every rank."""
+        if self.gather:
+            hidden_BSD = gather_sequence(hidden_BSD, self.tp)
         return torch.cat(self.tp.all_gather(super().logits(hidden_BSD, weight_VD)), dim=-1)

@@ -116,12 +116,13 @@ class Linear(nn.Module):
         self._cached_version = -1
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., I] -> [..., O], in the input's dtype."""
+        """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
+        them, the first dim is that many times longer or shorter."""
         flat_TI = input.flatten(0, -2)
         output_TO: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
             flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
         )
-        return output_TO.view(*input.shape[:-1], -1)
+        return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
         if self.quantizer is None:

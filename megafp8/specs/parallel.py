@@ -57,6 +57,7 @@ class ParallelSpec:
     num_nodes: int = 1
     devices_per_node: int = 1
     tp: int = 1  # tensor-parallel ranks
+    sequence_parallel: bool = False  # they share out the sequence between their linears
     cp: int = 1  # context-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     accelerator: str = "cpu"  # "cpu" or "gpu", never "auto": resolved already

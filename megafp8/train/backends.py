@@ -107,7 +107,13 @@ def make(
             NoScaling(),
         )
     return Engine(
-        NativeParts(*given, scaling=native_scaling, **shared), native_scaling or NoScaling()
+        NativeParts(
+            *given,
+            scaling=native_scaling,
+            sequence_parallel=spec.parallel.sequence_parallel,
+            **shared,
+        ),
+        native_scaling or NoScaling(),
     )
 
 

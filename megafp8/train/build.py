@@ -75,6 +75,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     state.compiled = compiled
     if spec.precision.loss_scale is not None:
         state.loss_scale = LossScale(spec.precision.loss_scale)
+    state.sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
     state.reducer = None if noting is None else noting.reducer
     if isinstance(model, PipelinedGPT):
         state.pipeline = PipelineRunner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,14 +30,16 @@ def sample(
     """Continue `prompt` by up to `num_tokens` tokens drawn at `temperature`; returns them alone."""
     generator = torch.Generator().manual_seed(seed)
     limit = state.model.spec.max_position_embeddings
-    window = limit // ROUND_TO * ROUND_TO or limit
+    tp = state.mesh.tp.size  # which may share out the sequence
+    multiple = math.lcm(ROUND_TO, tp)
+    window = limit // multiple * multiple or limit // tp * tp
     tokens = list(prompt)
     state.model.eval()
     with state.scaling.evaluation():
         for _ in range(num_tokens):
             context = tokens[-window:]
             # Padding at the end changes nothing before it: attention is causal.
-            padded = context + [0] * min(-len(context) % ROUND_TO, window - len(context))
+            padded = context + [0] * min(-len(context) % multiple, window - len(context))
             batch = torch.tensor([padded], device=state.mesh.device)
             logits_V = state.model.logits(batch)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)

@@ -31,6 +31,7 @@ class TrainState:
     counter: GemmCounter
     mesh: Mesh
     reducer: GradReducer | None = None  # where there are replicas
+    sequence_parallel: bool = False  # unsharded parameters' gradients are summed over tp
     pipeline: PipelineRunner | None = None  # where the model is one stage of several
     step: int = 0  # the last finished step
     consumed_samples: int = 0  # over all ranks

@@ -107,9 +107,12 @@ def forward_backward(
 
 
 def reduce_gradients(state: TrainState) -> None:
-    """Sum them over replicas, and the tied embedding's over the stages that have it."""
+    """Sum them over replicas, the unsharded parameters' over parts of the sequence, and the tied
+    embedding's over the stages that have it."""
     if state.reducer is not None:
         state.reducer.finish()
+    if state.sequence_parallel:  # each rank has seen its part of the sequence alone
+        state.mesh.tp.all_reduce_sum(state.masters.replicated_grad)
     if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
         state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
 

@@ -89,8 +89,8 @@ def test_inert_settings_reach_the_task() -> None:
         seen.append(info)
         return 0
 
-    assert run_app(["model.sequence_parallel=False"], task) == 0
-    assert len(seen[0].inert) == 1 and seen[0].inert[0].startswith("inert: model.sequence_parallel")
+    assert run_app(["model.cpu_offloading=False"], task) == 0
+    assert len(seen[0].inert) == 1 and seen[0].inert[0].startswith("inert: model.cpu_offloading")
 
 
 def test_sweep(tmp_path: Path) -> None:
@@ -249,10 +249,10 @@ def test_cfg_prints_the_composed_yaml(capsys: pytest.CaptureFixture[str]) -> Non
     assert composed.model.seed == 7 and set(composed) == sections
     assert run_app(["-c", "job", "--resolve"], never) == 0
     assert "${" not in capsys.readouterr().out
-    assert run_app(["-c", "job", "model.seed=7", "model.sequence_parallel=False"], never) == 0
+    assert run_app(["-c", "job", "model.seed=7", "model.cpu_offloading=False"], never) == 0
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments[0] == "# model.seed = 7 (command line; default job: 1234)"
-    assert comments[1].startswith("# inert: model.sequence_parallel=False (command line): ")
+    assert comments[1].startswith("# inert: model.cpu_offloading=False (command line): ")
     assert run_app(["-c", "job", "model.seed=x"], never) == 2
     assert run_app(["-c", "job", "-m"], never) == 2
 

@@ -29,10 +29,7 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-PARALLELISM = {
-    "model.context_parallel_size",
-    "model.sequence_parallel",
-}
+PARALLELISM = {"model.context_parallel_size"}
 SHARDING = {
     "model.fsdp",
     "model.fsdp_sharding_strategy",
@@ -163,11 +160,10 @@ def test_any_other_value_is_refused_by_name(key: NemoKey, refused_all: dict[str,
 
 
 def test_inert_keys_leave_no_trace() -> None:
-    plain, loaded = run_spec(), load_all(["++model.sequence_parallel=False", "name=mine"])
+    plain, loaded = run_spec(), load_all(["++model.cpu_offloading=False", "name=mine"])
     assert loaded.inert_lines() == [
         "inert: name=mine (command line): a label, for ${name} in other keys",
-        "inert: model.sequence_parallel=False (command line): norms and dropout work on whole "
-        "sequences",
+        "inert: model.cpu_offloading=False (command line): nothing is moved to the host's memory",
     ]
     assert load_all(["model.cpu_offloading=False", "model.mcore_gpt=True",
                      "model.cpu_offloading_weights=True"]).inert_lines() == [
@@ -176,7 +172,7 @@ def test_inert_keys_leave_no_trace() -> None:
         "inert: model.cpu_offloading=False, model.cpu_offloading_weights=True (command line): "
         "nothing is moved to the host's memory",
     ]  # fmt: skip
-    assert run_spec("model.sequence_parallel=False").resolved == plain.resolved
+    assert run_spec("model.cpu_offloading=False").resolved == plain.resolved
     assert load_all().inert == ()
 
 
@@ -186,7 +182,7 @@ def test_keys_may_refer_to_inert_ones() -> None:
 
 
 def test_a_misspelt_inert_key_is_refused() -> None:
-    assert "Did you mean model.sequence_parallel?" in str(the_problem("+model.sequnce_parallel=1"))
+    assert "Did you mean model.cpu_offloading" in str(the_problem("+model.cpu_ofloading=1"))
     assert the_problem("model.nsys_profile.on=True").key == "model.nsys_profile.on"
     assert the_problem("model.nsys_profile=5").reason == "is a section, not a value"
 
@@ -206,7 +202,7 @@ def test_what_follows_from_other_keys_passes(overrides: list[str], key: str) -> 
 
 @pytest.mark.parametrize("false", ["0", "'false'", "''"])
 def test_zero_is_not_false(false: str) -> None:
-    assert the_problem(f"model.sequence_parallel={false}").key == "model.sequence_parallel"
+    assert the_problem(f"model.cpu_offloading={false}").key == "model.cpu_offloading"
 
 
 # --- keys that are live in a way of their own ----------------------------------------------------
@@ -266,11 +262,11 @@ def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
 def test_problems_of_a_nemo_yaml_name_the_file(tmp_path: Path) -> None:
     where = nemo_yaml(
         tmp_path,
-        **{"model.sequence_parallel": True, "model.fp8_recipe": "mxfp8", "model.oops": 1,
+        **{"model.cpu_offloading": True, "model.fp8_recipe": "mxfp8", "model.oops": 1,
            "trainer.devices": "${sum:1,${nope}}"},
     )  # fmt: skip
     problems = {problem.key: problem for problem in load_problems("trainer.max_time=-1", **where)}
-    wanted = {"model.sequence_parallel", "model.fp8_recipe", "model.oops", "trainer.devices"}
+    wanted = {"model.cpu_offloading", "model.fp8_recipe", "model.oops", "trainer.devices"}
     assert wanted | {"trainer.max_time"} <= problems.keys()
     assert {problems[key].origin for key in wanted} == {"theirs.yaml"}
 

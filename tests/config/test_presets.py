@@ -112,9 +112,9 @@ def test_a_preset_over_a_yaml_and_in_one(tmp_path: Path) -> None:
 
 def test_own_presets(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\nsequence_parallel: true\n")
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\ncpu_offloading: true\n")
     problem = the_problem("model=mine", config_dir=tmp_path)
-    assert problem.key == "model.sequence_parallel" and problem.origin == "preset model=mine"
+    assert problem.key == "model.cpu_offloading" and problem.origin == "preset model=mine"
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\nnonsense: 2\n")
     assert load_problems("model=mine", config_dir=tmp_path)
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\n")

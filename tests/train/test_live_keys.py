@@ -220,6 +220,9 @@ EFFECTS: dict[str, Effect] = {
     f"{CALLBACK}.mode": ShownBy("tests/checkpoint/test_best.py::test_a_run_keeps_its_best"),
     "model.micro_batch_size": Trains(1),
     "model.global_batch_size": Trains(8),
+    "model.sequence_parallel": ShownBy(
+        "tests/parallel/test_sequence_parallel.py::test_bytes_of_a_layer"
+    ),
     "model.tensor_model_parallel_size": ShownBy(
         "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
     ),

@@ -26,7 +26,7 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
         "model.nsys_profile.start_step=1",
         "model.nsys_profile.end_step=1",
         "model.optim.sched.warmup_steps=1",
-        "model.sequence_parallel=False",
+        "model.cpu_offloading=False",
     )
     done = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv],
@@ -45,8 +45,8 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
         assert PLANTED.encode() not in path.read_bytes(), path
     summary = place.summary()
     (inert,) = summary["inert_keys"]
-    assert inert["key"] == "model.sequence_parallel" and inert["origin"] == "command line"
-    assert b"inert: model.sequence_parallel=False" in output
+    assert inert["key"] == "model.cpu_offloading" and inert["origin"] == "command line"
+    assert b"inert: model.cpu_offloading=False" in output
     set_by = {entry["key"]: entry for entry in summary["non_default"]}
     assert set_by["trainer.max_steps"] == {
         "key": "trainer.max_steps", "value": 2, "origin": "command line", "default": 600

@@ -1,0 +1,169 @@
+"""Sequence parallelism on gloo ranks against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.sequence import by_rank, in_order
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.config.helpers import load_problems, run_spec
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import (
+    DROPOUT,
+    Outcomes,
+    assert_gradients_close,
+    assert_losses_close,
+    assert_same_tables,
+    replicated,
+)
+from tests.ranks import run_ranks
+from tests.tiny import SEQ, gpt_spec
+
+DELAYED = Fp8Recipe(amax_history_len=4)
+TENSORWISE = Fp8Recipe(name="tensorwise")
+ALIKE = {
+    "fp32": Case(steps=8),
+    "gated": Case(
+        steps=4,
+        model=gpt_spec(
+            activation="swiglu", normalization="rmsnorm", position_embedding_type="rope", bias=False
+        ),
+    ),
+    "bf16": Case("bf16", steps=8),
+    "delayed": Case("bf16", DELAYED, steps=8),
+    "tensorwise": Case("bf16", TENSORWISE, steps=8),
+}
+DROPPED = {
+    "dropout": Case(model=DROPOUT, steps=3),
+    "dropout fp8": Case("bf16", DELAYED, DROPOUT, steps=3),
+}
+
+
+def on_ranks(size: int, tp: int) -> dict[str, Outcomes]:
+    spec = ParallelSpec(devices_per_node=size, tp=tp, sequence_parallel=True)
+    cases = {name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED).items()}
+    ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases})
+    return {name: [rank[name] for rank in ranks] for name in cases}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
+    return on_ranks(request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    return {name: run_case(case, single_rank()) for name, case in ALIKE.items()}
+
+
+def test_rank_major_order_there_and_back() -> None:
+    """What shards lie side by side as is put into the order of the sequence, and back."""
+    x_BSF = torch.arange(2 * 8 * 3).view(2, 8, 3)
+    shards = torch.cat(x_BSF.chunk(4, dim=1))  # what ranks would gather
+    assert torch.equal(in_order(shards, 4), x_BSF)
+    assert torch.equal(by_rank(x_BSF, 4), shards)
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_equals_one_process(
+    ranks: dict[str, Outcomes], alone: dict[str, Outcome], case: str
+) -> None:
+    """FP32 within 1e-5: losses, first gradients, norms; the rest within 1e-2, as without it."""
+    exact = ALIKE[case].compute == "fp32"
+    assert_losses_close(ranks[case], alone[case], 1e-5 if exact else 1e-2)
+    for rank in ranks[case]:
+        assert rank.losses == ranks[case][0].losses and rank.norms == ranks[case][0].norms
+        assert rank.validation[0] == pytest.approx(alone[case].validation[0], rel=1e-2)
+    if exact:
+        assert_gradients_close(ranks[case], alone[case], 1e-5)
+        for rank in ranks[case]:
+            assert rank.norms == pytest.approx(alone[case].norms, rel=1e-4)
+            torch.testing.assert_close(rank.logits, alone[case].logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["delayed", "dropout fp8"])
+def test_histories_and_scales_are_the_same_on_all_ranks(
+    ranks: dict[str, Outcomes], case: str
+) -> None:
+    assert_same_tables(ranks[case])
+    staged = [rank.updates["forward"][0]["staged"] for rank in ranks[case]]
+    assert not torch.equal(staged[0], staged[1]), "the ranks did see different amaxes"
+
+
+@pytest.mark.parametrize("case", ALIKE | DROPPED)
+def test_replicated_parameters_stay_bitwise_equal(ranks: dict[str, Outcomes], case: str) -> None:
+    first = replicated(ranks[case][0])
+    for rank in ranks[case][1:]:
+        other = replicated(rank)
+        assert first.keys() == other.keys() and len(first) >= 5
+        assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("case", DROPPED)
+def test_dropout_trains(ranks: dict[str, Outcomes], case: str) -> None:
+    losses = ranks[case][0].losses
+    assert all(rank.losses == losses for rank in ranks[case])
+    assert torch.tensor(losses).isfinite().all() and losses[-1] < losses[0] + 0.1
+
+
+@pytest.mark.parametrize("case", ["bf16", "delayed", "tensorwise"])
+def test_bytes_of_a_layer(ranks: dict[str, Outcomes], case: str) -> None:
+    """Per layer and microbatch in units of s b h 2 bytes (t-1)/t on the wire: forward 4 in BF16, 3
+    in FP8; backward 6, with the input gathered again, and 4. Together 10 and 7."""
+    run, tp = ALIKE[case], len(ranks[case])
+    tokens = run.num_microbatches * run.batch * SEQ
+    whole = tokens * run.model.hidden_size * 2  # BF16 bytes of the activations
+    layers = run.model.num_layers
+    gathers, scatters = 2 * 3 * layers, 2 * 2 * layers  # column: 2 gathers; row: 1
+    for rank in ranks[case]:
+        # An all-gather is handed one rank's part, a reduce-scatter the whole; both send (t-1)/t of
+        # the whole tensor.
+        found = rank.traffic
+        ends = 2 * whole  # the head gathers hidden states, the embedding its gradient
+        summed = found["tp", "reduce_scatter_sum", "bfloat16"] - whole  # the embedding's
+        gathered_bf16 = found["tp", "all_gather", "bfloat16"] * tp - ends
+        gathered_fp8 = found.get(("tp", "all_gather", "uint8"), 0) * tp
+        assert summed == scatters * whole
+        assert gathered_bf16 == (0 if run.fp8 else gathers * whole)
+        assert gathered_fp8 == (gathers * whole // 2 if run.fp8 else 0)
+        units = (summed + gathered_bf16 + gathered_fp8) / (whole * layers)
+        assert units == (7 if run.fp8 else 10)
+
+
+ON_TWO = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True")
+
+
+def test_the_key_reaches_the_layout() -> None:
+    assert run_spec(*ON_TWO).parallel.sequence_parallel
+    assert run_spec(*ON_TWO, "model.fp8=True").parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        (["model.tensor_model_parallel_size=1"], "model.sequence_parallel", "nobody"),
+        (["model.encoder_seq_length=65"], "model.encoder_seq_length", "does not divide"),
+        (
+            ["model.fp8=True", "model.encoder_seq_length=24", "model.micro_batch_size=1"],
+            "model.sequence_parallel",
+            "12 tokens",
+        ),
+        (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
+        (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
+        (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
+        (
+            ["trainer.devices=4", "model.pipeline_model_parallel_size=2"],
+            "model.sequence_parallel",
+            "between pipeline stages",
+        ),
+        (["model.compile=block"], "model.sequence_parallel", "not been shown"),
+        (["model.fp8=True", "model.fp8_backend=te"], "model.sequence_parallel", "not been wired"),
+    ],
+)
+def test_refusals(settings: list[str], key: str, message: str) -> None:
+    found = load_problems(*ON_TWO, *settings)
+    assert [p for p in found if p.key == key and message in str(p)], found
