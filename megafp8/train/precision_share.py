@@ -6,7 +6,7 @@ Attention's two products are counted apart, never in FP8; see the counted share 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,7 +23,7 @@ from megafp8.specs.precision import GEMMS, Fp8Recipe
 
 @dataclass(frozen=True)
 class PrecisionShare:
-    """FLOPs of one token, forward and backward, on this rank; what is not FP8, and why."""
+    """FLOPs of one token, forward and backward, over the whole model; what is not FP8, and why."""
 
     fp8_flops: int
     total_flops: int
@@ -34,8 +34,38 @@ class PrecisionShare:
         return self.fp8_flops / max(1, self.total_flops)
 
 
+@dataclass(frozen=True)
+class LinearFlops:
+    """The same of one rank's linears; `reasons` has the names of those not wholly in FP8."""
+
+    fp8: int
+    total: int
+    reasons: dict[str, list[str]]
+
+
 def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
-    """Of our own linears, other backends' modules and the head."""
+    """Of a model that lives on one rank."""
+    return share_of_ranks([linear_flops(model, recipe)], spec, num_replicas=1)
+
+
+def share_of_ranks(
+    parts: Sequence[LinearFlops], spec: GPTSpec, num_replicas: int
+) -> PrecisionShare:
+    """From what all ranks hold; `num_replicas` of them hold the same."""
+    total = sum(part.total for part in parts) // num_replicas
+    head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for part in parts:
+        for why, names in part.reasons.items():
+            reasons[why] += names
+    higher = [f"head ({head / max(1, total + head):.0%}; never in FP8)"]
+    higher += [f"{_names(list(dict.fromkeys(n)))} ({why})" for why, n in reasons.items()]
+    fp8 = sum(part.fp8 for part in parts) // num_replicas
+    return PrecisionShare(fp8, total + head, tuple(higher))
+
+
+def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:
+    """Of our own linears and other backends' modules."""
     fp8 = total = 0
     reasons: dict[str, list[str]] = defaultdict(list)
     for linear in linears_of(model):
@@ -56,10 +86,7 @@ def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> Preci
         if len(planned.fp8) < len(GEMMS):
             missing = ", ".join(gemm for gemm in GEMMS if gemm not in planned.fp8)
             reasons[f"{missing}, {planned.reason}"].append(planned.name)
-    head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
-    higher = [f"head ({head / max(1, total + head):.0%}; never in FP8)"]
-    higher += [f"{_names(names)} ({why})" for why, names in reasons.items()]
-    return PrecisionShare(fp8, total + head, tuple(higher))
+    return LinearFlops(fp8, total, dict(reasons))
 
 
 def require_fp8(share: PrecisionShare) -> None:

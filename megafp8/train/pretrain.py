@@ -32,7 +32,12 @@ from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
 from megafp8.train.loop import Run, check_validation, save, train, validate
 from megafp8.train.precision_means import means_of
-from megafp8.train.precision_share import PrecisionShare, precision_share, require_fp8
+from megafp8.train.precision_share import (
+    PrecisionShare,
+    linear_flops,
+    require_fp8,
+    share_of_ranks,
+)
 from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
@@ -195,11 +200,15 @@ def _pretrain(
 
 
 def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
-    """How much of a step is FP8, where it was asked for; raises if it is nothing."""
+    """How much of a step is FP8, where it was asked for; raises if it is nothing.
+
+    All ranks together.
+    """
     recipe = spec.precision.fp8
     if recipe is None:
         return None
-    share = precision_share(state.model, spec.model, recipe)
+    parts = saving.gather(state.mesh, linear_flops(state.model, recipe))
+    share = share_of_ranks(parts, spec.model, state.mesh.dp.size)
     require_fp8(share)
     return share
 

@@ -9,7 +9,12 @@ import pytest
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
-from megafp8.train.precision_share import precision_share, require_fp8
+from megafp8.train.precision_share import (
+    LinearFlops,
+    precision_share,
+    require_fp8,
+    share_of_ranks,
+)
 from megafp8.train.step import train_step
 from tests.tiny import build_run, gpt_spec, microbatch
 
@@ -46,6 +51,18 @@ def test_what_stays_higher_is_named_with_its_reason() -> None:
     assert "layers.0.mlp.fc2, layers.1.mlp.fc2 (model.fp8_modules)" in text
     assert "layers.0.mlp.fc1 (model.first_last_layers_bf16)" in text
     assert "(grad_weight, chosen by product)" in text
+
+
+def test_ranks_together_hold_the_model() -> None:
+    """Two stages of two ranks each, twice: sums over ranks, names once, the head once."""
+    recipe = Fp8Recipe(modules=(ModuleRule("layers.1.*", "high_precision"),))
+    whole = precision_share(build_run(compute="bf16", fp8=recipe).model, gpt_spec(), recipe)
+    quarter = LinearFlops(whole.fp8_flops // 2, whole.fp8_flops // 2, {})
+    other = LinearFlops(0, whole.fp8_flops // 2, {"model.fp8_modules": ["layers.1.mlp.fc1"]})
+    ranks = [quarter, quarter, other, other] * 2
+    share = share_of_ranks(ranks, gpt_spec(), num_replicas=2)
+    assert (share.fp8_flops, share.total_flops) == (whole.fp8_flops, whole.total_flops)
+    assert share.higher[1] == "layers.1.mlp.fc1 (model.fp8_modules)"
 
 
 def test_fp8_that_is_nowhere_does_not_start() -> None:
