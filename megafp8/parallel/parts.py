@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.models.init import constant, fp8_parameter, parameter
+from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Dropout, Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
@@ -73,7 +73,8 @@ class NativeParts(Parts):
         shape = (self.spec.vocab_size, self.spec.hidden_size)
         piece = vocabulary_piece(name, shape, self.tp, replica)
         local = (shape[0] // self.tp.size, shape[1])
-        return self.normal_parameter(local, [piece], self.spec.init_method_std)
+        draw = normal(self.spec.init_method_std, self.seed)
+        return parameter(local, [piece], draw, self.whole_dtype)
 
     def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
         in_features = self.spec.hidden_size

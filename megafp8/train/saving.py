@@ -74,7 +74,7 @@ class Saver:
                 entry = store.write_shard(staging, name, list(placements(state)))
         except UserError as failure:
             error = failure
-        entries, error = gather(mesh, entry), first_known(mesh, error)
+        entries, error = gather(mesh, entry), _cause(gather(mesh, error))
         final: Path | None = None
         if mesh.is_main and error is None and staging is not None:
             try:
@@ -273,6 +273,14 @@ def from_main(mesh: Mesh, value: Any) -> Any:
 def first_known(mesh: Mesh, value: Any) -> Any:
     """The lowest rank's object that is not None, on every rank."""
     return next((v for v in gather(mesh, value) if v is not None), None)
+
+
+def _cause(errors: list[UserError | None]) -> UserError | None:
+    """The lowest rank's error that is not a consequence: a rank that fails may take the directory
+    away in which another is about to write."""
+    found = [error for error in errors if error is not None]
+    own = [error for error in found if "ENOENT" not in str(error)]
+    return next(iter(own or found), None)
 
 
 def raise_on_all(error: UserError) -> NoReturn:

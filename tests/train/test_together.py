@@ -141,4 +141,4 @@ def test_two_tensor_parallel_ranks_recompute_in_every_recipe() -> None:
         alone = run_case(plain, single_rank())
         for rank in ranks:
             assert rank[name].losses == pytest.approx(alone.losses, rel=3e-3), name
-            assert rank[name].norms == pytest.approx(alone.norms, rel=5e-2), name
+            assert rank[name].norms == pytest.approx(alone.norms, rel=1e-1), name
