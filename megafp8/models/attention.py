@@ -154,6 +154,17 @@ class AttentionCore(nn.Module):
         if self.layer_scaling != 1:
             q_BHSE = q_BHSE / self.layer_scaling
             scale = self.layer_scaling / self.head_size**0.5
+        return self._softmax_product(q_BHSE, k_BGSE, v_BGSE, mask, dropout, scale)
+
+    def _softmax_product(
+        self,
+        q_BHSE: torch.Tensor,
+        k_BGSE: torch.Tensor,
+        v_BGSE: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        scale: float | None,
+    ) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             q_BHSE,
             k_BGSE,

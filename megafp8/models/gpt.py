@@ -108,9 +108,13 @@ class GPT(nn.Module):
         """[V, D]: the head's own weight, or the embedding's."""
         return self.head_weight if hasattr(self, "head_weight") else self.embedding.word
 
-    def hidden(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def hidden(
+        self,
+        tokens_BS: torch.Tensor,
+        cache: KVCache | None = None,
+        position_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[B, S] int64 -> [B, S, D] after the final norm."""
-        position_ids_BS = None
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)
@@ -121,9 +125,16 @@ class GPT(nn.Module):
         out: torch.Tensor = self.final_norm(x_BSD)
         return out
 
-    def logits(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        tokens_BS: torch.Tensor,
+        cache: KVCache | None = None,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[B, S] -> FP32 [B, S, V], for generation; tokens in `cache` come before these."""
-        return self.head_loss.logits(self.hidden(tokens_BS, cache), self.output_weight)
+        hidden_BSD = self.hidden(tokens_BS, cache, position_ids_BS)
+        return self.head_loss.logits(hidden_BSD, self.output_weight)
 
     def _groups(self) -> list[tuple[int, int, str | None]]:
         """(begin, end, what backward computes again) of consecutive layers of this stage."""

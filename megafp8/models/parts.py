@@ -51,6 +51,7 @@ class Parts:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
         self.whole_dtype = dtype  # of embeddings and norms
         self.residual_dtype = dtype
+        self.make_core: Callable[..., AttentionCore] = AttentionCore
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -107,7 +108,7 @@ class Parts:
     def attention_core(self, name: str, index: int) -> nn.Module:
         """([B, S, queries + keys + values], context) -> [B, S, queries]."""
         spec = self.spec
-        return AttentionCore(
+        return self.make_core(
             spec.head_size,
             spec.attention_dropout,
             f"{name}.dropout",

@@ -2,7 +2,8 @@
 
 Every draw is keyed by seed, step, microbatch and site (the dropout's name): recomputation, another
 order of microbatches and another tensor-parallel size draw the same numbers. Sites whose tensors
-are sharded over tensor-parallel ranks also carry the rank, so that shards differ.
+are sharded over tensor-parallel ranks also carry the rank, so that shards differ; where ranks share
+the sequence, all sites carry the rank that has these tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from megafp8.models.init import key_of
 class RandomStreams:
     """The position in the run that the streams are keyed by."""
 
-    def __init__(self, seed: int, tp_rank: int = 0) -> None:
+    def __init__(self, seed: int, tp_rank: int = 0, cp_rank: int = 0) -> None:
         self.seed, self.tp_rank = seed, tp_rank
+        self._tokens = () if cp_rank == 0 else (f"cp {cp_rank}",)
         self._position: tuple[int, int] = (0, 0)
 
     def begin_microbatch(self, step: int, global_index: int) -> None:
@@ -43,7 +45,9 @@ class RandomStreams:
     @contextmanager
     def keyed(self, site: str, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
         """Torch's default generator of `device` starts at this site's key inside the context."""
-        key = key_of(self.seed, *self._position, site, self.tp_rank if sharded else "all")
+        key = key_of(
+            self.seed, *self._position, site, self.tp_rank if sharded else "all", *self._tokens
+        )
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(key)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,20 @@ class Pending:
         if self.work is not None:
             self.work.wait()
         return self.tensor
+
+
+@dataclass(frozen=True)
+class Passing:
+    """A tensor on its way to the next rank and another from the one before; `wait` returns that."""
+
+    sent: torch.Tensor  # stays as it is until both have arrived
+    received: torch.Tensor
+    works: Sequence[dist.Work] = ()
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,21 @@ class Axis:
         work = dist.isend(tensor, group=self.group, group_dst=target)
         assert work is not None
         return work
+
+    def start_shift(self, tensor: torch.Tensor) -> Passing:
+        """To the next rank of the ring, for the tensor of the one before, of the same shape."""
+        if self.size == 1:
+            return Passing(tensor, tensor)
+        self.traffic.add(self.name, "send", tensor)
+        received = torch.empty_like(tensor)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=after),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
+            ]
+        )
+        return Passing(tensor, received, works)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """In place, from the rank `source` of this axis; its sender counts the bytes."""

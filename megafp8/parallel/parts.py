@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Dropout, Parts, Rows, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.ring import RingAttentionCore
 from megafp8.parallel.sequence import (
     SequenceColumnParallel,
     SequenceRowParallel,
@@ -54,12 +56,15 @@ class NativeParts(Parts):
         counter: GemmCounter,
         half_weights: bool = True,
         sequence_parallel: bool = False,
+        cp: Axis | None = None,
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
         if not half_weights:
             self.whole_dtype = self.residual_dtype = torch.promote_types(dtype, torch.float32)
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        if cp is not None and cp.size > 1:
+            self.make_core = partial(RingAttentionCore, cp=cp)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         if self.tp.size > 1:

@@ -41,7 +41,8 @@ from megafp8.specs.parallel import (
 class Batch(NamedTuple):
     """One microbatch on the device: int64 [B, S] each, targets -100 where nothing counts.
 
-    `documents` are the model's keywords that tell a sample's documents apart, if anything does.
+    `documents` are the model's keywords that tell a sample's documents apart or, where ranks share
+    a sequence, the places of these tokens in it.
     """
 
     tokens_BS: torch.Tensor  # noqa: N815 (shape suffix)
@@ -133,9 +134,14 @@ class PipelinedGPT(nn.Module):
             return torch.zeros((), device=tokens_BS.device)
         return last.forward_head(x_BSD, targets_BS)
 
-    def logits(self, tokens_BS: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
-        """[B, S] -> FP32 [B, S, V] on every rank, for generation."""
-        position_ids_BS = None
+    def logits(
+        self,
+        tokens_BS: torch.Tensor,
+        cache: KVCache | None = None,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, S] -> FP32 [B, S, V] on every rank of the pipeline, for generation."""
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)

@@ -111,6 +111,7 @@ def make(
             *given,
             scaling=native_scaling,
             sequence_parallel=spec.parallel.sequence_parallel,
+            cp=mesh.cp,
             **shared,
         ),
         native_scaling or NoScaling(),

@@ -30,7 +30,7 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
-    streams = RandomStreams(spec.train.seed, mesh.tp.rank)
+    streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
     outer: GradSink = sink
     noting = NotingSink(outer) if mesh.data.size > 1 else None
@@ -81,7 +81,11 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         state.pipeline = PipelineRunner(
             model,
             Boundary(
-                (spec.train.micro_batch_size, spec.data.seq_length, spec.model.hidden_size),
+                (
+                    spec.train.micro_batch_size,
+                    spec.data.seq_length // mesh.cp.size,
+                    spec.model.hidden_size,
+                ),
                 parts.residual_dtype,
             ),
             scaling=engine.scaling,

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.data.loader import Microbatch
 from megafp8.train.state import TrainState
-from megafp8.train.step import document_inputs, to_device
+from megafp8.train.step import local_batch
 
 
 @torch.no_grad()
@@ -19,9 +19,9 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
     state.model.eval()
     with state.scaling.evaluation():
         for batch in batches:
-            tokens_BS, targets_BS = to_device(batch, device)
-            totals[0] += state.model(tokens_BS, targets_BS, **document_inputs(batch, device))
-            totals[1] += (targets_BS >= 0).sum()
+            own = local_batch(batch, state.mesh)
+            totals[0] += state.model(own.tokens_BS, own.targets_BS, **own.documents)
+            totals[1] += (own.targets_BS >= 0).sum()
     state.model.train()
     state.mesh.pp.all_reduce_sum(totals[0])  # 0 but for the stage with the head
     state.mesh.data.all_reduce_sum(totals)

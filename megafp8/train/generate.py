@@ -11,6 +11,7 @@ import torch
 from megafp8.errors import RunError
 from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
+from megafp8.parallel.context import whole_logits
 from megafp8.specs import GPTSpec
 from megafp8.train.state import TrainState
 
@@ -30,9 +31,10 @@ def sample(
     """Continue `prompt` by up to `num_tokens` tokens drawn at `temperature`; returns them alone."""
     generator = torch.Generator().manual_seed(seed)
     limit = state.model.spec.max_position_embeddings
-    tp = state.mesh.tp.size  # which may share out the sequence
-    multiple = math.lcm(ROUND_TO, tp)
-    window = limit // multiple * multiple or limit // tp * tp
+    cp = state.mesh.cp
+    parts = math.lcm(2 * cp.size if cp.size > 1 else 1, state.mesh.tp.size)  # of a sequence
+    multiple = math.lcm(ROUND_TO, parts)
+    window = limit // multiple * multiple or limit // parts * parts
     tokens = list(prompt)
     state.model.eval()
     with state.scaling.evaluation():
@@ -41,7 +43,7 @@ def sample(
             # Padding at the end changes nothing before it: attention is causal.
             padded = context + [0] * min(-len(context) % multiple, window - len(context))
             batch = torch.tensor([padded], device=state.mesh.device)
-            logits_V = state.model.logits(batch)[0, len(context) - 1, :vocab_size]
+            logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
             tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
     state.model.train()

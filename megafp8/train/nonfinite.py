@@ -12,7 +12,7 @@ from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.train.saving import first_known
 from megafp8.train.state import TrainState
-from megafp8.train.step import document_inputs, to_device
+from megafp8.train.step import local_batch
 
 
 def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> str:
@@ -54,9 +54,8 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
     try:
         with state.scaling.evaluation():
             for microbatch in microbatches:
-                device = state.mesh.device
-                more = document_inputs(microbatch, device)
-                state.model(*to_device(microbatch, device), **more)
+                batch = local_batch(microbatch, state.mesh)
+                state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
     finally:
         state.model.train()
         for hook in hooks:

@@ -208,7 +208,7 @@ def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
     if recipe is None:
         return None
     parts = saving.gather(state.mesh, linear_flops(state.model, recipe))
-    share = share_of_ranks(parts, spec.model, state.mesh.dp.size)
+    share = share_of_ranks(parts, spec.model, state.mesh.data.size)
     require_fp8(share)
     return share
 
@@ -229,6 +229,7 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
     num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     return [

@@ -14,6 +14,8 @@ from megafp8.data.loader import Microbatch
 from megafp8.models.loss import HeadLoss
 from megafp8.optim.clip import clip, grad_norm
 from megafp8.optim.schedules import learning_rate
+from megafp8.parallel.context import own_positions, own_tokens
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import Batch, PipelinedGPT
 from megafp8.train.state import TrainState
 
@@ -87,21 +89,21 @@ def forward_backward(
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:
-        batches = [Batch(*to_device(m, device), document_inputs(m, device)) for m in microbatches]
+        batches = [local_batch(microbatch, state.mesh) for microbatch in microbatches]
         loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices)
         num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
         state.sink.end_step()
         return loss_sum, num_tokens
     for index, microbatch in enumerate(microbatches):
-        tokens_BS, targets_BS = to_device(microbatch, device)
+        batch = local_batch(microbatch, state.mesh)
         state.streams.begin_microbatch(state.step + 1, global_indices[index])
         state.scaling.begin_microbatch(index)
-        loss = state.model(tokens_BS, targets_BS, **document_inputs(microbatch, device))
+        loss = state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
         state.scaling.end_forward()
         loss.backward()
         state.scaling.end_backward()
         loss_sum += loss.detach()
-        num_tokens += (targets_BS >= 0).sum()
+        num_tokens += (batch.targets_BS >= 0).sum()
     state.sink.end_step()
     return loss_sum, num_tokens
 
@@ -117,19 +119,22 @@ def reduce_gradients(state: TrainState) -> None:
         state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
 
 
-def to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets there. From page-locked memory the copy does not wait for the device."""
-    return _copied(microbatch.tokens_BS, device), _copied(microbatch.targets_BS, device)
+def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
+    """What this rank reads of a microbatch, on its device.
 
+    From page-locked memory the copy does not wait for the device. Ranks that share sequences have
+    the same microbatch; each takes its tokens, and their places in the sequence.
+    """
 
-def _copied(array: NDArray[np.integer], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    def own(array: NDArray[np.integer]) -> torch.Tensor:
+        return own_tokens(torch.from_numpy(array).to(mesh.device, non_blocking=True), mesh.cp)
 
-
-def document_inputs(microbatch: Microbatch, device: torch.device) -> dict[str, torch.Tensor]:
-    """What tells a sample's documents apart, as the model's keywords; empty where nothing does."""
     arrays = {
         "position_ids_BS": microbatch.position_ids_BS,
         "document_ids_BS": microbatch.document_ids_BS,
     }
-    return {name: _copied(a, device) for name, a in arrays.items() if a is not None}
+    more = {name: own(array) for name, array in arrays.items() if array is not None}
+    if mesh.cp.size > 1 and microbatch.position_ids_BS is None:
+        whole = torch.empty(microbatch.tokens_BS.shape, device=mesh.device)
+        more["position_ids_BS"] = own_positions(whole, mesh.cp)
+    return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), more)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megafp8.data.document_rules import IGNORE, DocumentRules
 from megafp8.data.loader import Loader, Microbatch, rank_samples, validation_batches
-from megafp8.train.step import to_device
+from megafp8.parallel.mesh import single_rank
+from megafp8.train.step import local_batch
 
 SEQ = 4
 
@@ -241,5 +242,5 @@ def test_pinned_on_a_gpu() -> None:
     ) as loader:
         (batch,) = next(loader)
     assert torch.from_numpy(batch.tokens_BS).is_pinned()
-    tokens_BS, _ = to_device(batch, torch.device("cuda"))
-    assert np.array_equal(tokens_BS.cpu().numpy(), batch.tokens_BS)
+    there = local_batch(batch, single_rank(torch.device("cuda")))
+    assert np.array_equal(there.tokens_BS.cpu().numpy(), batch.tokens_BS)

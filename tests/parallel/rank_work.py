@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, OptimSpec, ParallelSpec
@@ -132,7 +133,7 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
     validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
     state.model.eval()
     with torch.no_grad(), state.scaling.evaluation():
-        logits = state.model.logits(torch.arange(SEQ)[None])
+        logits = whole_logits(state.model, torch.arange(SEQ)[None], mesh.cp)
     return Outcome(
         losses,
         norms,

@@ -1,0 +1,145 @@
+"""Attention of some queries over some of their keys, with the log-sum-exp that merges such blocks.
+
+With it, attention over all keys is a weighted mean of the blocks' outputs; and a block's gradients
+need nothing of the other blocks but the whole output and the whole log-sum-exp (FlashAttention,
+arXiv 2205.14135; ring attention, arXiv 2310.01889).
+"""
+
+# B batch  S queries  K keys  H heads  G key-value heads  E head width
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_aten = torch.ops.aten
+Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the scores of a block go through.
+
+    `bias` is added to the scaled scores, `keep` multiplies the probabilities (dropout's mask, what
+    it keeps divided by the share kept); both broadcast to [B, H, S, K]. Causal: the i-th query sees
+    the first i + 1 keys; else all.
+    """
+
+    scale: float
+    is_causal: bool = False
+    bias: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.bias is None and self.keep is None
+
+
+def attend(
+    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([B, H, S, E] in the queries' dtype, log-sum-exp of the scores [B, H, S] in FP32 or FP64).
+
+    A query that sees no key gets 0 and -inf.
+    """
+    if block.is_plain and q_BHSE.device.type == "cpu":
+        out_BHSE, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSE, k_BGKE, v_BGKE, 0.0, block.is_causal, scale=block.scale
+        )
+        return out_BHSE, lse_BHS
+    k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
+    if block.is_plain and _has_flash_kernel(q_BHSE):
+        out_BHSE, lse_BHS, *_ = _aten._scaled_dot_product_flash_attention(
+            q_BHSE, k_BHKE, v_BHKE, 0.0, block.is_causal, scale=block.scale
+        )
+        return out_BHSE, lse_BHS
+    scores_BHSK = _scores(q_BHSE, k_BHKE, block)
+    lse_BHS = scores_BHSK.logsumexp(-1)
+    probs_BHSK = _probs(scores_BHSK, lse_BHS)
+    if block.keep is not None:
+        probs_BHSK = probs_BHSK * block.keep
+    return (probs_BHSK @ v_BHKE.to(probs_BHSK.dtype)).to(q_BHSE.dtype), lse_BHS
+
+
+def attend_backward(
+    grad_BHSE: torch.Tensor,
+    q_BHSE: torch.Tensor,
+    k_BGKE: torch.Tensor,
+    v_BGKE: torch.Tensor,
+    out_BHSE: torch.Tensor,
+    lse_BHS: torch.Tensor,
+    block: Block,
+) -> Grads:
+    """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys."""
+    saved = (out_BHSE, lse_BHS)
+    if block.is_plain and q_BHSE.device.type == "cpu":
+        grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHSE, q_BHSE, k_BGKE, v_BGKE, *saved, 0.0, block.is_causal, scale=block.scale
+        )
+        return grads
+    k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
+    if block.is_plain and _has_flash_kernel(q_BHSE):
+        lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)  # seed and offset
+        dq_BHSE, dk_BHKE, dv_BHKE = _aten._scaled_dot_product_flash_attention_backward(
+            *(x.contiguous() for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE, *saved)),
+            *lengths,
+            0.0,
+            block.is_causal,
+            no_dropout,
+            no_dropout[0],
+            scale=block.scale,
+        )
+    else:
+        probs_BHSK = _probs(_scores(q_BHSE, k_BHKE, block), lse_BHS)
+        work = probs_BHSK.dtype
+        grad, q, k, v = (x.to(work) for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE))
+        kept_BHSK = probs_BHSK if block.keep is None else probs_BHSK * block.keep
+        dv_BHKE = kept_BHSK.mT @ grad
+        mean_BHS1 = (grad * out_BHSE.to(work)).sum(-1, keepdim=True)
+        dp_BHSK = grad @ v.mT
+        if block.keep is not None:
+            dp_BHSK = dp_BHSK * block.keep
+        ds_BHSK = (dp_BHSK - mean_BHS1).mul_(probs_BHSK).mul_(block.scale)
+        dq_BHSE, dk_BHKE = ds_BHSK @ k, ds_BHSK.mT @ q
+    groups = k_BGKE.shape[1]
+    dk_BGKE, dv_BGKE = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk_BHKE, dv_BHKE))
+    return dq_BHSE, dk_BGKE, dv_BGKE
+
+
+def merge_(
+    out_BHSE: torch.Tensor, lse_BHS: torch.Tensor, more_BHSE: torch.Tensor, more_BHS: torch.Tensor
+) -> None:
+    """Attention over two sets of keys from that over each; in place, in the first one's dtype."""
+    both_BHS = torch.logaddexp(lse_BHS, more_BHS)
+    out_BHSE.mul_((lse_BHS - both_BHS).exp_()[..., None])
+    out_BHSE.add_(more_BHSE * (more_BHS - both_BHS).exp_()[..., None])
+    lse_BHS.copy_(both_BHS)
+
+
+def _has_flash_kernel(q_BHSE: torch.Tensor) -> bool:
+    is_half = q_BHSE.dtype in (torch.bfloat16, torch.float16)
+    return q_BHSE.device.type == "cuda" and is_half and q_BHSE.shape[-1] in range(8, 257, 8)
+
+
+def _for_each_query(x_BGKE: torch.Tensor, q_BHSE: torch.Tensor) -> torch.Tensor:
+    """[B, G, K, E] -> [B, H, K, E]: neighbouring query heads share a key-value head."""
+    return x_BGKE.repeat_interleave(q_BHSE.shape[1] // x_BGKE.shape[1], dim=1)
+
+
+def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: Block) -> torch.Tensor:
+    work = torch.promote_types(q_BHSE.dtype, torch.float32)
+    scores_BHSK = (q_BHSE.to(work) @ k_BHKE.to(work).mT).mul_(block.scale)
+    if block.bias is not None:
+        scores_BHSK = scores_BHSK + block.bias
+    if block.is_causal:
+        later_SK = torch.ones_like(scores_BHSK[0, 0], dtype=torch.bool).triu(1)
+        scores_BHSK = scores_BHSK.masked_fill(later_SK, float("-inf"))
+    return scores_BHSK
+
+
+def _probs(scores_BHSK: torch.Tensor, lse_BHS: torch.Tensor) -> torch.Tensor:
+    """0 throughout for a query that sees no key."""
+    finite_BHS = lse_BHS.masked_fill(lse_BHS == float("-inf"), 0.0)
+    return (scores_BHSK - finite_BHS[..., None]).exp_()
