@@ -220,10 +220,7 @@ def _model(t: _Table) -> None:
     t.prefix = "model"
     t.add("mcore_gpt", False, "there is one implementation, of Megatron core's shape",
           ours=(True, False))  # fmt: skip
-    tp = "Use model.tensor_model_parallel_size, model.pipeline_model_parallel_size or replicas"
     t.add("expert_model_parallel_size", 1, "there are no experts", why="has no equivalent here")
-    t.add("context_parallel_size", 1, "each rank has whole sequences", status=NOT_YET, extra=True,
-          way_out=tp)  # fmt: skip
     t.add(
         "do_layer_norm_weight_decay", False, "norms and biases do not decay",
         why="has no equivalent here",

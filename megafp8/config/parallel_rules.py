@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megafp8.config.rules import Finding, Rules, Values
@@ -16,7 +17,11 @@ from megafp8.specs.parallel import (
 
 rule = Rules()
 
-SIZES = ("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size")
+SIZES = (
+    "model.tensor_model_parallel_size",
+    "model.context_parallel_size",
+    "model.pipeline_model_parallel_size",
+)
 PIPELINE = ("model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size")
 PIPELINE_DETAILS = (
     "model.virtual_pipeline_model_parallel_size",
@@ -34,9 +39,8 @@ def schedule_of(v: Values) -> ScheduleName:
 
 
 def model_ranks(v: Values) -> int:
-    """Ranks that hold one copy of the model."""
-    ranks: int = v["model.tensor_model_parallel_size"] * v["model.pipeline_model_parallel_size"]
-    return ranks
+    """Ranks that work on the same samples: all axes but the replicas."""
+    return math.prod(v[key] for key in SIZES)
 
 
 def _sizes_text(v: Values) -> str:
@@ -147,6 +151,7 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
     "model.micro_batch_size",
     "trainer.devices",
     "model.tensor_model_parallel_size",
+    "model.context_parallel_size",
     *PIPELINE,
     "model.pipeline_schedule",
 )

@@ -177,6 +177,7 @@ def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
         devices_per_node=trainer.devices,
         tp=model.tensor_model_parallel_size,
         sequence_parallel=model.sequence_parallel,
+        cp=model.context_parallel_size,
         pp=model.pipeline_model_parallel_size,
         accelerator=trainer.accelerator,
         pipeline=pipeline,

@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megafp8.config import (
     backends,
+    context_rules,
     fp8_rules,
     model_rules,
     optim_rules,
@@ -122,6 +123,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         model_rules,
         parallel_rules,
         sequence_rules,
+        context_rules,
         fp8_rules,
         optim_rules,
         profile_rules,

@@ -12,7 +12,7 @@ from megafp8.parallel.collectives import Axis
 
 
 def own_tokens(x_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """[B, S, ...] -> [B, S/cp, ...]: of 2 cp chunks, the rank-th from each end (`parallel.ring`)."""
+    """[B, S, ...] -> [B, S/cp, ...]: of 2 cp chunks the rank-th from each end, see `ring`."""
     if cp.size == 1:
         return x_BS
     chunks = x_BS.chunk(2 * cp.size, dim=1)

@@ -15,6 +15,7 @@ behind it the block's gradients, summed in FP32 by the ranks that it passes, hom
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +26,25 @@ from megafp8.parallel.collectives import Axis
 
 ALL = slice(None)
 
+# (turn, queries, keys) -> what their scores go through; the same again in backward
+BlockOf = Callable[[int, torch.Tensor, torch.Tensor], Block]
+
 
 def ring_attention(
-    q_BHSE: torch.Tensor, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor, cp: Axis, *, scale: float
+    q_BHSE: torch.Tensor, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor, cp: Axis, block_of: BlockOf
 ) -> torch.Tensor:
     """Causal attention of this rank's queries over the whole sequence: [B, H, S, E]."""
     out_BHSE: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
-        q_BHSE, k_BGSE, v_BGSE, cp, scale
+        q_BHSE, k_BGSE, v_BGSE, cp, block_of
     )
     return out_BHSE
 
 
 class RingAttentionCore(AttentionCore):
-    """Attention over a sequence that the ranks of `cp` share out."""
+    """Attention over a sequence that the ranks of `cp` share out.
+
+    Dropout draws a mask for each block; so it is not that of one process, but no less at random.
+    """
 
     def __init__(self, *args: Any, cp: Axis, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -52,8 +59,21 @@ class RingAttentionCore(AttentionCore):
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
-        assert mask is None and dropout == 0.0, "refused before the run"
-        return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, scale=scale or self.head_size**-0.5)
+        assert mask is None, "documents and ALiBi are refused before the run"
+        streams, position = self.streams, self.streams.position  # backward may come much later
+
+        def block_of(turn: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> Block:
+            keep_BHSK = None
+            if dropout > 0:
+                site = f"{self.site} turn {turn}"
+                with streams.at(position), streams.keyed(site, q_BHSE.device, sharded=True):
+                    keep_BHSK = torch.empty(
+                        *q_BHSE.shape[:3], k_BGKE.shape[2], device=q_BHSE.device
+                    )
+                    keep_BHSK.bernoulli_(1 - dropout).div_(1 - dropout)
+            return Block(scale or self.head_size**-0.5, is_causal=turn == 0, keep=keep_BHSK)
+
+        return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of)
 
     def _count_forward(self, q_BHSE: torch.Tensor, num_keys: int) -> int:
         """A rank's share of the whole sequence's, the same for all."""
@@ -74,33 +94,34 @@ class _Ring(torch.autograd.Function):
         k_BGSE: torch.Tensor,
         v_BGSE: torch.Tensor,
         cp: Axis,
-        scale: float,
+        block_of: BlockOf,
     ) -> torch.Tensor:
         held_2BGSE = torch.stack((k_BGSE, v_BGSE))
         coming = cp.start_shift(held_2BGSE)
-        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, Block(scale, is_causal=True))
+        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, q_BHSE, k_BGSE))
         out_BHSE = out.to(torch.promote_types(out.dtype, torch.float32))
         for turn in range(1, cp.size):
             held_2BGSE = coming.wait()
             if turn + 1 < cp.size:
                 coming = cp.start_shift(held_2BGSE)
             rows, keys = seen(cp, turn, q_BHSE.shape[2])
-            more = attend(q_BHSE[:, :, rows], *held_2BGSE[:, :, :, keys], Block(scale))
+            q, (k, v) = q_BHSE[:, :, rows], held_2BGSE[:, :, :, keys]
+            more = attend(q, k, v, block_of(turn, q, k))
             merge_(out_BHSE[:, :, rows], lse_BHS[:, :, rows], *more)
         out_BHSE = out_BHSE.to(q_BHSE.dtype)
         ctx.save_for_backward(q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS)
-        ctx.cp, ctx.scale = cp, scale
+        ctx.cp, ctx.block_of = cp, block_of
         return out_BHSE
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS = ctx.saved_tensors
-        (grad_BHSE,), cp = grads, ctx.cp
+        (grad_BHSE,), cp, block_of = grads, ctx.cp, ctx.block_of
         work = torch.promote_types(q_BHSE.dtype, torch.float32)
         held_2BGSE = torch.stack((k_BGSE, v_BGSE))
         coming = cp.start_shift(held_2BGSE)
         dq, *dkv = attend_backward(
-            grad_BHSE, q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS, Block(ctx.scale, is_causal=True)
+            grad_BHSE, q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS, block_of(0, q_BHSE, k_BGSE)
         )
         dq_BHSE, own_2BGSE = dq.to(work), torch.stack(dkv).to(work)
         sums = None  # of the gradients of the keys and values held, from the rank before
@@ -109,12 +130,10 @@ class _Ring(torch.autograd.Function):
             if turn + 1 < cp.size:
                 coming = cp.start_shift(held_2BGSE)
             rows, keys = seen(cp, turn, q_BHSE.shape[2])
-            dq, *dkv = attend_backward(
-                *(x[:, :, rows] for x in (grad_BHSE, q_BHSE)),
-                *held_2BGSE[:, :, :, keys],
-                *(x[:, :, rows] for x in (out_BHSE, lse_BHS)),
-                Block(ctx.scale),
-            )
+            grad, q, out = (x[:, :, rows] for x in (grad_BHSE, q_BHSE, out_BHSE))
+            k, v = held_2BGSE[:, :, :, keys]
+            block = block_of(turn, q, k)
+            dq, *dkv = attend_backward(grad, q, k, v, out, lse_BHS[:, :, rows], block)
             dq_BHSE[:, :, rows] += dq
             sums_2BGSE = torch.zeros_like(own_2BGSE) if sums is None else sums.wait()
             sums_2BGSE[:, :, :, keys] += torch.stack(dkv)

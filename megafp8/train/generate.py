@@ -32,7 +32,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     limit = state.model.spec.max_position_embeddings
     cp = state.mesh.cp
-    parts = math.lcm(2 * cp.size if cp.size > 1 else 1, state.mesh.tp.size)  # of a sequence
+    parts = math.lcm(2 * cp.size if cp.size > 1 else 1, cp.size * state.mesh.tp.size)
     multiple = math.lcm(ROUND_TO, parts)
     window = limit // multiple * multiple or limit // parts * parts
     tokens = list(prompt)

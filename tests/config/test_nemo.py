@@ -18,7 +18,6 @@ from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 LATER_KEYS = [
-    "model.context_parallel_size",
     "model.fp8_params",
     "model.fp8_recipe",
     "model.fp8_wgrad",
@@ -29,7 +28,6 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-PARALLELISM = {"model.context_parallel_size"}
 SHARDING = {
     "model.fsdp",
     "model.fsdp_sharding_strategy",
@@ -105,7 +103,7 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
 
 def test_just_these_are_not_yet() -> None:
     not_yet = {path for path, key in nemo_keys().items() if key.status == NOT_YET}
-    assert not_yet == PARALLELISM | SHARDING
+    assert not_yet == SHARDING
     assert "not supported yet" in str(the_problem("model.optim.name=distributed_fused_adam"))
     for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
                   "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",

@@ -220,6 +220,9 @@ EFFECTS: dict[str, Effect] = {
     f"{CALLBACK}.mode": ShownBy("tests/checkpoint/test_best.py::test_a_run_keeps_its_best"),
     "model.micro_batch_size": Trains(1),
     "model.global_batch_size": Trains(8),
+    "model.context_parallel_size": ShownBy(
+        "tests/parallel/test_context_parallel.py::test_bytes_of_a_step"
+    ),
     "model.sequence_parallel": ShownBy(
         "tests/parallel/test_sequence_parallel.py::test_bytes_of_a_layer"
     ),

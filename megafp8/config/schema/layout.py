@@ -41,6 +41,13 @@ class Layout:
     tensor_model_parallel_size: int = key(
         1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
     )
+    context_parallel_size: int = key(
+        1,
+        "Ranks that share each sequence: every rank has two parts of it, and keys and values go "
+        "round the ranks (ring attention).",
+        kind="layout",
+        valid=at_least(1),
+    )
     sequence_parallel: bool = key(
         False,
         "Tensor-parallel ranks share out the sequence between their linears (norms, dropout, "

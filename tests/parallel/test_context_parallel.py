@@ -1,0 +1,276 @@
+"""Context parallelism on gloo ranks against one process.
+
+Four and eight ranks take minutes: `pytest -m slow tests/parallel/test_context_parallel.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from megafp8.specs.model import RecomputeSpec
+from tests.config.helpers import load_problems, run_spec
+from tests.parallel import rank_ring
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import (
+    DROPOUT,
+    LLAMA,
+    Outcomes,
+    assembled,
+    assert_gradients_close,
+    assert_losses_close,
+    assert_same_tables,
+    assert_tables_follow_specification,
+)
+from tests.ranks import run_ranks
+from tests.tiny import SEQ, gpt_spec
+
+DELAYED = Fp8Recipe(amax_history_len=4)
+TENSORWISE = Fp8Recipe(name="tensorwise")
+CASES = {
+    "fp32": Case(),
+    "llama": Case(steps=4, model=LLAMA),
+    "delayed": Case("bf16", DELAYED, steps=5),
+    "tensorwise": Case("bf16", TENSORWISE, steps=5),
+}
+MORE = {
+    "bf16": Case("bf16", steps=5),
+    "layer scaling": Case(steps=4, model=gpt_spec(apply_query_key_layer_scaling=True)),
+    "fp8 params": Case("bf16", Fp8Recipe(amax_history_len=4, params_in_fp8=True), steps=4),
+}
+AGAIN = {
+    name: Case(
+        steps=3,
+        model=gpt_spec(recompute=RecomputeSpec(granularity=name, method="uniform", num_layers=1)),
+    )  # type: ignore
+    for name in ("full", "selective")
+}
+DROPPED = {
+    "dropout": Case(steps=3, model=DROPOUT),
+    "dropout again": Case(steps=3, model=replace(DROPOUT, recompute=AGAIN["full"].model.recompute)),
+}
+TWO = ParallelSpec(devices_per_node=2, cp=2)
+ZERO_BUBBLE = PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2)
+LAYOUTS = {
+    "cp 4": (4, ParallelSpec(cp=4)),
+    "tp 2 x cp 2": (4, ParallelSpec(tp=2, cp=2)),
+    "tp 2 x cp 2, sequence": (4, ParallelSpec(tp=2, cp=2, sequence_parallel=True)),
+    "cp 2 x dp 2": (4, ParallelSpec(cp=2)),
+    "cp 2 x pp 2": (4, ParallelSpec(cp=2, pp=2)),
+    "tp 2 x cp 2 x pp 2": (8, ParallelSpec(tp=2, cp=2, pp=2)),
+}
+
+
+def on_ranks(size: int, cases: dict[str, Case], timeout: float = 120) -> dict[str, Outcomes]:
+    results = run_ranks(
+        "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=timeout
+    )
+    return {name: [rank[name] for rank in results] for name in cases}
+
+
+def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
+    """FP32 within 1e-5: losses, first gradients, norms, evaluation; the rest within 1e-2."""
+    exact = case.compute == "fp32" and case.fp8 is None
+    assert_losses_close(ranks, one, 1e-5 if exact else 1e-2)
+    assembled([rank.weights for rank in ranks])  # who holds the same agrees bit for bit
+    if exact:
+        assert_gradients_close(ranks, one, 1e-5)
+    for rank in ranks:
+        assert rank.losses == ranks[0].losses and rank.norms == ranks[0].norms
+        assert rank.validation[0] == pytest.approx(one.validation[0], rel=1e-5 if exact else 1e-2)
+        if exact:
+            assert rank.norms == pytest.approx(one.norms, rel=1e-5)
+            torch.testing.assert_close(rank.logits, one.logits, rtol=1e-3, atol=1e-4)
+
+
+# ---- the ring alone
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_ring_is_attention_over_the_whole_sequence(size: int) -> None:
+    """Nothing ever holds more than one rank's keys and values, or any whole matrix of scores."""
+    bounds = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    share = rank_ring.BATCH * rank_ring.SEQ * rank_ring.WIDTH // size
+    for results in run_ranks("tests.parallel.rank_ring:compare", size):
+        for heads, groups in rank_ring.HEADS:
+            for dtype, bound in bounds.items():
+                errors, largest, num_bytes = results[f"{heads} {groups} {dtype}"]
+                assert max(errors.values()) <= bound, (heads, groups, dtype, errors)
+                assert largest <= share * max(heads, 2 * groups)
+                sums = max(4, dtype.itemsize)
+                assert num_bytes == (size - 1) * 2 * share * groups * (2 * dtype.itemsize + sums)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_dropout_in_the_ring(size: int) -> None:
+    for errors in run_ranks("tests.parallel.rank_ring:with_dropout", size):
+        assert max(errors.values()) <= 1e-12
+
+
+def test_dropout_draws_the_same_in_backward() -> None:
+    first, second = run_ranks("tests.parallel.rank_ring:with_streams", 2)
+    quarter = rank_ring.SEQ // 4
+    assert first["places"] == [*range(quarter), *range(3 * quarter, 4 * quarter)]
+    assert second["places"] == [*range(quarter, 3 * quarter)]
+    for rank in (first, second):
+        assert rank["in order"] and rank["again"] and not rank["other"]
+
+
+# ---- training
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, Outcomes]:
+    cases = CASES | MORE | AGAIN | DROPPED
+    return on_ranks(2, {name: replace(case, parallel=TWO) for name, case in cases.items()})
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    return {name: run_case(case, single_rank()) for name, case in (CASES | MORE).items()}
+
+
+@pytest.mark.parametrize("case", CASES | MORE)
+def test_equals_one_process(two: dict[str, Outcomes], alone: dict[str, Outcome], case: str) -> None:
+    check(two[case], (CASES | MORE)[case], alone[case])
+
+
+def test_every_token_is_counted_once(two: dict[str, Outcomes], alone: dict[str, Outcome]) -> None:
+    assert all(rank.validation[1] == alone["fp32"].validation[1] for rank in two["fp32"])
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_recomputation_changes_no_number(two: dict[str, Outcomes], case: str) -> None:
+    for rank, plain in zip(two[case], two["fp32"], strict=True):
+        assert rank.losses == plain.losses[:3] and rank.norms == plain.norms[:3]
+        assert (
+            rank.traffic["cp", "send", "float32"] * 3 == plain.traffic["cp", "send", "float32"] * 4
+        )
+
+
+def test_dropout_trains(two: dict[str, Outcomes]) -> None:
+    plain, again = two["dropout"], two["dropout again"]
+    assert [rank.losses for rank in plain] == [rank.losses for rank in again]
+    assert plain[0].losses == plain[1].losses != two["fp32"][0].losses[:3]
+    assembled([rank.weights for rank in plain])
+
+
+@pytest.mark.parametrize("case", ["delayed", "fp8 params"])
+def test_scales_and_histories_are_the_same_on_all_ranks(
+    two: dict[str, Outcomes], case: str
+) -> None:
+    assert_same_tables(two[case])
+    assert_tables_follow_specification(two[case], DELAYED)
+    staged = [rank.updates["forward"][0]["staged"] for rank in two[case]]
+    assert not torch.equal(*staged), "the ranks did see different amaxes"
+
+
+@pytest.mark.parametrize("case", ["fp32", "llama", "delayed", "tensorwise"])
+def test_bytes_of_a_step(two: dict[str, Outcomes], alone: dict[str, Outcome], case: str) -> None:
+    """Per layer and microbatch n - 1 times a rank's keys and values forward, and again backward;
+    and backward n - 1 times their gradients in FP32."""
+    run = CASES[case]
+    dtype, size = ("float32", 4) if run.compute == "fp32" else ("bfloat16", 2)
+    block = 2 * run.batch * SEQ // 2 * run.model.kv_size  # elements of keys and values
+    passes = run.model.num_layers * run.num_microbatches * (2 - 1)
+    expected = {("cp", "send", dtype): passes * 2 * block * size}
+    expected["cp", "send", "float32"] = (
+        expected.get(("cp", "send", "float32"), 0) + passes * block * 4
+    )
+    # Gradients in FP32; loss and counted tokens.
+    num_params = sum(p.tensor.numel() for p in alone[case].weights)
+    expected["data", "all_reduce_sum", "float32"] = 4 * num_params
+    expected["data", "all_reduce_sum", "float64"] = 16
+    if run.fp8 is DELAYED:
+        tensors = sum(len(names) for names in two[case][0].names.values())
+        expected["amax", "all_reduce_max", "float32"] = 4 * tensors * run.num_microbatches
+    assert all(rank.traffic == expected for rank in two[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_other_axes(alone: dict[str, Outcome], layout: str) -> None:
+    size, spec = LAYOUTS[layout]
+    names = ("fp32", "llama", "delayed", "tensorwise")
+    cases = {name: replace(CASES[name], parallel=spec) for name in names}
+    found = on_ranks(size, cases, 500)
+    for name, ranks in found.items():
+        if CASES[name].fp8 is DELAYED:
+            half = size // spec.pp
+            for stage in (ranks[at : at + half] for at in range(0, size, half)):
+                assert_same_tables(stage)
+        one = alone[name]
+        if layout == "cp 2 x dp 2":  # replicas validate the same three microbatches each
+            assert ranks[0].validation[1] == 2 * one.validation[1]
+        check(ranks, CASES[name], one)
+
+
+@pytest.mark.slow
+def test_zero_bubble_is_bitwise_1f1b() -> None:
+    model = gpt_spec(num_layers=4)
+    case = Case(steps=3, model=model, num_microbatches=4)
+    cases = {
+        "1f1b": replace(case, parallel=ParallelSpec(cp=2, pp=2)),
+        "zero bubble": replace(case, parallel=ParallelSpec(cp=2, pp=2, pipeline=ZERO_BUBBLE)),
+    }
+    found = on_ranks(4, cases, 300)
+    assert found["1f1b"][0].losses == found["zero bubble"][0].losses
+    check(found["zero bubble"], case, run_case(case, single_rank()))
+
+
+@pytest.mark.slow
+def test_tp_only_amax_red_spans_the_parts_of_a_sequence() -> None:
+    """Replicas (ranks 0 1 and 2 3) keep scales of their own, ranks of one sequence share them."""
+    spec = ParallelSpec(cp=2, tp_only_amax_red=True)
+    case = replace(CASES["delayed"], steps=3, parallel=spec)
+    ranks = on_ranks(4, {"own": case})["own"]
+    assert_same_tables(ranks[:2])
+    assert_same_tables(ranks[2:])
+    with pytest.raises(AssertionError):
+        assert_same_tables([ranks[0], ranks[2]])
+
+
+# ---- the key
+
+ON_TWO = ("trainer.devices=2", "model.context_parallel_size=2")
+
+
+def test_the_key_reaches_the_layout() -> None:
+    parallel = run_spec(*ON_TWO, "model.fp8=True").parallel
+    assert (parallel.cp, parallel.dp) == (2, 1)
+    with_others = ("trainer.devices=16", "model.tensor_model_parallel_size=2")
+    pipeline = ("model.pipeline_model_parallel_size=2", "model.sequence_parallel=False")
+    parallel = run_spec(*ON_TWO, *with_others, *pipeline).parallel
+    assert (parallel.tp, parallel.cp, parallel.pp, parallel.dp) == (2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        (["trainer.devices=3"], "model.context_parallel_size", "trainer.devices: 2 or 4"),
+        (["model.encoder_seq_length=62"], "model.encoder_seq_length", "60 or 64"),
+        (
+            ["model.encoder_seq_length=68", "trainer.devices=4", "model.sequence_parallel=True",
+             "model.tensor_model_parallel_size=4", "trainer.devices=8"],
+            "model.encoder_seq_length",
+            "64 or 72",
+        ),
+        (
+            ["model.fp8=True", "model.encoder_seq_length=24", "model.micro_batch_size=2"],
+            "model.context_parallel_size",
+            "model.micro_batch_size: 4",
+        ),
+        (["model.data.reset_attention_mask=True"], "model.context_parallel_size", "documents"),
+        (["model.position_embedding_type=alibi"], "model.context_parallel_size", "rope"),
+        (["model.compile=block"], "model.context_parallel_size", "model.compile out"),
+        (["model.fp8=True", "model.fp8_backend=te"], "model.context_parallel_size", "native"),
+        (["model.fp8=True", "model.fp8_backend=torchao"], "model.context_parallel_size", "native"),
+    ],
+)  # fmt: skip
+def test_refusals(settings: list[str], key: str, message: str) -> None:
+    found = load_problems(*ON_TWO, *settings)
+    assert [p for p in found if p.key == key and message in str(p)], found
