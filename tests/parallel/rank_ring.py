@@ -42,6 +42,10 @@ def own(x_BHSE: torch.Tensor, cp: Axis) -> torch.Tensor:
     return own_tokens(x_BHSE.transpose(1, 2), cp).transpose(1, 2)
 
 
+def leaf(x_BHSE: torch.Tensor, cp: Axis) -> torch.Tensor:
+    return own(x_BHSE, cp).detach().clone().requires_grad_()
+
+
 def sample(heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Queries, keys, values and the output's gradient: whole sequences, the same on all ranks."""
     torch.manual_seed(heads)
@@ -57,9 +61,17 @@ def errors_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Errors
     }
 
 
-def compare(rank: Rank) -> dict[str, Any]:
-    """Relative to each whole tensor's largest element; and how large anything became."""
+def run_all(rank: Rank) -> dict[str, Any]:
     cp = join(ParallelSpec(devices_per_node=rank.size, cp=rank.size)).cp
+    return {
+        "compared": compare(cp),
+        "dropout": with_dropout(cp),
+        "streams": with_streams(cp),
+    }
+
+
+def compare(cp: Axis) -> dict[str, Any]:
+    """Relative to each whole tensor's largest element; and how large anything became."""
     results: dict[str, Any] = {}
     for heads, groups in HEADS:
         for dtype in DTYPES:
@@ -68,7 +80,7 @@ def compare(rank: Rank) -> dict[str, Any]:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
             out.backward(whole[3].double())
             expected = [own(x.detach(), cp) for x in (out, q.grad, k.grad, v.grad)]  # type: ignore
-            mine = [own(x, cp).contiguous().requires_grad_() for x in whole[:3]]
+            mine = [leaf(x, cp) for x in whole[:3]]
             grad = own(whole[3], cp)
             sent = dict(cp.traffic.num_bytes)
             with Largest() as largest:
@@ -84,9 +96,8 @@ def compare(rank: Rank) -> dict[str, Any]:
     return results
 
 
-def with_dropout(rank: Rank) -> Errors:
+def with_dropout(cp: Axis) -> Errors:
     """One mask over all scores, of which every block has its part."""
-    cp = join(ParallelSpec(devices_per_node=rank.size, cp=rank.size)).cp
     *whole, grad = sample(4, 4, torch.float64)
     keep = torch.empty(BATCH, 4, SEQ, SEQ, dtype=torch.float64).bernoulli_(0.8) / 0.8
     q, k, v = (x.requires_grad_() for x in whole)
@@ -103,15 +114,14 @@ def with_dropout(rank: Rank) -> Errors:
         columns = places_of[(cp.rank - turn) % cp.size][: k.shape[2]]  # all, or the first
         return Block(0.3, turn == 0, keep=keep[:, :, rows][:, :, :, columns])
 
-    mine = [own(x.detach(), cp).contiguous().requires_grad_() for x in whole]
+    mine = [leaf(x, cp) for x in whole]
     out = ring_attention(*mine, cp, block_of)
     out.backward(own(grad, cp))
     return errors_of([out.detach(), *(x.grad for x in mine)], expected)
 
 
-def with_streams(rank: Rank) -> dict[str, Any]:
+def with_streams(cp: Axis) -> dict[str, Any]:
     """The core's own masks, drawn again for backward long after another microbatch came."""
-    cp = join(ParallelSpec(devices_per_node=rank.size, cp=rank.size)).cp
     streams = RandomStreams(1234, 0, cp.rank)
     core = RingAttentionCore(WIDTH, 0.5, "dropout", streams, lambda flops: None, cp=cp)
     whole = torch.cat([x.transpose(1, 2).flatten(2) for x in sample(4, 4, torch.float64)[:3]], -1)

@@ -138,7 +138,7 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
         losses,
         norms,
         pieces(gradients, gradients.masters.grads),
-        pieces(state, [param.detach() for param in state.masters.params]),
+        pieces(state, [readable(param.detach()) for param in state.masters.params]),
         {name: param.numel() * param.element_size() for name, param in named},
         {key: count for key, count in traffic.items() if count},
         {direction: table.names for direction, table in state.scaling.tables.items()},
@@ -159,6 +159,11 @@ def watch(table: ScaleTable, updates: list[dict[str, torch.Tensor]]) -> None:
         updates.append({"staged": staged, **after})
 
     table.update = noted  # type: ignore[method-assign]
+
+
+def readable(weight: torch.Tensor) -> torch.Tensor:
+    """FP8 cannot be pickled."""
+    return weight.float() if weight.dtype.itemsize == 1 else weight
 
 
 def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:

@@ -6,6 +6,7 @@ Four and eight ranks take minutes: `pytest -m slow tests/parallel/test_context_p
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,34 +91,42 @@ def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
 # ---- the ring alone
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_ring_is_attention_over_the_whole_sequence(size: int) -> None:
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def rings(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks("tests.parallel.rank_ring:run_all", request.param)
+
+
+def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any]]) -> None:
     """Nothing ever holds more than one rank's keys and values, or any whole matrix of scores."""
     bounds = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    size = len(rings)
     share = rank_ring.BATCH * rank_ring.SEQ * rank_ring.WIDTH // size
-    for results in run_ranks("tests.parallel.rank_ring:compare", size):
+    for rank in rings:
         for heads, groups in rank_ring.HEADS:
             for dtype, bound in bounds.items():
-                errors, largest, num_bytes = results[f"{heads} {groups} {dtype}"]
+                errors, largest, num_bytes = rank["compared"][f"{heads} {groups} {dtype}"]
                 assert max(errors.values()) <= bound, (heads, groups, dtype, errors)
                 assert largest <= share * max(heads, 2 * groups)
                 sums = max(4, dtype.itemsize)
                 assert num_bytes == (size - 1) * 2 * share * groups * (2 * dtype.itemsize + sums)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_dropout_in_the_ring(size: int) -> None:
-    for errors in run_ranks("tests.parallel.rank_ring:with_dropout", size):
-        assert max(errors.values()) <= 1e-12
+def test_dropout_in_the_ring(rings: list[dict[str, Any]]) -> None:
+    for rank in rings:
+        assert max(rank["dropout"].values()) <= 1e-12
 
 
-def test_dropout_draws_the_same_in_backward() -> None:
-    first, second = run_ranks("tests.parallel.rank_ring:with_streams", 2)
-    quarter = rank_ring.SEQ // 4
-    assert first["places"] == [*range(quarter), *range(3 * quarter, 4 * quarter)]
-    assert second["places"] == [*range(quarter, 3 * quarter)]
-    for rank in (first, second):
-        assert rank["in order"] and rank["again"] and not rank["other"]
+def test_dropout_draws_the_same_in_backward(rings: list[dict[str, Any]]) -> None:
+    for rank in rings:
+        found = rank["streams"]
+        assert found["in order"] and found["again"] and not found["other"]
+
+
+def test_each_rank_has_a_chunk_from_each_end(rings: list[dict[str, Any]]) -> None:
+    chunks = torch.arange(rank_ring.SEQ).chunk(2 * len(rings))
+    for index, rank in enumerate(rings):
+        expected = torch.cat((chunks[index], chunks[2 * len(rings) - 1 - index]))
+        assert rank["streams"]["places"] == expected.tolist()
 
 
 # ---- training
