@@ -1,4 +1,4 @@
-"""The same training on one rank, on pipeline stages, and with tensor parallelism and replicas.
+"""The same training on one rank, on pipeline stages, with tensor and context parallelism, replicas.
 
 In FP32 work, where little else is rounded than the FP8 operands. `ranks=4` leaves out what needs
 more ranks; what else is given on the command line is passed on to all runs.
@@ -21,12 +21,15 @@ TINY = """
     exp_manager.create_tensorboard_logger=False
 """.split()
 TENSOR = "model.tensor_model_parallel_size=2"
+CONTEXT = "model.context_parallel_size=2"
 PIPELINE = "model.pipeline_model_parallel_size=2"
 ZERO_BUBBLE = "model.pipeline_schedule=ZBVZeroBubble model.virtual_pipeline_model_parallel_size=2"
 LAYOUTS = {
     "alone": (1, ""),
+    "cp2": (2, CONTEXT),
     "pp2": (2, PIPELINE),
     "pp2-zbv": (2, f"{PIPELINE} {ZERO_BUBBLE}"),
+    "tp2-cp2": (4, f"{TENSOR} {CONTEXT}"),
     "tp2-pp2": (4, f"{TENSOR} {PIPELINE}"),
     "tp2-pp2-dp2": (8, f"{TENSOR} {PIPELINE}"),
 }

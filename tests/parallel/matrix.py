@@ -42,6 +42,8 @@ INTERLEAVED = PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2)
 LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2": (2, ParallelSpec(tp=2)),
     "tp 4": (4, ParallelSpec(tp=4)),
+    "cp 2": (2, ParallelSpec(cp=2)),
+    "cp 4": (4, ParallelSpec(cp=4)),
     "pp 2": (2, ParallelSpec(pp=2)),
     "pp 4": (4, ParallelSpec(pp=4)),
     "pp 2, interleaved": (2, ParallelSpec(pp=2, pipeline=INTERLEAVED)),
@@ -51,6 +53,9 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x pp 2": (4, ParallelSpec(tp=2, pp=2)),
     "tp 2 x dp 2": (4, ParallelSpec(tp=2)),
     "pp 2 x dp 2": (4, ParallelSpec(pp=2)),
+    "tp 2 x cp 2": (4, ParallelSpec(tp=2, cp=2)),
+    "cp 2 x dp 2": (4, ParallelSpec(cp=2)),
+    "cp 2 x pp 2": (4, ParallelSpec(cp=2, pp=2)),
     "tp 2 x pp 2 x dp 2": (8, ParallelSpec(tp=2, pp=2)),
 }
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
