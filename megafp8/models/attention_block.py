@@ -21,42 +21,33 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Block:
     """What the scores of a block go through.
 
-    `bias` is added to the scaled scores, `keep` multiplies the probabilities (dropout's mask, what
-    it keeps divided by the share kept); both broadcast to [B, H, S, K]. Causal: the i-th query sees
-    the first i + 1 keys; else all.
+    Causal: the i-th query sees the first i + 1 keys; else all. `keep` is dropout's mask, broadcast
+    to [B, H, S, K]: 0, or 1 over the share that is kept.
     """
 
     scale: float
     is_causal: bool = False
-    bias: torch.Tensor | None = None
     keep: torch.Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.bias is None and self.keep is None
 
 
 def attend(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, H, S, E] in the queries' dtype, log-sum-exp of the scores [B, H, S] in FP32 or FP64).
-
-    A query that sees no key gets 0 and -inf.
-    """
-    if block.is_plain and q_BHSE.device.type == "cpu":
+    """([B, H, S, E] in the queries' dtype, log-sum-exp of the scores [B, H, S] in FP32 or FP64)."""
+    if block.keep is None and q_BHSE.device.type == "cpu":
         out_BHSE, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHSE, k_BGKE, v_BGKE, 0.0, block.is_causal, scale=block.scale
         )
         return out_BHSE, lse_BHS
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
-    if block.is_plain and _has_flash_kernel(q_BHSE):
+    if block.keep is None and _has_flash_kernel(q_BHSE):
         out_BHSE, lse_BHS, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSE, k_BHKE, v_BHKE, 0.0, block.is_causal, scale=block.scale
         )
         return out_BHSE, lse_BHS
     scores_BHSK = _scores(q_BHSE, k_BHKE, block)
     lse_BHS = scores_BHSK.logsumexp(-1)
-    probs_BHSK = _probs(scores_BHSK, lse_BHS)
+    probs_BHSK = scores_BHSK.sub_(lse_BHS[..., None]).exp_()
     if block.keep is not None:
         probs_BHSK = probs_BHSK * block.keep
     return (probs_BHSK @ v_BHKE.to(probs_BHSK.dtype)).to(q_BHSE.dtype), lse_BHS
@@ -73,13 +64,13 @@ def attend_backward(
 ) -> Grads:
     """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys."""
     saved = (out_BHSE, lse_BHS)
-    if block.is_plain and q_BHSE.device.type == "cpu":
+    if block.keep is None and q_BHSE.device.type == "cpu":
         grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHSE, q_BHSE, k_BGKE, v_BGKE, *saved, 0.0, block.is_causal, scale=block.scale
         )
         return grads
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
-    if block.is_plain and _has_flash_kernel(q_BHSE):
+    if block.keep is None and _has_flash_kernel(q_BHSE):
         lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)  # seed and offset
         dq_BHSE, dk_BHKE, dv_BHKE = _aten._scaled_dot_product_flash_attention_backward(
@@ -92,7 +83,7 @@ def attend_backward(
             scale=block.scale,
         )
     else:
-        probs_BHSK = _probs(_scores(q_BHSE, k_BHKE, block), lse_BHS)
+        probs_BHSK = _scores(q_BHSE, k_BHKE, block).sub_(lse_BHS[..., None]).exp_()
         work = probs_BHSK.dtype
         grad, q, k, v = (x.to(work) for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE))
         kept_BHSK = probs_BHSK if block.keep is None else probs_BHSK * block.keep
@@ -131,15 +122,7 @@ def _for_each_query(x_BGKE: torch.Tensor, q_BHSE: torch.Tensor) -> torch.Tensor:
 def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: Block) -> torch.Tensor:
     work = torch.promote_types(q_BHSE.dtype, torch.float32)
     scores_BHSK = (q_BHSE.to(work) @ k_BHKE.to(work).mT).mul_(block.scale)
-    if block.bias is not None:
-        scores_BHSK = scores_BHSK + block.bias
     if block.is_causal:
         later_SK = torch.ones_like(scores_BHSK[0, 0], dtype=torch.bool).triu(1)
-        scores_BHSK = scores_BHSK.masked_fill(later_SK, float("-inf"))
+        scores_BHSK.masked_fill_(later_SK, float("-inf"))
     return scores_BHSK
-
-
-def _probs(scores_BHSK: torch.Tensor, lse_BHS: torch.Tensor) -> torch.Tensor:
-    """0 throughout for a query that sees no key."""
-    finite_BHS = lse_BHS.masked_fill(lse_BHS == float("-inf"), 0.0)
-    return (scores_BHSK - finite_BHS[..., None]).exp_()

@@ -19,7 +19,7 @@ from tests.ranks import Rank
 
 BATCH, SEQ, WIDTH = 2, 256, 8
 HEADS = [(4, 4), (4, 2), (3, 3), (5, 1), (6, 2)]  # of queries, of keys and values
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 Errors = dict[str, float]
 
 

@@ -66,7 +66,7 @@ LAYOUTS = {
 }
 
 
-def on_ranks(size: int, cases: dict[str, Case], timeout: float = 120) -> dict[str, Outcomes]:
+def on_ranks(size: int, cases: dict[str, Case], timeout: float = 400) -> dict[str, Outcomes]:
     results = run_ranks(
         "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=timeout
     )
@@ -93,12 +93,13 @@ def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def rings(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks("tests.parallel.rank_ring:run_all", request.param)
+    return run_ranks("tests.parallel.rank_ring:run_all", request.param, timeout=300)
 
 
 def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any]]) -> None:
     """Nothing ever holds more than one rank's keys and values, or any whole matrix of scores."""
-    bounds = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    bounds = {torch.float64: 1e-12, torch.float32: 1e-5}
+    bounds |= {torch.bfloat16: 2e-2, torch.float16: 3e-3}
     size = len(rings)
     share = rank_ring.BATCH * rank_ring.SEQ * rank_ring.WIDTH // size
     for rank in rings:
