@@ -15,6 +15,7 @@ from megafp8.parallel.context import own_positions, own_tokens, whole_sequence
 from megafp8.parallel.mesh import join
 from megafp8.parallel.ring import RingAttentionCore, ring_attention
 from megafp8.specs import ParallelSpec
+from tests.parallel.rank_work import Case, run_layouts
 from tests.ranks import Rank
 
 BATCH, SEQ, WIDTH = 2, 256, 8
@@ -61,12 +62,14 @@ def errors_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Errors
     }
 
 
-def run_all(rank: Rank) -> dict[str, Any]:
+def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
+    """The ring alone, and whole runs in the same processes."""
     cp = join(ParallelSpec(devices_per_node=rank.size, cp=rank.size)).cp
     return {
         "compared": compare(cp),
         "dropout": with_dropout(cp),
         "streams": with_streams(cp),
+        "outcomes": run_layouts(rank, cases),
     }
 
 
