@@ -20,9 +20,10 @@ def mask(
     index: int = 0,
     site: str = "here",
     tp_rank: int = 0,
+    cp_rank: int = 0,
     sharded: bool = False,
 ) -> torch.Tensor:
-    streams = RandomStreams(seed, tp_rank)
+    streams = RandomStreams(seed, tp_rank, cp_rank)
     streams.begin_microbatch(step, index)
     out: torch.Tensor = Dropout(0.25, site, streams, sharded)(X)
     return out
@@ -50,6 +51,13 @@ def test_step_and_microbatch_do_not_blur() -> None:
 def test_sharded_sites_differ_by_rank_and_replicated_ones_agree() -> None:
     assert torch.equal(mask(tp_rank=1), mask(tp_rank=0))
     assert not torch.equal(mask(tp_rank=1, sharded=True), mask(tp_rank=0, sharded=True))
+
+
+def test_ranks_with_other_tokens_draw_others() -> None:
+    assert not torch.equal(mask(cp_rank=1), mask())
+    assert not torch.equal(mask(cp_rank=1), mask(cp_rank=2))
+    assert torch.equal(mask(cp_rank=1, tp_rank=1), mask(cp_rank=1)), "both have these tokens"
+    assert not torch.equal(mask(cp_rank=1, sharded=True), mask(tp_rank=1, sharded=True))
 
 
 def test_values_and_share_of_dropped_ones() -> None:
