@@ -19,10 +19,10 @@ def own_tokens(x_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
     return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]), dim=1)
 
 
-def own_positions(tokens_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """The places [B, S/cp] of a rank's tokens in the whole sequences [B, S]."""
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    return own_tokens(positions_S[None], cp).expand(len(tokens_BS), -1)
+def own_positions(shape: tuple[int, ...], cp: Axis, device: torch.device) -> torch.Tensor:
+    """The places [B, S/cp] of a rank's tokens in whole sequences of `shape` [B, S]."""
+    batch, seq = shape
+    return own_tokens(torch.arange(seq, device=device)[None], cp).expand(batch, -1)
 
 
 def whole_sequence(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:
@@ -44,6 +44,6 @@ def whole_logits(model: HasLogits, tokens_BS: torch.Tensor, cp: Axis) -> torch.T
     """FP32 [B, S, V] on every rank, of tokens [B, S] that every rank has."""
     if cp.size == 1:
         return model.logits(tokens_BS)
-    positions_BS = own_positions(tokens_BS, cp)
+    positions_BS = own_positions(tuple(tokens_BS.shape), cp, tokens_BS.device)
     logits_BSV = model.logits(own_tokens(tokens_BS, cp), position_ids_BS=positions_BS)
     return whole_sequence(logits_BSV, cp)

@@ -135,6 +135,6 @@ def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
     }
     more = {name: own(array) for name, array in arrays.items() if array is not None}
     if mesh.cp.size > 1 and microbatch.position_ids_BS is None:
-        whole = torch.empty(microbatch.tokens_BS.shape, device=mesh.device)
-        more["position_ids_BS"] = own_positions(whole, mesh.cp)
+        shape = microbatch.tokens_BS.shape
+        more["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device)
     return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), more)

@@ -109,7 +109,7 @@ def with_dropout(cp: Axis) -> Errors:
     out = (scores.softmax(-1) * keep) @ v
     out.backward(grad)
     expected = [own(x.detach(), cp) for x in (out, q.grad, k.grad, v.grad)]  # type: ignore
-    places = own_positions(torch.empty(1, SEQ), cp)[0]
+    places = own_positions((1, SEQ), cp, torch.device("cpu"))[0]
     places_of = cp.all_gather(places.contiguous())
 
     def block_of(turn: int, q: torch.Tensor, k: torch.Tensor) -> Block:
@@ -144,6 +144,6 @@ def with_streams(cp: Axis) -> dict[str, Any]:
         cp.all_reduce_sum(sums)
         assert torch.allclose(sums[0], sums[1], rtol=1e-10), sums
     again, other = (torch.equal(outputs[0], x) for x in outputs[1:])
-    places = own_positions(torch.empty(1, SEQ), cp)
+    places = own_positions((1, SEQ), cp, torch.device("cpu"))
     in_order = torch.equal(whole_sequence(own_tokens(whole, cp), cp), whole)
     return {"again": again, "other": other, "places": places[0].tolist(), "in order": in_order}
