@@ -7,7 +7,14 @@ from typing import Any
 
 import yaml
 
-from megafp8.checkpoint.rundir import CHECKPOINTS_DIR, CONFIG_NAME, RunChoice, choose_run
+from megafp8.checkpoint.rundir import (
+    CHECKPOINTS_DIR,
+    CONFIG_NAME,
+    RunChoice,
+    checked_name,
+    choose_run,
+    is_locked,
+)
 from megafp8.checkpoint.verification import check_structure
 from megafp8.config.identity import check_continues, full_identity
 from megafp8.errors import CheckpointError, RunError
@@ -39,6 +46,29 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
         choice.release()
         raise
     return choice
+
+
+def check(spec: RunSpec) -> None:
+    """What `enter` would refuse of a run that is named, without a directory being made."""
+    observe = spec.observe
+    if observe.explicit_log_dir is not None:
+        path = Path(observe.explicit_log_dir).absolute()
+    elif observe.name:
+        path = Path(observe.exp_dir) / checked_name(observe.name)
+    else:
+        return
+    if not path.is_dir():
+        return
+    if is_locked(path):
+        raise RunError(f"{path} is in use by another process")
+    old = recorded_config(path)
+    if old is not None and not observe.resume_if_exists:
+        raise RunError(
+            f"{path} holds a run already. Set exp_manager.resume_if_exists=true to continue it, or "
+            "choose another name"
+        )
+    if old is not None:
+        check_continues(old, spec.resolved, run=str(path))
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any] | None:
