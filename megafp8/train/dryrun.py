@@ -202,8 +202,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
             alive.most = made
             output = forward(gpt, spec, state)
             kept[index] = alive.bytes() - made
-            # Not `output.backward`, inside which torch suspends the mode: recomputation needs it.
-            torch.autograd.backward(output, None if output.dim() == 0 else output.detach())
+            backward(output)
             del output
             if state.pipeline is not None and (take := state.pipeline.stages[0].dw_builder):
                 take()()  # zero bubble: the weights' gradients
@@ -247,6 +246,14 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
         x_BSD = torch.zeros(wide, dtype=dtype, device=device, requires_grad=True)
     x_BSD = gpt.forward_layers(x_BSD)
     return gpt.forward_head(x_BSD, tokens_BS) if gpt.has_head else x_BSD
+
+
+def backward(output: torch.Tensor) -> None:
+    """`output.backward`, but for torch's suspending of `Kernels` inside: recomputation needs it."""
+    gradient = torch.empty_like(output).detach()
+    torch.autograd.graph._engine_run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[list[Work]]:

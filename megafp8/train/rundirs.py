@@ -10,16 +10,32 @@ import yaml
 from megafp8.checkpoint.rundir import (
     CHECKPOINTS_DIR,
     CONFIG_NAME,
+    RECORD_NAME,
     RunChoice,
     checked_name,
     choose_run,
     is_locked,
 )
+from megafp8.checkpoint.runlock import LOCK_NAME
 from megafp8.checkpoint.verification import check_structure
 from megafp8.config.identity import check_continues, full_identity
 from megafp8.errors import CheckpointError, RunError
 from megafp8.observe.files import write_atomically
+from megafp8.observe.health import HEALTH_FILE
 from megafp8.specs import RunSpec
+from megafp8.train.restarts import RECORD as RESTARTS_NAME
+from megafp8.train.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
+
+LOGS = ("metrics.jsonl", HEALTH_FILE)
+MADE_AT_THE_START = (
+    CONFIG_NAME,
+    RECORD_NAME,
+    RESTARTS_NAME,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "events.out.tfevents.*",
+    LOCK_NAME,
+)
 
 
 def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
@@ -46,6 +62,31 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
         choice.release()
         raise
     return choice
+
+
+def withdraw(choice: RunChoice) -> None:
+    """Take a new run's directory away that was refused before its first step left anything.
+
+    Only what every run writes goes; with anything else in it the directory stays.
+    """
+    if choice.continues or choice.lock is None:  # not ours to take away
+        return
+    path = choice.path
+    checkpoints = path / CHECKPOINTS_DIR
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return
+    if any((path / name).exists() and (path / name).stat().st_size for name in LOGS):
+        return
+    try:
+        for pattern in (*LOGS, *MADE_AT_THE_START):
+            for file in path.glob(pattern):
+                file.unlink()
+        if checkpoints.is_dir():
+            checkpoints.rmdir()
+        path.rmdir()
+    except OSError:
+        pass  # somebody else's file is there
+    choice.release()
 
 
 def check(spec: RunSpec) -> None:
