@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-gpu test-slurm container test-container lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-gpu test-slurm test-hosts container test-container lint format check docs clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -24,16 +24,19 @@ pretrain: setup ## pretrain a small GPT in FP8 (ARGS="key=value …")
 	@$(PY) pretrain_gpt.py model.fp8=True $(ARGS)
 
 test: setup-dev ## the tests that need no GPU and no patience
-	@$(PY) -m pytest -m "not gpu and not slow and not slurm" -n $(WORKERS) --dist loadfile -q $(ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow and not slurm and not hosts" -n $(WORKERS) --dist loadfile -q $(ARGS)
 
 test-slow: setup-dev ## the tests that take minutes each
-	@$(PY) -m pytest -m "slow and not gpu and not slurm" -q $(ARGS)
+	@$(PY) -m pytest -m "slow and not gpu and not slurm and not hosts" -q $(ARGS)
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	@$(PY) -m pytest -m "gpu" -q $(ARGS)
 
 test-slurm: setup-dev ## the tests on a real Slurm of two nodes, which they start (root)
 	@$(PY) -m pytest -m "slurm" -q $(ARGS)
+
+test-hosts: setup-dev ## torchrun over two network namespaces as hosts (root; iproute2)
+	@$(PY) -m pytest -m "hosts" -q $(ARGS)
 
 container: ## the image for CPUs, built without Docker (root; buildah)
 	@scripts/container/build.sh

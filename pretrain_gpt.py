@@ -16,7 +16,7 @@ from megafp8.config.app import AppInfo, run_app
 from megafp8.config.overrides import quoted
 from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
-from megafp8.parallel.launch import is_rank, launch, leave_process
+from megafp8.parallel.launch import has_launcher, is_rank, launch, leave_process
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 
 DEFAULT_CONFIG = "pretrain_gpt"
@@ -50,8 +50,17 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
+    restarts = spec.train.max_restarts
     if is_rank():
         check_ranks(spec.parallel, os.environ)
+        if restarts and not has_launcher():
+            raise SettingError(
+                "trainer.max_restarts",
+                restarts,
+                "these ranks were started by torchrun or srun, and only their launcher can start "
+                "them again",
+                "Leave it out; give torchrun --max-restarts, or let Slurm requeue the job",
+            )
     elif spec.parallel.num_nodes > 1:
         raise SettingError(
             "trainer.num_nodes",
@@ -59,8 +68,9 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
             "one command starts ranks on its own machine only",
             "Start the ranks on all nodes with srun or torchrun (examples/slurm/pretrain.sbatch)",
         )
-    elif spec.parallel.world_size > 1:
-        return launch(str(Path(__file__).absolute()), argv, spec.parallel.devices_per_node)
+    elif spec.parallel.world_size > 1 or restarts:
+        script, num_ranks = str(Path(__file__).absolute()), spec.parallel.devices_per_node
+        return launch(script, argv, num_ranks, max_restarts=restarts)
     from megafp8.train.pretrain import pretrain
 
     return pretrain(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.parallel_rules import SIZES, model_ranks
+from megafp8.config.parallel_rules import SIZES, WORLD, model_ranks, world_size
 from megafp8.config.rules import Finding, Rules, Values
 from megafp8.config.sizes import nearest_multiples
 from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
@@ -123,13 +123,12 @@ def _given(v: Values, part: str) -> int | None:
     "model.rampup_batch_size",
     "model.global_batch_size",
     "model.micro_batch_size",
-    "trainer.devices",
-    "trainer.num_nodes",
+    *WORLD,
     *SIZES,
 )
 def _rampup_fits(v: Values) -> Iterator[Finding]:
     key, ramp = "model.rampup_batch_size", v["model.rampup_batch_size"]
-    ranks, size = v["trainer.devices"] * v["trainer.num_nodes"], model_ranks(v)
+    ranks, size = world_size(v), model_ranks(v)
     if ramp is None or ranks % size:
         return
     (start, increment, _), end = ramp, v["model.global_batch_size"]

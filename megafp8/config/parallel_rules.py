@@ -22,6 +22,7 @@ SIZES = (
     "model.context_parallel_size",
     "model.pipeline_model_parallel_size",
 )
+WORLD = ("trainer.devices", "trainer.num_nodes")
 PIPELINE = ("model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size")
 PIPELINE_DETAILS = (
     "model.virtual_pipeline_model_parallel_size",
@@ -43,30 +44,40 @@ def model_ranks(v: Values) -> int:
     return math.prod(v[key] for key in SIZES)
 
 
+def world_size(v: Values) -> int:
+    """All ranks, on all nodes."""
+    ranks: int = v["trainer.devices"] * v["trainer.num_nodes"]
+    return ranks
+
+
 def _sizes_text(v: Values) -> str:
     """The sizes above 1, as they were given."""
     given = [f"{key}={v[key]}" for key in SIZES if v[key] > 1]
     return " times ".join(given)
 
 
-@rule(*SIZES, "trainer.devices")
-def _sizes_divide_devices(v: Values) -> Iterator[Finding]:
-    devices, size = v["trainer.devices"], model_ranks(v)
-    if devices % size:
+@rule(*SIZES, *WORLD)
+def _sizes_divide_the_world(v: Values) -> Iterator[Finding]:
+    ranks, nodes, size = world_size(v), v["trainer.num_nodes"], model_ranks(v)
+    if ranks % size:
         key = next(key for key in SIZES if v[key] > 1)
         others = size // v[key]
-        near = nearest_divisors(devices // others, v[key]) if devices % others == 0 else "1"
+        near = nearest_divisors(ranks // others, v[key]) if ranks % others == 0 else "1"
         more = "" if others == 1 else f", all together {_sizes_text(v)}"
+        have = f"trainer.devices={v['trainer.devices']}"
+        have += f" times trainer.num_nodes={nodes}" if nodes > 1 else ""
+        step = size // math.gcd(size, nodes)
         yield Finding(
             key,
-            f"trainer.devices={devices} is not a multiple of it{more}",
-            f"Nearest sizes: {near}; or trainer.devices: {nearest_multiples(devices, size)}",
+            f"{have} is not a multiple of it{more}",
+            f"Nearest sizes: {near}; or trainer.devices: "
+            f"{nearest_multiples(v['trainer.devices'], step)}",
         )
 
 
-@rule("model.global_batch_size", "model.micro_batch_size", "trainer.devices", *SIZES)
+@rule("model.global_batch_size", "model.micro_batch_size", *WORLD, *SIZES)
 def _batches_fit(v: Values) -> Iterator[Finding]:
-    ranks, size = v["trainer.devices"], model_ranks(v)
+    ranks, size = world_size(v), model_ranks(v)
     if ranks % size:
         return  # said already
     batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // size
@@ -149,7 +160,7 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
     "model.global_batch_size",
     "model.rampup_batch_size",
     "model.micro_batch_size",
-    "trainer.devices",
+    *WORLD,
     "model.tensor_model_parallel_size",
     "model.context_parallel_size",
     *PIPELINE,
@@ -157,7 +168,7 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
 )
 def _pipeline_has_its_microbatches(v: Values) -> Iterator[Finding]:
     pp, schedule = v["model.pipeline_model_parallel_size"], schedule_of(v)
-    dp, rest = divmod(v["trainer.devices"], model_ranks(v))
+    dp, rest = divmod(world_size(v), model_ranks(v))
     if pp == 1 or rest or schedule == "GPipe":
         return
     samples = v["model.micro_batch_size"] * dp
@@ -198,7 +209,7 @@ def _batches(v: Values) -> Iterator[tuple[str, int]]:
     "model.tp_only_amax_red",
     "model.fp8_params",
     *SIZES,
-    "trainer.devices",
+    *WORLD,
 )
 def _reduction_is_one(v: Values) -> Iterator[Finding]:
     key = "model.tp_only_amax_red"
@@ -210,7 +221,7 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
             "model.reduce_amax=False reduces nothing",
             "Leave it out, or leave model.reduce_amax out (True)",
         )
-    elif v["model.fp8_params"] and v["trainer.devices"] > model_ranks(v):
+    elif v["model.fp8_params"] and world_size(v) > model_ranks(v):
         yield Finding(
             key,
             "with model.fp8_params=True replicas would keep weights of their own",

@@ -86,6 +86,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             fast_dev_run=bool(trainer.fast_dev_run),
             deterministic=trainer.deterministic,
             gc_interval=model.gc_interval,
+            max_restarts=trainer.max_restarts,
         ),
         checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
         observe=_observe(tree, model),

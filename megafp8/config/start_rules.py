@@ -31,6 +31,16 @@ def _one_start(v: Values) -> Iterator[Finding]:
         )
 
 
+@rule("trainer.max_restarts", "exp_manager.resume_if_exists")
+def _a_restart_continues(v: Values) -> Iterator[Finding]:
+    if v["trainer.max_restarts"] and not v["exp_manager.resume_if_exists"]:
+        yield Finding(
+            "trainer.max_restarts",
+            "a restart continues the run, and exp_manager.resume_if_exists=False never does",
+            "Leave one of the two out",
+        )
+
+
 _PARAMS = "exp_manager.checkpoint_callback_params"
 
 

@@ -25,9 +25,11 @@ from megafp8.errors import ExitCode
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
+RESTARTED = (int(ExitCode.CRASHED), int(ExitCode.HUNG))
+"""What another start may mend; a setting or a loss that is not finite it will not."""
 SHUTDOWN_SECONDS = 120.0  # for a rank to finish its step and save after a signal
 GRACE_SECONDS = 5.0  # for ranks that learn of another one's error to say theirs
-_LAUNCHER = "MEGAFP8_LAUNCHER_PID"
+LAUNCHER = "MEGAFP8LAUNCHER_PID"
 _NOTES = "MEGAFP8_NOTES"
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
@@ -37,9 +39,14 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def has_launcher() -> bool:
+    """Whether this process is a rank of our own launcher."""
+    return is_rank() and LAUNCHER in os.environ
+
+
 def follow_launcher() -> None:
     """A rank of ours dies with its launcher, however that dies (Linux); others are left alone."""
-    launcher = os.environ.get(_LAUNCHER)
+    launcher = os.environ.get(LAUNCHER)
     if launcher is None or not is_rank() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -58,35 +65,62 @@ def leave_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def launch(script: str, argv: Sequence[str], num_ranks: int) -> int:
+def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: int = 0) -> int:
     """Run `script argv…` as `num_ranks` ranks here; returns the job's exit code.
 
     A signal that asks to save and leave is passed on to every rank; a second one ends all at once.
+    Ranks that die or hang are all started again, up to `max_restarts` times; they find their way
+    back to the run by themselves.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
-
-    # The ranks meet here: a port that is taken already when they are told of it.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # what ranks died of
     signals: list[signal.Signals] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         signals.append(signal.Signals(number))
 
     previous = {number: signal.signal(number, receive) for number in SIGNALS}
+    try:
+        for restart in range(max_restarts + 1):
+            counts = {
+                "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names for them
+                "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            }
+            code = _run([sys.executable, "-u", script, *argv], num_ranks, counts, signals)
+            if signals or code not in RESTARTED or restart == max_restarts:
+                return code
+            _tell(f"starting all ranks again: restart {restart + 1} of {max_restarts}")
+        raise AssertionError("unreachable")
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run(
+    command: Sequence[str],
+    num_ranks: int,
+    counts: Mapping[str, str],
+    signals: Sequence[signal.Signals],
+) -> int:
+    """One life of the job; nothing of it is left when this returns its exit code."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
+
+    # The ranks meet here: a port that is taken already when they are told of it. Each life has a
+    # store of its own, without the addresses of ranks that are dead.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # what ranks died of
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
-            environment = {**os.environ, **_environment(rank, num_ranks, store.port, notes)}
-            command = [sys.executable, "-u", script, *argv]
+            own = _environment(rank, num_ranks, store.port, notes)
             # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
-            ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            ranks.append(
+                subprocess.Popen(
+                    command, env={**os.environ, **own, **counts}, start_new_session=True
+                )
+            )
         return _watch(ranks, signals, notes)
     finally:
         _end(ranks)
         shutil.rmtree(notes, ignore_errors=True)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def note_death(error: BaseException) -> None:
@@ -118,8 +152,7 @@ def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[s
         "MASTER_PORT": str(port),
         # Torch's name for a store that the launcher, not rank 0, serves.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        _LAUNCHER: str(os.getpid()),
+        LAUNCHER: str(os.getpid()),
         _NOTES: str(notes),
     }
 

@@ -236,6 +236,13 @@ class PipelineRunner:
             total += loss.detach()
         return total
 
+    def planned(self, count: int) -> Mapping[int, Sequence[Any]]:
+        """Torch's order of work of every rank, where ranks have several stages."""
+        schedule = self._schedule(count)
+        assert isinstance(schedule, PipelineScheduleMulti)
+        order: Mapping[int, Sequence[Any]] = schedule.pipeline_order
+        return order
+
     def _schedule(self, count: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """One for each number of microbatches; the stages are the same."""
         if count not in self._schedules:

@@ -50,7 +50,10 @@ def connect(backend: str) -> Store:
         RunError: They cannot find each other; which address or port, and why.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
+        shared, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
+        # torchrun's outlives its ranks: in it are the addresses of those that have died.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"start{start}", shared)  # type: ignore[attr-defined]
         _join(backend, store, rank, size)
         return store
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -41,6 +41,7 @@ class TrainSpec:
     num_sanity_val_steps: int = 0  # global batches validated before the first step
     fast_dev_run: bool = False  # a trial: no validation is whole
     deterministic: bool = False
+    max_restarts: int = 0  # of ranks that died, by our own launcher
     gc_interval: int = 0  # steps between two collections of garbage; 0 leaves it to Python
 
     rampup: RampupSpec | None = None

@@ -101,4 +101,7 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None or spec.precision.backend != "native":
         return None
-    return ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)
+    scaling = ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)
+    if mesh.device.type == "meta":
+        scaling.to(mesh.device)  # no numbers to start with: rows come without memory
+    return scaling

@@ -110,6 +110,22 @@ def _pretrain(
     began: float,
 ) -> int:
     choice = _choose_on_main(spec, mesh, is_sweep)
+    try:
+        return _run_in(choice, spec, mesh, console, stop, typed, began)
+    except UserError:
+        rundirs.withdraw(choice)
+        raise
+
+
+def _run_in(
+    choice: RunChoice,
+    spec: RunSpec,
+    mesh: Mesh,
+    console: Console,
+    stop: StopRequest,
+    typed: Typed,
+    began: float,
+) -> int:
     path = choice.path
     if mesh.is_main:
         console.header([f"{path}: {choice.reason}", *typed.settings])

@@ -1,7 +1,7 @@
-"""A job that its scheduler starts again and again without getting further is stopped.
+"""A job that is started again and again without getting further is stopped.
 
-`restarts.json` in the run's directory counts. A start that a person makes (no restart count from
-Slurm) begins anew.
+Slurm, torchrun and our own launcher start jobs again and say how often they have.
+`restarts.json` in the run's directory counts. A start that a person makes begins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
 from megafp8.errors import RunError
 from megafp8.observe.metrics import read_metrics
+from megafp8.parallel.launch import LAUNCHER
 from megafp8.parallel.slurm import restart_count
 
 RECORD = "restarts.json"
@@ -30,12 +31,12 @@ def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os
     Raises:
         RunError: It is the third restart in a row that begins at the same step; lists them.
     """
-    if "SLURM_JOB_ID" not in environment:
+    job, restart = starter(environment)
+    if job is None:
         (run_dir / RECORD).unlink(missing_ok=True)
         return
-    restart = restart_count(environment)
     record = _record(run_dir) if restart > 0 else {}
-    same_job = record.get("job") == environment.get("SLURM_JOB_ID")
+    same_job = record.get("job") == job
     starts: list[dict[str, Any]] = []
     if same_job and record.get("step") == step:
         starts = list(record.get("starts", []))
@@ -49,10 +50,24 @@ def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os
             "nodes": environment.get("SLURM_JOB_NODELIST"),
         }
     )
-    fields = {"job": environment.get("SLURM_JOB_ID"), "step": step, "starts": starts}
+    fields = {"job": job, "step": step, "starts": starts}
     write_json_atomically(run_dir / RECORD, fields)
     if len(starts) > MAX_WITHOUT_PROGRESS:
         raise RunError(_report(run_dir, step, starts))
+
+
+def starter(environment: Mapping[str, str]) -> tuple[str | None, int]:
+    """A name for the job that somebody starts again, and how often this has been done; None where
+    nobody would."""
+    names, count = [], 0
+    if "SLURM_JOB_ID" in environment:
+        names.append(environment["SLURM_JOB_ID"])
+        count += restart_count(environment)
+    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # torchrun's, or our launcher's
+        own = environment.get(LAUNCHER) or environment.get("TORCHELASTIC_RUN_ID", "")
+        names.append(f"launcher {own}")
+        count += int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return " ".join(names) or None, count
 
 
 def _last_logged(run_dir: Path) -> int:
@@ -82,7 +97,7 @@ def _report(run_dir: Path, step: int, starts: list[dict[str, Any]]) -> str:
     return (
         f"{run_dir}: {MAX_WITHOUT_PROGRESS} restarts have begun at step {step} and none got to its "
         "next checkpoint:\n" + "\n".join(lines) + "\n"
-        "The job's log says how each ended. If it is time or memory: a longer time limit, more "
+        "The log says how each ended. If it is time or memory: a longer time limit, more "
         "frequent checkpoints (exp_manager.checkpoint_callback_params.every_n_train_steps), other "
-        "nodes (--exclude). Submitting the job again begins a new count"
+        "nodes (--exclude). Submitting the job or giving the command again begins a new count"
     )

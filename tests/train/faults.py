@@ -169,7 +169,7 @@ def in_rank(rank: int, *fault: Any) -> None:
     launch = pretrain_gpt.launch
     os.environ["TEST_FAULT"] = json.dumps([rank, *fault])
     script = str(Path(__file__).with_name("rank.py"))
-    pretrain_gpt.launch = lambda _, argv, num_ranks: launch(script, argv, num_ranks)
+    pretrain_gpt.launch = lambda _, *given, **more: launch(script, *given, **more)
 
 
 def environment(values: dict[str, str]) -> None:

@@ -85,6 +85,7 @@ EFFECTS: dict[str, Effect] = {
     "model.resume_from_checkpoint": RESUMES,
     "exp_manager.resume_from_checkpoint": RESUMES,
     "model.gc_interval": Runs(2, sees="output"),
+    "trainer.max_restarts": ShownBy("tests/train/test_restarts.py::test_a_killed_rank"),
     "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
     "model.rampup_batch_size": ShownBy(
         "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"

@@ -37,6 +37,21 @@ def test_a_new_run_goes_on_from_a_checkpoint(place: Place) -> None:
     assert "restore_from_path" in refused.output and "Traceback" not in refused.output
     gone = place.run(*STEPS, "exp_manager.name=newer", "model.resume_from_checkpoint=gone")
     assert gone.code == 2 and "gone: has no checkpoint" in gone.output, gone.output
+    for name in ("new", "newer"):
+        assert not place.dir(name).exists(), "a refused run leaves nothing"
+
+
+def test_a_refused_run_leaves_no_directory_but_what_was_there(place: Place) -> None:
+    gone = "model.data.data_prefix=/nowhere/at/all"
+    assert place.run(*STEPS, gone, "exp_manager.name=null").code == 2
+    assert not list((place.cwd / "runs").glob("*"))
+    (place.dir("mine")).mkdir(parents=True)
+    (place.dir("mine") / "notes.txt").write_text("keep")
+    assert place.run(*STEPS, gone, "exp_manager.name=mine").code == 2
+    assert [path.name for path in place.dir("mine").iterdir()] == ["notes.txt"]
+    assert place.run(*STEPS).code == 0
+    assert place.run(*STEPS, gone, "model.micro_batch_size=2").code == 2
+    assert place.steps() == [2, 4], "what continues is left alone"
 
 
 def test_garbage_is_collected_at_its_steps_only() -> None:

@@ -64,6 +64,25 @@ def test_three_restarts_without_progress(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
 
 
+def test_restarts_by_a_launcher_count_too(tmp_path: Path) -> None:
+    def launched(count: int, limit: int = 9) -> dict[str, str]:
+        names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+        return dict(zip(names, (str(count), str(limit)), strict=True))
+
+    for count in range(3):
+        check_progress(tmp_path, 0, launched(count) | {"TORCHELASTIC_RUN_ID": "7"})
+    with pytest.raises(RunError, match="3 restarts have begun at step 0"):
+        check_progress(tmp_path, 0, launched(3) | {"TORCHELASTIC_RUN_ID": "7"})
+    check_progress(tmp_path, 0, launched(0))
+    assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
+    for count in range(3):  # Slurm's and the launcher's together
+        check_progress(tmp_path, 0, restarted(1) | launched(count))
+    with pytest.raises(RunError):
+        check_progress(tmp_path, 0, restarted(2) | launched(0) | launched(2))
+    check_progress(tmp_path, 0, launched(0, limit=0))
+    assert not (tmp_path / "restarts.json").exists()
+
+
 def test_progress_begins_a_new_count(tmp_path: Path) -> None:
     for count in range(9):
         check_progress(tmp_path, count // 3, restarted(count))

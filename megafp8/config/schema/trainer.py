@@ -96,6 +96,13 @@ class Trainer:
         kind="policy",
         valid=one_of("stop", "skip", "rollback"),
     )
+    max_restarts: int = key(
+        0,
+        "How often a run whose ranks died or hung is started again, from its newest checkpoint; "
+        "three starts in a row that save nothing end it. Under torchrun: `--max-restarts`.",
+        kind="policy",
+        valid=at_least(0),
+    )
     fast_dev_run: bool | int = key(
         False,
         "A trial of this many steps (True for one), with validations of as many global batches and "

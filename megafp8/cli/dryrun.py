@@ -1,0 +1,202 @@
+"""What a job would be on its ranks, without the ranks: sizes, bytes, and every refusal.
+
+python -m megafp8.cli.dryrun model=gpt3_175b trainer.num_nodes=128 trainer.devices=8 … [--rank N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from megafp8.config.app import report
+from megafp8.config.load import load_all
+from megafp8.config.options import parse_options
+from megafp8.config.resolve import resolve
+from megafp8.config.table import resolved_table
+from megafp8.data.prepare import prepare
+from megafp8.errors import ConfigError, ExitCode, UserError
+from megafp8.observe.units import format_bytes
+from megafp8.specs import RunSpec
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train import backends, dryrun, rundirs
+from megafp8.train.dryrun import Layout, RankShare
+from megafp8.train.precision_share import require_fp8, share_of_ranks
+
+PROG = "python -m megafp8.cli.dryrun"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what there would be; 0, or 2 with all that the run would be refused for."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Everything else is what pretrain_gpt.py takes. trainer.accelerator=gpu needs no "
+        "GPU here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--rank", type=int, help="this one (else one of the first, middle, last stage)"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="of the tokenizer: the data need not be here"
+    )
+    parser.add_argument("--shapes", action="store_true", help="every parameter's shape too")
+    options, rest = parser.parse_known_args(argv)
+    try:
+        given = parse_options(rest)
+        loaded = load_all(given.overrides, given.config_dir, given.config_name)
+        asked = loaded.cfg.trainer.accelerator
+        spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
+        rundirs.check(spec)
+        backends.check(spec, torch.device("cpu"))
+        spec = with_vocabulary(spec, options.vocab_size)
+        ranks = chosen_ranks(spec, options.rank)
+        for line in [*resolved_table(loaded), *loaded.inert_lines()]:
+            print(line)
+        layout = dryrun.whole_layout(spec)
+        print("\n".join(describe(spec, layout)))
+        shares = [dryrun.rank_share(spec, rank) for rank in ranks]
+        print("\n".join(["", *table(spec, shares)]))
+        if options.shapes:
+            for share in shares:
+                print(
+                    "\n".join(
+                        ["", f"rank {share.rank}: logical tensors, and its part", *shapes(share)]
+                    )
+                )
+    except UserError as error:
+        return report(error)
+    return ExitCode.FINISHED
+
+
+def with_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
+    """From the data, which are opened as by the run, or as it was given."""
+    if vocab_size is None:
+        vocab_size = prepare(spec.data, print).vocab_size
+    elif vocab_size < 1:
+        raise ConfigError("--vocab-size", vocab_size, "is no size", "Give the tokenizer's")
+    padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
+    return replace(spec, model=replace(spec.model, vocab_size=padded))
+
+
+def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
+    size = spec.parallel.world_size
+    if rank is None:
+        return dryrun.ranks_to_show(spec)
+    if not 0 <= rank < size:
+        raise ConfigError("--rank", rank, f"there are ranks 0 to {size - 1}", "Give one of them")
+    return [rank]
+
+
+def describe(spec: RunSpec, layout: Layout) -> Iterator[str]:
+    """The whole job. Raises `ConfigError` where FP8 was asked for and nothing would run in it."""
+    model, parallel, train = spec.model, spec.parallel, spec.train
+    pipeline = parallel.pipeline
+    stages = pipeline.stages_per_rank
+    yield (
+        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"{layout.num_params:,} parameters, "
+        f"vocabulary {model.vocab_size}"
+    )
+    schedule = f" ({pipeline.schedule}" + (f", {stages} stages a rank)" if stages > 1 else ")")
+    yield (
+        f"layout: {parallel.world_size} ranks ({parallel.num_nodes} nodes x "
+        f"{parallel.devices_per_node}) = tensor {parallel.tp} x context {parallel.cp} x data "
+        f"{parallel.dp} x pipeline {parallel.pp}" + (schedule if parallel.pp > 1 else "")
+    )
+    yield (
+        f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens: "
+        f"{layout.num_microbatches} microbatch(es) of {train.micro_batch_size} on each of "
+        f"{parallel.dp} replica(s)"
+    )
+    if layout.times is not None:
+        worst = max(layout.times.idle)
+        yield (
+            f"pipeline: {layout.times.bubble:.1%} of a step's passes is waited (the worst rank: "
+            f"{worst:.1%}), if a backward pass takes twice a forward one"
+        )
+    if spec.precision.fp8 is not None:
+        parts = [part for part in layout.stages for _ in range(parallel.tp)]
+        share = share_of_ranks(parts, model, num_replicas=1)
+        require_fp8(share)
+        yield (
+            f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
+            f"{'; '.join(share.higher)}"
+        )
+
+
+def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
+    """One column a rank."""
+    rows: list[tuple[str, list[str]]] = [
+        ("", [f"rank {share.rank}" for share in shares]),
+        ("place", [_place(share) for share in shares]),
+        ("layers", [_ranges(share.layers) for share in shares]),
+        ("parameters", [f"{share.num_params:,}" for share in shares]),
+    ]
+
+    def add(name: str, values: Iterable[int]) -> None:
+        rows.append((name, [format_bytes(value) for value in values]))
+
+    add("weights", (share.held.weights for share in shares))
+    add("FP32 masters", (share.held.masters for share in shares))
+    add("optimizer's moments", (share.held.moments for share in shares))
+    add("FP32 gradients", (share.held.gradients for share in shares))
+    if spec.precision.fp8 is not None:
+        add("FP8 scales, histories", (share.held.scaling for share in shares))
+        add("FP8 copies of weights", (share.step.weight_copies for share in shares))
+    add("activations, microbatch", (max(share.step.kept.values()) for share in shares))
+    if spec.parallel.pp > 1:
+        add("  of all in flight", (share.step.in_flight for share in shares))
+    add("  at the worst moment", (share.step.peak - share.step.weight_copies for share in shares))
+    add("in all", (share.held.total + share.step.peak for share in shares))
+    width = max(len(name) for name, _ in rows)
+    columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(shares))]
+    for name, cells in rows:
+        placed = (f"{cell:>{size}}" for cell, size in zip(cells, columns, strict=True))
+        yield f"{name:<{width}}  " + "   ".join(placed)
+    yield ""
+    yield (
+        "Not in it: what the allocator, libraries and collectives take beside tensors."
+        + (" What the GPUs can do is checked when the run begins." if _on_gpu(spec) else "")
+    )
+
+
+def shapes(share: RankShare) -> Iterator[str]:
+    """A line for those of all layers that are alike."""
+    groups: dict[tuple[str, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
+    for name, whole, local, dtype in share.shapes:
+        layer = re.match(r"layers\.(\d+)\.", name)
+        general = re.sub(r"^layers\.\d+\.", "layers.*.", name)
+        groups.setdefault((general, whole, local, dtype), []).append(int(layer[1]) if layer else -1)
+    for (name, whole, local, dtype), layers in groups.items():
+        times = f"  x {len(layers)}" if len(layers) > 1 else ""
+        yield f"  {name} {list(whole)} -> {list(local)} {dtype}{times}"
+
+
+def _place(share: RankShare) -> str:
+    return " ".join(f"{axis}{index}" for axis, index in share.place.items())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,8-11`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges)
+
+
+def _on_gpu(spec: RunSpec) -> bool:
+    return spec.parallel.accelerator == "gpu"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

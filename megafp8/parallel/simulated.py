@@ -1,0 +1,36 @@
+"""One rank of a large job without the others: torch's fake process group answers every collective
+at once, and tensors on the meta device have shapes and no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megafp8.parallel import mesh
+from megafp8.specs import ParallelSpec
+
+
+@contextmanager
+def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
+    """The mesh of `rank`, on the meta device, which is the default device inside."""
+    assert not dist.is_initialized(), "this process is a rank already"
+    assert 0 <= rank < spec.world_size, f"rank {rank} of {spec.world_size}"
+    device = torch.device("meta")
+    if spec.world_size == 1:
+        with device:
+            yield mesh.single_rank(device)
+        return
+    # Importing it registers the backend; public torch has no other way to it.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.world_size)
+    try:
+        made = mesh.join(replace(spec, accelerator="cpu"))
+        with device:
+            yield replace(made, device=device)
+    finally:
+        mesh.leave()

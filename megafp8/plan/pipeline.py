@@ -1,0 +1,110 @@
+"""What an order of pipeline work costs: how long ranks wait, how much of it is in flight.
+
+An order is a list of `Work` for each pipeline rank, done one after another. A forward pass takes
+one unit of time on every stage, a backward pass two (one for the inputs' gradients, one for the
+weights'), messages none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+SECONDS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Units of time; B is I and W together."""
+
+
+class Work(NamedTuple):
+    """One forward (F) or backward pass (B; I its inputs' part, W its weights') of a microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """How an order runs."""
+
+    total: int  # units from the first forward pass to the last backward pass
+    idle: tuple[float, ...]  # share of it in which each rank waits
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time that is waited."""
+        return sum(self.idle) / len(self.idle)
+
+
+def one_stage_order(
+    schedule: Literal["GPipe", "1F1B"], rank: int, num_ranks: int, num_microbatches: int
+) -> list[Work]:
+    """The order of a rank with one stage, its own number.
+
+    GPipe (Huang et al. 2019, arXiv 1811.06965): all forward, then all backward. 1F1B (Narayanan et
+    al. 2021, arXiv 2104.04473): as many forward passes as stages follow, then in turn.
+    """
+    ahead = num_microbatches if schedule == "GPipe" else min(num_microbatches, num_ranks - rank)
+    order = [Work("F", rank, index) for index in range(ahead)]
+    for index in range(num_microbatches):
+        order.append(Work("B", rank, index))
+        if ahead + index < num_microbatches:
+            order.append(Work("F", rank, ahead + index))
+    return order
+
+
+def run_times(orders: Sequence[Sequence[Work]], num_stages: int) -> Times:
+    """When all is done, if every work begins as soon as its rank and what it needs are ready.
+
+    Raises:
+        ValueError: The orders wait for each other.
+    """
+    done: dict[Work, int] = {}
+    clock, place = [0] * len(orders), [0] * len(orders)
+    left = sum(len(order) for order in orders)
+    while left:
+        before = left
+        for rank, order in enumerate(orders):
+            while place[rank] < len(order):
+                work = order[place[rank]]
+                ready = _ready(work, done, num_stages)
+                if ready is None:
+                    break
+                clock[rank] = max(clock[rank], ready) + SECONDS[work.kind]
+                done[work] = clock[rank]
+                place[rank] += 1
+                left -= 1
+        if left == before:
+            raise ValueError(f"the orders wait for each other, {left} works are left")
+    total = max(clock)
+    busy = [sum(SECONDS[work.kind] for work in order) for order in orders]
+    return Times(total, tuple(1 - b / total for b in busy))
+
+
+def _ready(work: Work, done: Mapping[Work, int], num_stages: int) -> int | None:
+    """When what `work` needs is there; None: not yet."""
+    kind, stage, microbatch = work
+    if kind == "F":
+        return 0 if stage == 0 else done.get(Work("F", stage - 1, microbatch))
+    if kind == "W":
+        return done.get(Work("I", stage, microbatch))
+    if stage == num_stages - 1:
+        return done.get(Work("F", stage, microbatch))
+    whole = done.get(Work("B", stage + 1, microbatch))
+    return done.get(Work("I", stage + 1, microbatch)) if whole is None else whole
+
+
+def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
+    """The most that a rank holds at once, if a microbatch in flight on a stage holds `held[stage]`.
+
+    From its forward pass until its weights' gradients are computed.
+    """
+    now = most = 0
+    for work in order:
+        if work.kind == "F":
+            now += held[work.stage]
+        elif work.kind in ("B", "W"):
+            now -= held[work.stage]
+        most = max(most, now)
+    return most

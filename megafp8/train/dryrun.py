@@ -1,0 +1,363 @@
+"""What one rank of a job would hold, counted from the parts themselves, built without numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.parallel.mesh import AXES, coordinates
+from megafp8.parallel.parts import linears_of
+from megafp8.parallel.pipeline import PipelinedGPT
+from megafp8.parallel.simulated import simulated_rank
+from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
+from megafp8.precision.scaling import ScalingState
+from megafp8.specs import RunSpec
+from megafp8.train.build import build
+from megafp8.train.precision_share import LinearFlops, linear_flops
+from megafp8.train.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Bytes that stay from step to step."""
+
+    weights: int  # what the products read
+    masters: int  # FP32, where they are not the weights themselves
+    moments: int  # the optimizer's
+    gradients: int  # FP32, of all parameters
+    scaling: int  # FP8 scales and their histories
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.masters + self.moments + self.gradients + self.scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes that a step adds on top."""
+
+    kept: dict[int, int]  # by stage: between forward and backward of one microbatch
+    weight_copies: int  # FP8 weights that are quantized once a step
+    one_microbatch: int  # at the worst moment of a microbatch that is alone
+    in_flight: int  # of the microbatches that a pipeline has begun, at its worst moment
+
+    @property
+    def peak(self) -> int:
+        """At the worst moment: the other microbatches wait while one is worked on."""
+        alone = max(self.kept.values())
+        return self.weight_copies + self.in_flight - alone + max(alone, self.one_microbatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """One rank's part of a job."""
+
+    rank: int
+    place: dict[str, int]  # its coordinates on the mesh
+    layers: tuple[int, ...]
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
+    """Logical name, logical shape, local shape, dtype of every piece."""
+    num_params: int  # elements of its parameters
+    held: HeldBytes
+    step: StepBytes
+    linears: LinearFlops | None  # with FP8: which products are in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What all ranks together are."""
+
+    num_params: int  # of the whole model, each once
+    stages: tuple[LinearFlops, ...]  # by pipeline rank, with FP8
+    num_microbatches: int  # of each data-parallel rank, a step
+    times: Times | None  # of the pipeline's schedule
+
+
+def ranks_to_show(spec: RunSpec) -> list[int]:
+    """The first rank of the first, the middle and the last pipeline stage."""
+    parallel = spec.parallel
+    each = parallel.world_size // parallel.pp
+    return [stage * each for stage in sorted({0, parallel.pp // 2, parallel.pp - 1})]
+
+
+def rank_share(spec: RunSpec, rank: int) -> RankShare:
+    """Build the share of `rank`, pass a microbatch through it, count.
+
+    `spec.model.vocab_size` must be known.
+    """
+    with simulated_rank(spec.parallel, rank) as mesh:
+        state = build(spec, mesh)
+        sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
+        recipe = spec.precision.fp8
+        return RankShare(
+            rank=rank,
+            place=coordinates(sizes, rank),
+            layers=tuple(layers_of(state)),
+            shapes=tuple(shapes_of(state)),
+            num_params=sum(param.numel() for param in state.model.parameters()),
+            held=held_bytes(state),
+            step=step_bytes(state, spec),
+            linears=None if recipe is None else linear_flops(state.model, recipe),
+        )
+
+
+def whole_layout(spec: RunSpec) -> Layout:
+    """From one rank of each pipeline stage; the ranks of a stage have equal shares."""
+    parallel = spec.parallel
+    each = parallel.world_size // parallel.pp
+    num_params, stages, orders = 0, [], None
+    num_microbatches = spec.train.num_microbatches(parallel.dp)
+    for stage in range(parallel.pp):
+        with simulated_rank(parallel, stage * each) as mesh:
+            state = build(spec, mesh)
+            num_params += logical_params(state)
+            if spec.precision.fp8 is not None:
+                stages.append(linear_flops(state.model, spec.precision.fp8))
+            if orders is None and parallel.pp > 1:
+                orders = orders_of(state, parallel.pp, num_microbatches)
+    num_stages = parallel.pp * parallel.pipeline.stages_per_rank
+    return Layout(
+        num_params=num_params,
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        times=None if orders is None else run_times(orders, num_stages),
+    )
+
+
+def logical_params(state: TrainState) -> int:
+    """Elements of the logical tensors that this rank has a part of, without copies of another
+    stage's."""
+    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
+    return sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
+
+
+def layers_of(state: TrainState) -> Iterator[int]:
+    """Indices in the whole model of the layers that are here."""
+    if not isinstance(state.model, PipelinedGPT):
+        yield from range(state.model.spec.num_layers)
+        return
+    pipeline = state.model.pipeline
+    layers = pipeline.layers(state.model.spec.num_layers, state.mesh.pp.size)
+    for index in state.model.indices:
+        yield from layers[index]
+
+
+def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
+    for param in state.model.parameters():
+        for piece in pieces_of(param):
+            local = tuple(part.stop - part.start for part in piece.local)
+            dtype = str(param.dtype).removeprefix("torch.")
+            yield piece.name, piece.global_shape, local, dtype
+
+
+def held_bytes(state: TrainState) -> HeldBytes:
+    """Of the storages that are alive, each counted once; real tensors or meta ones."""
+    seen: set[int] = set()
+
+    def own(tensors: Iterable[torch.Tensor]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+        return total
+
+    masters = state.masters
+    tables = state.scaling.tables if isinstance(state.scaling, ScalingState) else {}
+    moments = (state.optimizer.state_tensors(name) for name in ("exp_avg", "exp_avg_sq"))
+    return HeldBytes(
+        weights=own(state.model.parameters()),
+        masters=own(masters.masters),
+        moments=own(tensor for tensors in moments for tensor in tensors),
+        gradients=own([masters.flat_grad]),
+        scaling=own(tensor for table in tables.values() for tensor in table.tensors().values()),
+    )
+
+
+def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
+    """One microbatch forward and backward through each of this rank's stages."""
+    state.sink.begin_step()
+    if state.reducer is not None:
+        state.reducer.begin_step(1)
+    state.scaling.begin_microbatch(0)
+    kept: dict[int, int] = {}
+    most = 0
+    with Kernels(spec.parallel.accelerator), Alive() as alive:
+        for gpt in stages_of(state).values():
+            forward(gpt, spec, state)  # for what is made once: quantized weights
+        made = alive.bytes()
+        for index, gpt in stages_of(state).items():
+            alive.most = made
+            output = forward(gpt, spec, state)
+            kept[index] = alive.bytes() - made
+            backward(output)
+            del output
+            if state.pipeline is not None and (take := state.pipeline.stages[0].dw_builder):
+                take()()  # zero bubble: the weights' gradients
+            most = max(most, alive.most - made)
+    pp, count = state.mesh.pp.size, spec.train.num_microbatches(state.mesh.dp.size)
+    in_flight = max(kept.values())
+    if pp > 1:
+        in_flight = most_held(orders_of(state, pp, count)[state.mesh.pp.rank], kept)
+    on_gpu = spec.parallel.accelerator == "gpu" and spec.precision.backend == "native"
+    copies = tensor_core_copies(state) if on_gpu else made
+    return StepBytes(kept=kept, weight_copies=copies, one_microbatch=most, in_flight=in_flight)
+
+
+def tensor_core_copies(state: TrainState) -> int:
+    """FP8 weights in two orientations, one for each product that reads them; those that are kept
+    in FP8 alone have one."""
+    return sum(
+        2 * linear.weight.numel()
+        for linear in linears_of(state.model)
+        if linear.quantizer is not None and linear.weight_compute_dtype is None
+    )
+
+
+def stages_of(state: TrainState) -> dict[int, GPT]:
+    """The GPTs on this rank, by the number of their stage."""
+    if isinstance(state.model, GPT):
+        return {0: state.model}
+    stages = [gpt for gpt in state.model.stages if isinstance(gpt, GPT)]
+    return dict(zip(state.model.indices, stages, strict=True))
+
+
+def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
+    """A microbatch through one stage: the residual stream, or the loss where the head is."""
+    device = state.mesh.device
+    shape = (spec.train.micro_batch_size, spec.data.seq_length)
+    tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
+    if gpt.has_embedding:
+        x_BSD = gpt.forward_embedding(tokens_BS)
+    else:
+        wide, dtype = (*shape, spec.model.hidden_size), gpt.parts.residual_dtype
+        x_BSD = torch.zeros(wide, dtype=dtype, device=device, requires_grad=True)
+    x_BSD = gpt.forward_layers(x_BSD)
+    return gpt.forward_head(x_BSD, tokens_BS) if gpt.has_head else x_BSD
+
+
+def backward(output: torch.Tensor) -> None:
+    """`output.backward`, but for torch's suspending of `Kernels` inside: recomputation needs it."""
+    gradient = torch.empty_like(output).detach()
+    torch.autograd.graph._engine_run_backward(
+        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[list[Work]]:
+    """What each pipeline rank does, in order: torch's own plan where a rank has several stages."""
+    assert state.pipeline is not None
+    name = state.pipeline.name
+    if name == "GPipe" or name == "1F1B":
+        return [
+            one_stage_order(name, rank, num_ranks, num_microbatches) for rank in range(num_ranks)
+        ]
+    planned = state.pipeline.planned(num_microbatches)
+    return [
+        [
+            Work(action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in planned[rank]
+            if action is not None
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+class Alive(TorchDispatchMode):
+    """Sees every tensor that is made inside and knows which of their storages are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0  # bytes, at the worst moment since it was set
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0  # what is alive, and perhaps some that is not
+
+    def bytes(self) -> int:
+        """Of the storages that are alive, of those that were made inside."""
+        gone = [key for key, (ref, _) in self._known.items() if ref.expired()]
+        for key in gone:
+            del self._known[key]
+        self._at_most = sum(size for _, size in self._known.values())
+        return self._at_most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage._cdata not in given and storage._cdata not in self._known:
+                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self._at_most += storage.nbytes()
+                if self._at_most > self.most:  # else it cannot be: a look at all takes long
+                    self.most = max(self.most, self.bytes())
+        return out
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Kernels(TorchFunctionMode):
+    """Attention and dropout keep on the meta device what the kernels of the real one keep.
+
+    Left alone, torch takes the plain form of both there, which keeps every score.
+    """
+
+    def __init__(self, accelerator: str) -> None:
+        super().__init__()
+        self.on_gpu = accelerator == "gpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            if func is F.scaled_dot_product_attention:
+                return self._attend(*args, **kwargs)
+            if func is F.dropout and self.on_gpu:
+                return torch.native_dropout(args[0], args[1], True)[0]
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        dropout_p: float,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """On GPUs by the rules of torch's documentation: flash attention takes half precision and
+        no mask, the memory-efficient kernel no groups."""
+        aten = torch.ops.aten
+        is_half = q.dtype in (torch.bfloat16, torch.float16)
+        if self.on_gpu and is_half and attn_mask is None:
+            out, *_ = aten._scaled_dot_product_flash_attention(
+                q, k, v, dropout_p, is_causal, scale=scale
+            )
+        elif self.on_gpu and not enable_gqa:
+            out, *_ = aten._scaled_dot_product_efficient_attention(
+                q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+            )
+        elif not self.on_gpu and dropout_p == 0:
+            out, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
+        else:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        assert isinstance(out, torch.Tensor)
+        return out

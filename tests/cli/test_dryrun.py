@@ -1,0 +1,112 @@
+"""`python -m megafp8.cli.dryrun`: what it prints, what it refuses, what it takes."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.cli.dryrun import main
+from tests.config.test_presets import PARAMETERS
+from tests.train.runs import ROOT, make_dataset
+
+SMALL = [
+    "trainer.accelerator=cpu",
+    "model.micro_batch_size=2",
+    "model.num_layers=4",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.num_attention_heads=4",
+    "model.encoder_seq_length=32",
+    "model.tokenizer.vocab_size=300",
+    "model.fp8=True",
+]
+LARGE = [
+    "model=gpt3_175b",
+    "model.fp8=True",
+    "trainer.num_nodes=128",
+    "trainer.devices=8",
+    "trainer.accelerator=gpu",
+    "model.tensor_model_parallel_size=8",
+    "model.pipeline_model_parallel_size=8",
+]
+FOUR_STAGES = ["trainer.num_nodes=2", "trainer.devices=4", "model.pipeline_model_parallel_size=4"]
+
+
+def test_1024_ranks_of_175b_in_a_minute_and_4_gib() -> None:
+    """By processor time: a busy machine is not our fault. GPT-2's vocabulary, as in the presets."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "megafp8.cli.dryrun", *LARGE, "--vocab-size=50257", "--rank=517"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert f"{PARAMETERS['gpt3_175b']:,} parameters" in done.stdout
+    assert "1024 ranks (128 nodes x 8) = tensor 8 x context 1 x data 16 x pipeline 8" in done.stdout
+    assert "96 microbatch(es) of 1 on each of 16 replica(s)" in done.stdout
+    assert "pipeline: 6.8% of a step's passes is waited" in done.stdout  # 7 / (96 + 7)
+    assert "rank 517" in done.stdout and "tp5 cp0 dp0 pp4" in done.stdout
+    assert re.search(r"layers +48-59\n", done.stdout)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{seconds:.1f} s of a core, {after.ru_maxrss / 2**20:.2f} GiB")
+    assert seconds < 60
+    assert after.ru_maxrss < 4 * 2**20  # KiB
+
+
+def test_ranks_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *FOUR_STAGES, "--vocab-size=300", "--shapes"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"rank 0 +rank 4 +rank 6\n", text)
+    assert "layers.*.mlp.fc1.weight [128, 64] -> [128, 64] bfloat16" in text
+    assert "trainer.num_nodes = 2 (command line; default job: 1)" in text
+    assert main([*SMALL, *FOUR_STAGES, "--vocab-size=300", "--rank=7"]) == 0
+    assert "tp0 cp0 dp1 pp3" in capsys.readouterr().out
+
+
+def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = make_dataset(tmp_path / "tiny")
+    assert main([*SMALL, f"model.data.data_prefix={prefix}"]) == 0
+    assert "vocabulary 384" in capsys.readouterr().out  # 300, padded
+    assert main([*SMALL, "model.data.data_prefix=/nowhere"]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["trainer.devices=3", "trainer.num_nodes=3", "model.tensor_model_parallel_size=2"],
+         "trainer.devices=3 times trainer.num_nodes=3 is not a multiple of it"),
+        ([*FOUR_STAGES, "model.num_layers=6"], "does not divide into 4 pipeline stages"),
+        (["trainer.num_nodes=3"], "times 3 data-parallel ranks"),
+        (["model.fp8_modules='*=high_precision'"], "no product would run in FP8"),
+        (["model.no_such_key=1"], "model.no_such_key"),
+        (["--rank=1"], "there are ranks 0 to 0"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)  # fmt: skip
+def test_it_refuses_what_the_run_would(
+    given: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--vocab-size=300", *given]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_run_of_that_name_is_looked_at_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = [*SMALL, "--vocab-size=300", "exp_manager.name=mine"]
+    assert main(named) == 0
+    assert not list(tmp_path.iterdir()), "it makes nothing"
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.yaml").write_text("model: {num_layers: 9}\n")
+    assert main(named) == 2
+    assert "model.num_layers=4" in capsys.readouterr().err

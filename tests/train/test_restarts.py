@@ -1,0 +1,159 @@
+"""Runs whose ranks die and are started again: by our launcher, by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import (
+    ENVIRONMENT,
+    ROOT,
+    TWO_RANKS,
+    Done,
+    Driver,
+    Place,
+    assert_same,
+    wait_until,
+)
+
+pytestmark = pytest.mark.kill
+SECONDS_TO_END = 15.0  # from a rank's death to the end of all of that start
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def kill_a_rank(
+    job: subprocess.Popen[bytes], place: Place, at_step: int, num_ranks: int, which: int
+) -> list[int]:
+    """Once `at_step` is logged; returns all ranks of that start when every one has ended."""
+    wait_until(lambda: place.last_step() >= at_step or job.poll() is not None, f"step {at_step}")
+    ranks = children(job.pid)
+    assert job.poll() is None and len(ranks) == num_ranks, place.command_output
+    os.kill(ranks[which], signal.SIGKILL)
+    died = time.monotonic()
+    wait_until(lambda: not any(map(is_alive, ranks)), "the end of all", SECONDS_TO_END)
+    print(f"rank {which} killed at step {at_step}, all ended {time.monotonic() - died:.1f} s later")
+    return ranks
+
+
+def finish(job: subprocess.Popen[bytes], place: Place, dead: Sequence[int]) -> None:
+    """The job ends by itself, well, and leaves no process."""
+    last: list[int] = []
+
+    def has_ended() -> bool:
+        last[:] = children(job.pid) or last
+        return job.poll() is not None
+
+    wait_until(has_ended, "the end of the job", 200)
+    assert job.returncode == 0, place.command_output
+    assert last and not set(last) & set(dead)
+    wait_until(lambda: not any(map(is_alive, last)), "no orphans", 5)
+
+
+def test_a_killed_rank(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """One rank, twice: the second start dies too."""
+    job = place.command("trainer.max_restarts=2")
+    dead = kill_a_rank(job, place, 3, 1, 0)
+    wait_until(lambda: children(job.pid) not in ([], dead), "the second start")
+    wait_until(lambda: place.last_step() >= 7 or job.poll() is not None, "step 7")
+    dead += kill_a_rank(job, place, 7, 1, 0)
+    finish(job, place, dead)
+    assert "rank 0 died (signal SIGKILL)" in place.command_output
+    assert "restart 2 of 2" in place.command_output
+    assert_same(place, undisturbed[0], same_settings=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """An undisturbed run of two tensor-parallel ranks."""
+    place = Place(driver, dataset, tmp_path_factory.mktemp("two"))
+    done = place.run(*TWO_RANKS)
+    assert done.code == 0, done.output
+    return place
+
+
+def by_launcher(place: Place) -> subprocess.Popen[bytes]:
+    return place.command(*TWO_RANKS, "trainer.max_restarts=3")
+
+
+def by_torchrun(place: Place) -> subprocess.Popen[bytes]:
+    with open(place.cwd / "command.txt", "wb") as output:
+        return subprocess.Popen(
+            [*TORCHRUN, "--max-restarts=3", str(ROOT / "pretrain_gpt.py"), *place.argv(*TWO_RANKS)],
+            cwd=place.cwd,
+            env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [by_launcher, by_torchrun])
+def test_two_ranks_again_and_again(
+    place: Place, two_ranks: Place, start: Callable[[Place], subprocess.Popen[bytes]]
+) -> None:
+    """Three starts lose a rank; what is left is an undisturbed run's, bit for bit."""
+    chance = random.Random(1)
+    job, dead, before = start(place), [0], []
+    try:
+        for at_step in (3, 6, 9):
+            old = list(before)
+            wait_until(lambda old=old: children(job.pid) not in ([], old), "the next start")
+            before = kill_a_rank(job, place, at_step, 2, chance.randrange(2))
+            dead += before
+        finish(job, place, dead)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(60)
+    assert_same(place, two_ranks, same_settings=False)
+
+
+@pytest.mark.slow
+def test_three_restarts_without_progress_end_it(place: Place) -> None:
+    """Each start fails before its first checkpoint."""
+    done = place.run("trainer.max_restarts=9", fault=["in_rank", 0, "fail", 1])
+    assert done.code == 2, done.output
+    assert "3 restarts have begun at step 0 and none got to its next checkpoint" in done.output
+    assert done.output.count("the number is 42") >= 4
+    assert "restart 3 of 9" in done.output and "restart 4 of 9" not in done.output
+    record = json.loads((place.dir() / "restarts.json").read_text())
+    assert record["step"] == 0 and len(record["starts"]) == 4
+    assert place.steps() == [] and place.status() == "running"
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_not_ours_to_start_again(place: Place) -> None:
+    """The flag would have no effect there: it is refused, with torchrun's own."""
+    done = place.run(
+        *TWO_RANKS,
+        "trainer.max_restarts=2",
+        fault=[
+            "environment",
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        ],
+    )
+    assert done.code == 2 and "--max-restarts" in done.output, done.output
