@@ -13,7 +13,7 @@ from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
-from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
+from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
@@ -80,10 +80,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     if isinstance(model, PipelinedGPT):
         state.pipeline = PipelineRunner(
             model,
-            Boundary(
-                (spec.train.micro_batch_size, spec.data.seq_length, spec.model.hidden_size),
-                parts.residual_dtype,
-            ),
+            model.boundary(spec.train.micro_batch_size, spec.data.seq_length),
             scaling=engine.scaling,
             streams=streams,
             deferring=deferring,

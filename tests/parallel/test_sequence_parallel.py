@@ -10,6 +10,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.sequence import by_rank, in_order
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
@@ -41,16 +42,28 @@ DROPPED = {
     "dropout": Case(model=DROPOUT, steps=3),
     "dropout fp8": Case("bf16", DELAYED, DROPOUT, steps=3),
 }
+RECOMPUTED = {
+    f"{granularity} {kind}": replace(
+        DROPPED[kind],
+        model=replace(
+            DROPOUT,
+            recompute=RecomputeSpec(granularity=granularity, method="uniform", num_layers=1),
+        ),
+    )
+    for granularity, kind in (("full", "dropout fp8"), ("selective", "dropout fp8"))
+}
 
 
 def on_ranks(size: int, tp: int) -> dict[str, Outcomes]:
     spec = ParallelSpec(devices_per_node=size, tp=tp, sequence_parallel=True)
-    cases = {name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED).items()}
+    cases = {
+        name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED | RECOMPUTED).items()
+    }
     ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases})
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
     return on_ranks(request.param, request.param)
 
@@ -110,6 +123,22 @@ def test_dropout_trains(ranks: dict[str, Outcomes], case: str) -> None:
     assert torch.tensor(losses).isfinite().all() and losses[-1] < losses[0] + 0.1
 
 
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_recomputation_changes_no_bit(ranks: dict[str, Outcomes], case: str) -> None:
+    """Losses, tables and weights, with dropout; whole layers gather and scatter once more."""
+    recomputed, kept = ranks[case], ranks["dropout fp8"]
+    for ours, theirs in zip(recomputed, kept, strict=True):
+        assert ours.losses == theirs.losses and ours.norms == theirs.norms
+        assert_same_tables([ours, theirs])
+        for mine, other in zip(ours.weights, theirs.weights, strict=True):
+            assert torch.equal(mine.tensor, other.tensor), mine.name
+        scatters = "tp", "reduce_scatter_sum", "bfloat16"
+        more = ours.traffic[scatters] - theirs.traffic[scatters]
+        run = RECOMPUTED[case]
+        whole = run.num_microbatches * run.batch * SEQ * run.model.hidden_size * 2
+        assert more == (2 * run.model.num_layers * whole if case.startswith("full") else 0)
+
+
 @pytest.mark.parametrize("case", ["bf16", "delayed", "tensorwise"])
 def test_bytes_of_a_layer(ranks: dict[str, Outcomes], case: str) -> None:
     """Per layer and microbatch in units of s b h 2 bytes (t-1)/t on the wire: forward 4 in BF16, 3
@@ -155,11 +184,6 @@ def test_the_key_reaches_the_layout() -> None:
         (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
         (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
-        (
-            ["trainer.devices=4", "model.pipeline_model_parallel_size=2"],
-            "model.sequence_parallel",
-            "between pipeline stages",
-        ),
         (["model.compile=block"], "model.sequence_parallel", "not been shown"),
         (["model.fp8=True", "model.fp8_backend=te"], "model.sequence_parallel", "not been wired"),
     ],
