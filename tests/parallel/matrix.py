@@ -52,6 +52,11 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x dp 2": (4, ParallelSpec(tp=2)),
     "pp 2 x dp 2": (4, ParallelSpec(pp=2)),
     "tp 2 x pp 2 x dp 2": (8, ParallelSpec(tp=2, pp=2)),
+    "tp 2, sp": (2, ParallelSpec(tp=2, sequence_parallel=True)),
+    "tp 4, sp": (4, ParallelSpec(tp=4, sequence_parallel=True)),
+    "tp 2 x pp 2, sp": (4, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
+    "tp 2 x dp 2, sp": (4, ParallelSpec(tp=2, sequence_parallel=True)),
+    "tp 2 x pp 2 x dp 2, sp": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
 }
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP32": ("fp32", None),
@@ -132,6 +137,14 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def others(page: Path, names: list[str]) -> list[list[str]]:
+    """The page's rows of other layouts than `names`."""
+    _, _, rest = page.read_text().partition(BEGIN)
+    lines = rest.partition(END)[0].strip().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if row[0] not in names]
+
+
 def write(page: Path, text: str) -> None:
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -140,11 +153,10 @@ def write(page: Path, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all, written")
+    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all")
     names = parser.parse_args().layouts
     rows, good = table(names or list(LAYOUTS), lambda text: print(text, flush=True))
-    if not names:
-        write(PAGE, markdown(rows))
+    write(PAGE, markdown([*others(PAGE, names), *rows] if names else rows))
     return 0 if good else 1
 
 
