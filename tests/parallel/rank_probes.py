@@ -15,22 +15,18 @@ from megafp8.specs import ParallelSpec
 from megafp8.train import saving
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, to_device, train_step
-from tests.parallel.rank_work import Case, Outcome, Piece, pieces, run_case
+from tests.parallel.rank_work import Case, Piece, pieces
 from tests.ranks import Rank
 
 TrafficOf = dict[tuple[str, str, str], int]
 
 
 def phases(rank: Rank, cases: dict[str, Case]) -> dict[str, dict[str, TrafficOf]]:
-    """Bytes of one microbatch's forward and backward pass, without what is sent once a step."""
-    found = {}
-    meshes: dict[ParallelSpec, Mesh] = {}
-    for name, case in cases.items():
-        spec = replace(case.parallel, devices_per_node=rank.size)
-        mesh = meshes.setdefault(spec, None) or join(spec)  # type: ignore[arg-type]
-        meshes[spec] = mesh
-        found[name] = phases_of(replace(case, parallel=spec).build(mesh), case)
-    return found
+    """Bytes of one microbatch's forward and backward pass, without what is sent once a step; all
+    cases have one layout."""
+    (spec,) = {case.parallel for case in cases.values()}
+    mesh = join(spec)
+    return {name: phases_of(case.build(mesh), case) for name, case in cases.items()}
 
 
 def phases_of(state: TrainState, case: Case) -> dict[str, TrafficOf]:
@@ -153,7 +149,7 @@ def saved_and_resumed(
     folder: str,
     steps: int,
 ) -> dict[str, Resumed]:
-    """Each of `saved` trains and leaves a checkpoint; each of `resumed` goes on from one of them."""
+    """Each of `saved` leaves a checkpoint; each of `resumed` goes on from the one it names."""
     meshes: dict[tuple[int, int], Mesh] = {}
 
     def on(case: Case) -> Mesh:
