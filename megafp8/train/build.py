@@ -94,4 +94,4 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None or spec.precision.backend != "native":
         return None
-    return ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)
+    return ScalingState(recipe, mesh.amax.start_all_reduce_max if mesh.amax.size > 1 else None)

@@ -29,11 +29,11 @@ def plant(bug: str, state: TrainState) -> None:
 
 
 def _amax_over_nobody(state: TrainState) -> None:
-    state.scaling._reduce_max = None  # type: ignore[union-attr]
+    state.scaling._start_reduce_max = None  # type: ignore[union-attr]
 
 
 def _amax_over_replicas(state: TrainState) -> None:
-    state.scaling._reduce_max = state.mesh.dp.all_reduce_max  # type: ignore[union-attr]
+    state.scaling._start_reduce_max = state.mesh.dp.start_all_reduce_max  # type: ignore[union-attr]
 
 
 class _Repeated:
