@@ -247,13 +247,18 @@ class OtherRank:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def start(self, amax: torch.Tensor) -> OtherRank:
+    def start(self, amax: torch.Tensor) -> Reduction:
         self.events.append(f"start {amax.numel()}")
-        self.amax = amax
-        return self
+        return Reduction(self, amax)
+
+
+@dataclass
+class Reduction:
+    other: OtherRank
+    amax: torch.Tensor
 
     def wait(self) -> None:
-        self.events.append("wait")
+        self.other.events.append("wait")
         self.amax.clamp_(min=10.0)
 
 
