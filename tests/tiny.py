@@ -13,6 +13,7 @@ from megafp8.specs import (
     DataSpec,
     Fp8Recipe,
     GPTSpec,
+    LossScaleSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
@@ -72,10 +73,11 @@ def run_spec(
     optim: OptimSpec | None = None,
     compile: str = "off",
     parallel: ParallelSpec | None = None,
+    loss_scale: LossScaleSpec | None = None,
 ) -> RunSpec:
     return RunSpec(
         model=model or gpt_spec(),
-        precision=PrecisionSpec(compute=compute, fp8=fp8),  # type: ignore[arg-type]
+        precision=PrecisionSpec(compute=compute, fp8=fp8, loss_scale=loss_scale),  # type: ignore[arg-type]
         parallel=parallel or ParallelSpec(devices_per_node=world, tp=tp),
         optim=optim or optim_spec(),
         data=DataSpec(

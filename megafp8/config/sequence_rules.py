@@ -69,16 +69,6 @@ def _one_scale_serves_all_parts(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.pipeline_model_parallel_size")
-def _stages_have_whole_sequences(v: Values) -> Iterator[Finding]:
-    if v[KEY] and v["model.pipeline_model_parallel_size"] > 1:
-        yield Finding(
-            KEY,
-            "between pipeline stages whole sequences pass, not parts of them",
-            "Use model.pipeline_model_parallel_size=1, or leave model.sequence_parallel out",
-        )
-
-
 @rule(KEY, "model.fp8_backend")
 def _backend_shares_sequences(v: Values) -> Iterator[Finding]:
     if v[KEY] and v["model.fp8_backend"] not in ("native", "auto"):

@@ -78,6 +78,10 @@ class Axis:
         """In place. The caller has made NaNs +inf: gloo's MAX treats NaN by rank order."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", False).wait()
 
+    def start_all_reduce_max(self, tensor: torch.Tensor) -> Pending:
+        """`all_reduce_max`, not waited for."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", True)
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, all of one shape, in the order of ranks."""
         if self.size == 1:

@@ -52,9 +52,11 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses between two stages: the residual stream of one microbatch."""
+    """What crosses between two stages: the residual stream of one microbatch, of which each rank
+    passes its part where the sequence is shared out."""
 
-    shape: tuple[int, int, int]  # B, S, D
+    tokens: tuple[int, int]  # B, S: of the microbatch
+    shape: tuple[int, int, int]  # B, S/tp with sequence parallelism, D
     dtype: torch.dtype
 
     def check(self, x_BSD: torch.Tensor) -> None:
@@ -74,7 +76,7 @@ class PipelinedGPT(nn.Module):
 
     def __init__(self, parts: Parts, spec: ParallelSpec, pp: Axis) -> None:
         super().__init__()
-        self.spec, self.pp, self.residual_dtype = parts.spec, pp, parts.residual_dtype
+        self.spec, self.parts, self.pp = parts.spec, parts, pp
         self.pipeline: PipelineSpec = spec.pipeline
         layers = spec.pipeline.layers(parts.spec.num_layers, spec.pp)
         self.num_stages = len(layers)
@@ -109,6 +111,12 @@ class PipelinedGPT(nn.Module):
     def last_rank(self) -> int:
         """The pipeline rank that holds the head."""
         return self.pipeline.rank_of(self.num_stages - 1, self.pp.size)
+
+    def boundary(self, batch: int, length: int) -> Boundary:
+        """Between stages, of a microbatch [batch, length]."""
+        own = self.parts.own_sequence(torch.empty(batch, length, device="meta"))
+        shape = (batch, own.shape[1], self.spec.hidden_size)
+        return Boundary((batch, length), shape, self.parts.residual_dtype)
 
     def tied_copy(self) -> nn.Parameter | None:
         """The word embedding that another rank has too: here as input's or as output's weight."""
@@ -165,7 +173,7 @@ class PipelinedGPT(nn.Module):
         cache: KVCache | None,
     ) -> torch.Tensor | None:
         """Through this rank's stages in turn; the last stage's output before the final norm."""
-        boundary = Boundary((*tokens_BS.shape, self.spec.hidden_size), self.residual_dtype)
+        boundary = self.boundary(*tokens_BS.shape)
         for work in self._sent:  # of the microbatch before: nobody runs far ahead
             work.wait()
         self._sent.clear()
@@ -311,10 +319,10 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         batch = self.batches[fwd_chunk_id]
-        if tuple(batch.tokens_BS.shape) != self.boundary.shape[:2]:
+        if tuple(batch.tokens_BS.shape) != self.boundary.tokens:
             raise RuntimeError(
                 f"microbatch {fwd_chunk_id} is {tuple(batch.tokens_BS.shape)}, the pipeline was "
-                f"made for {self.boundary.shape[:2]}"
+                f"made for {self.boundary.tokens}"
             )
         self.work.current = batch
         self.streams.begin_microbatch(self.step, self.indices[fwd_chunk_id])

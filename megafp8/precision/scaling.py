@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -35,6 +35,13 @@ from megafp8.specs import Fp8Recipe
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
 ReduceMax = Callable[[torch.Tensor], object]  # in place
+
+
+class Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+StartReduceMax = Callable[[torch.Tensor], Waitable]  # in place, over when it has been waited for
 # Sees each tensor as it is quantized: its name, the tensor, and what the products that sum along
 # its last and along its first dim will read (None: nothing in FP8).
 Observer = Callable[[str, torch.Tensor, Fp8Tensor | None, Fp8Tensor | None], None]
@@ -59,8 +66,27 @@ class Slot:
         return self.table.amax[self.index]
 
 
+class _Settled:
+    """A field of a table, looked at only when the update under way is over."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, table: ScaleTable, owner: type | None = None) -> torch.Tensor:
+        table.settle()
+        value: torch.Tensor = getattr(table, self.name)
+        return value
+
+    def __set__(self, table: ScaleTable, value: torch.Tensor) -> None:
+        table.settle()
+        setattr(table, self.name, value)
+
+
 class ScaleTable:
     """The scales of every tensor of one direction, contiguous: one update, one reduction for all.
+
+    A reduction is started at its event and waited for when a scale is read again, by which time
+    the other direction's pass has been computed.
 
     amax           [tensors]            staged since the last update (TE's history slot 0)
     history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
@@ -69,7 +95,11 @@ class ScaleTable:
     num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
     """
 
+    history, quant_scale = _Settled(), _Settled()
+    num_updates, num_nonfinite = _Settled(), _Settled()
+
     def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
+        self._under_way: tuple[torch.Tensor, Waitable] | None = None  # amaxes and their reduction
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
@@ -100,16 +130,28 @@ class ScaleTable:
         fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
         return {name: getattr(self, name) for name in fields}
 
-    def update(self, reduce_max: ReduceMax | None) -> None:
+    def update(self, start_reduce_max: StartReduceMax | None) -> None:
         """Reduce the staged amaxes, roll them into the histories and recompute the scales."""
         if not self.names:
             return
-        if reduce_max is not None:
-            reduce_max(self.amax)
+        self.settle()
+        staged, self.amax = self.amax, torch.zeros_like(self.amax)
+        if start_reduce_max is None:
+            self._roll(staged)
+        else:
+            self._under_way = (staged, start_reduce_max(staged))
+
+    def settle(self) -> None:
+        """End the update under way, if there is one."""
+        if self._under_way is not None:
+            (staged, reduction), self._under_way = self._under_way, None
+            reduction.wait()
+            self._roll(staged)
+
+    def _roll(self, staged: torch.Tensor) -> None:
         if self.engine.uses_triton:
-            self._update_in_one_launch()
+            self._roll_in_one_launch(staged)
             return
-        staged = self.amax
         is_finite = staged.isfinite()
         occurred = is_finite & (staged > 0)
         self.num_nonfinite += ~is_finite
@@ -126,22 +168,22 @@ class ScaleTable:
         is_due = occurred & (self.num_updates % self.recipe.interval == 0)
         self.quant_scale = torch.where(is_due, fresh, self.quant_scale)
         self.num_updates += occurred
-        self.amax = torch.zeros_like(staged)
 
-    def _update_in_one_launch(self) -> None:
+    def _roll_in_one_launch(self, staged: torch.Tensor) -> None:
         from megafp8.precision.kernels.triton_scales import update_scales
 
         # The kernel writes in place; scales of earlier microbatches must stay (`Recomputation`).
         self.quant_scale = self.quant_scale.clone()
-        update_scales(**self.tensors(), recipe=self.recipe, fmt=self.fmt)
+        fields = {**self.tensors(), "amax": staged}
+        update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
 
 
 class ScalingState:
     """What the quantizers of one pipeline stage share, and the events that move it.
 
     begin_microbatch(i)  i == 0 starts a step: weights are quantized anew and their amax recorded
-    end_forward()        forward amaxes are reduced and rolled
-    end_backward()       backward amaxes are reduced and rolled
+    end_forward()        forward amaxes are reduced and rolled: begun, over before a scale is read
+    end_backward()       backward amaxes likewise
     evaluation()         a context in which nothing is recorded; weights are quantized anew for it
     recomputation()      a context in which forward casts repeat those of the call that made it
 
@@ -149,7 +191,7 @@ class ScalingState:
     `engine` is how casts and products run: the device's own, chosen by `to`.
     """
 
-    def __init__(self, recipe: Fp8Recipe, reduce_max: ReduceMax | None = None) -> None:
+    def __init__(self, recipe: Fp8Recipe, start_reduce_max: StartReduceMax | None = None) -> None:
         forward_format, backward_format = formats_of(recipe)
         self.recipe = recipe
         self.forward = ScaleTable(recipe, forward_format)
@@ -158,7 +200,7 @@ class ScalingState:
         self.fp8_enabled = True  # False: the linears compute in high precision
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
-        self._reduce_max = reduce_max if recipe.reduce_amax else None
+        self._start_reduce_max = start_reduce_max if recipe.reduce_amax else None
         self._engine = EMULATED
 
     @property
@@ -183,10 +225,10 @@ class ScalingState:
             self.weights_version += 1
 
     def end_forward(self) -> None:
-        self.forward.update(self._reduce_max)
+        self.forward.update(self._start_reduce_max)
 
     def end_backward(self) -> None:
-        self.backward.update(self._reduce_max)
+        self.backward.update(self._start_reduce_max)
 
     def evaluation(self) -> AbstractContextManager[None]:
         return Evaluation(self)

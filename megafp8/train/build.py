@@ -13,7 +13,7 @@ from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
-from megafp8.parallel.pipeline import Boundary, PipelinedGPT, PipelineRunner
+from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
@@ -80,14 +80,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     if isinstance(model, PipelinedGPT):
         state.pipeline = PipelineRunner(
             model,
-            Boundary(
-                (
-                    spec.train.micro_batch_size,
-                    spec.data.seq_length // mesh.cp.size,
-                    spec.model.hidden_size,
-                ),
-                parts.residual_dtype,
-            ),
+            model.boundary(spec.train.micro_batch_size, spec.data.seq_length // mesh.cp.size),
             scaling=engine.scaling,
             streams=streams,
             deferring=deferring,
@@ -101,7 +94,7 @@ def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
     recipe = spec.precision.fp8
     if recipe is None or spec.precision.backend != "native":
         return None
-    scaling = ScalingState(recipe, mesh.amax.all_reduce_max if mesh.amax.size > 1 else None)
+    scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if mesh.amax.size > 1 else None)
     if mesh.device.type == "meta":
         scaling.to(mesh.device)  # no numbers to start with: rows come without memory
     return scaling

@@ -245,6 +245,7 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
     num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    layout += " with sequence parallelism" if state.sequence_parallel else ""
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"

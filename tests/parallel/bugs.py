@@ -23,17 +23,19 @@ def plant(bug: str, state: TrainState) -> None:
         "grad_input is summed twice": lambda s: _columns(s, 2),
         "gradients are not summed": lambda s: _gradients(s, 0),
         "gradients are summed twice": lambda s: _gradients(s, 2),
+        "norms' gradients are not summed": lambda s: _norms(s, 0),
+        "norms' gradients are summed twice": lambda s: _norms(s, 2),
         "tied gradients are not summed": lambda s: _tied(s, 0),
         "tied gradients are summed twice": lambda s: _tied(s, 2),
     }[bug](state)
 
 
 def _amax_over_nobody(state: TrainState) -> None:
-    state.scaling._reduce_max = None  # type: ignore[union-attr]
+    state.scaling._start_reduce_max = None  # type: ignore[union-attr]
 
 
 def _amax_over_replicas(state: TrainState) -> None:
-    state.scaling._reduce_max = state.mesh.dp.all_reduce_max  # type: ignore[union-attr]
+    state.scaling._start_reduce_max = state.mesh.dp.start_all_reduce_max  # type: ignore[union-attr]
 
 
 class _Repeated:
@@ -52,6 +54,15 @@ class _Repeated:
 
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         return Pending(self.all_reduce_sum(tensor), None)
+
+    def start_reduce_scatter_sum(self, tensor: torch.Tensor) -> Pending:
+        """One time too many: over all ranks' parts, which are of other tokens."""
+        if self.times == 0:
+            return Pending(tensor.chunk(self.axis.size)[self.axis.rank], None)
+        own = self.axis.start_reduce_scatter_sum(tensor).wait()
+        for _ in range(self.times - 1):
+            self.axis.all_reduce_sum(own)
+        return Pending(own, None)
 
 
 def _rows(state: TrainState, times: int) -> None:
@@ -73,3 +84,8 @@ def _gradients(state: TrainState, times: int) -> None:
 
 def _tied(state: TrainState, times: int) -> None:
     state.mesh = replace(state.mesh, ends=_Repeated(state.mesh.ends, times))  # type: ignore[arg-type]
+
+
+def _norms(state: TrainState, times: int) -> None:
+    """Of parameters that every rank has whole, where ranks share the sequence."""
+    state.mesh = replace(state.mesh, tp=_Repeated(state.mesh.tp, times))  # type: ignore[arg-type]

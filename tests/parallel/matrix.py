@@ -57,6 +57,11 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "cp 2 x dp 2": (4, ParallelSpec(cp=2)),
     "cp 2 x pp 2": (4, ParallelSpec(cp=2, pp=2)),
     "tp 2 x pp 2 x dp 2": (8, ParallelSpec(tp=2, pp=2)),
+    "tp 2, sp": (2, ParallelSpec(tp=2, sequence_parallel=True)),
+    "tp 4, sp": (4, ParallelSpec(tp=4, sequence_parallel=True)),
+    "tp 2 x pp 2, sp": (4, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
+    "tp 2 x dp 2, sp": (4, ParallelSpec(tp=2, sequence_parallel=True)),
+    "tp 2 x pp 2 x dp 2, sp": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
 }
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP32": ("fp32", None),
@@ -106,13 +111,19 @@ def row(
     return [name, precision, *numbers, "yes" if good else "**no**"], good
 
 
-def table(names: list[str], tell: Callable[[str], None]) -> tuple[list[list[str]], bool]:
+Bounds = dict[tuple[str, int], float]  # by precision and number of replicas
+
+
+def table(
+    names: list[str], bounds: Bounds, tell: Callable[[str], None]
+) -> tuple[list[list[str]], bool]:
+    """`bounds` are known already."""
     torch.set_num_threads(1)
     ones: dict[tuple[str, int], tuple[Outcome, float]] = {}
     rows, all_good = [], True
     for name in names:
         size, spec = LAYOUTS[name]
-        replicas = size // (spec.tp * spec.cp * spec.pp)
+        replicas = replicas_of(name)
         cases = {precision: case_of(precision, spec) for precision in PRECISIONS}
         results = run_ranks(
             "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
@@ -121,8 +132,8 @@ def table(names: list[str], tell: Callable[[str], None]) -> tuple[list[list[str]
             key = (precision, replicas)
             if key not in ones:
                 one = run_case(case_of(precision, merged=replicas), single_rank())
-                bound = 1e-5 if precision == "FP32" else 3 * spread(precision, replicas, one)
-                ones[key] = (one, bound)
+                bound = 1e-5 if precision == "FP32" else bounds.get(key)
+                ones[key] = (one, bound or 3 * spread(precision, replicas, one))
             ranks = [result[precision] for result in results]
             line, good = row(name, precision, ranks, *ones[key])
             tell(" | ".join(line))
@@ -137,6 +148,25 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def replicas_of(name: str) -> int:
+    size, spec = LAYOUTS[name]
+    return size // (spec.tp * spec.cp * spec.pp)
+
+
+def bounds_of(page: Path) -> Bounds:
+    """Those that the page has."""
+    rows = others(page, [])
+    return {(row[1], replicas_of(row[0])): float(row[5]) for row in rows if row[0] in LAYOUTS}
+
+
+def others(page: Path, names: list[str]) -> list[list[str]]:
+    """The page's rows of other layouts than `names`."""
+    _, _, rest = page.read_text().partition(BEGIN)
+    lines = rest.partition(END)[0].strip().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if row[0] not in names]
+
+
 def write(page: Path, text: str) -> None:
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -145,11 +175,12 @@ def write(page: Path, text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all, written")
-    names = parser.parse_args().layouts
-    rows, good = table(names or list(LAYOUTS), lambda text: print(text, flush=True))
-    if not names:
-        write(PAGE, markdown(rows))
+    parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all")
+    parser.add_argument("--bounds-of-page", action="store_true", help="not measured again")
+    args = parser.parse_args()
+    names, known = args.layouts, bounds_of(PAGE) if args.bounds_of_page else {}
+    rows, good = table(names or list(LAYOUTS), known, lambda text: print(text, flush=True))
+    write(PAGE, markdown([*others(PAGE, names), *rows] if names else rows))
     return 0 if good else 1
 
 

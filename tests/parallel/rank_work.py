@@ -9,13 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.data.document_rules import DocumentRules
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
-from megafp8.specs import Fp8Recipe, GPTSpec, OptimSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, LossScaleSpec, OptimSpec, ParallelSpec
 from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
@@ -41,6 +42,8 @@ class Case:
     bug: str | None = None  # one of `bugs`, planted
     merged: int = 1  # microbatches that are run as one: what replicas run at the same time
     perturbed: int | None = None  # seed of a last-bit change of the word embedding
+    loss_scale: LossScaleSpec | None = None
+    documents: bool = False  # attention and positions begin anew after each
 
     def build(self, mesh: Mesh) -> TrainState:
         state = build_run(
@@ -50,6 +53,7 @@ class Case:
             model=self.model,
             parallel=self.parallel,
             optim=self.optim,
+            loss_scale=self.loss_scale,
         )
         if self.bug is not None:
             bugs.plant(self.bug, state)
@@ -60,14 +64,33 @@ class Case:
     def microbatches(self, step: int, mesh: Mesh) -> list[Any]:
         """This rank's part of the global batch."""
         whole = [
-            microbatch(100 * step + index, self.batch, ignored=0.1 * index)
+            self.microbatch(100 * step + index, 0.1 * index)
             for index in range(mesh.dp.rank, self.num_microbatches, mesh.dp.size)
         ]
         starts = range(0, len(whole), self.merged)
         return [together(whole[start : start + self.merged]) for start in starts]
 
+    def microbatch(self, seed: int, ignored: float) -> Microbatch:
+        plain = microbatch(seed, self.batch, ignored=ignored)
+        return with_documents(plain) if self.documents else plain
+
+
+def with_documents(plain: Microbatch) -> Microbatch:
+    """The token that is fifth in the first sample ends documents."""
+    rules = DocumentRules(
+        eod_id=int(plain.tokens_BS[0, 4]), reset_position_ids=True, reset_attention_mask=True
+    )
+    return replace(
+        plain,
+        position_ids_BS=rules.position_ids(plain.tokens_BS),
+        document_ids_BS=rules.document_ids(plain.tokens_BS),
+    )
+
 
 def together(microbatches: list[Microbatch]) -> Microbatch:
+    if len(microbatches) == 1:
+        return microbatches[0]
+    assert all(m.document_ids_BS is None for m in microbatches)
     return Microbatch(
         np.concatenate([m.tokens_BS for m in microbatches]),
         np.concatenate([m.targets_BS for m in microbatches]),
@@ -168,10 +191,15 @@ def readable(weight: torch.Tensor) -> torch.Tensor:
 
 def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
     return [
-        Piece(piece.name, piece.global_shape, piece.offset, tensor[piece.local].clone())
+        Piece(piece.name, piece.global_shape, piece.offset, _plain(tensor[piece.local]))
         for param, tensor in zip(state.masters.params, tensors, strict=True)
         for piece in pieces_of(param)
     ]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; of FP8, which cannot be pickled, its numbers."""
+    return tensor.float() if tensor.element_size() == 1 else tensor.clone()
 
 
 def run_layouts(rank: Rank, cases: dict[str, Case]) -> dict[str, Outcome]:

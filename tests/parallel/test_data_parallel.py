@@ -14,6 +14,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_sequence_pipeline import EXACT, assert_same_bits, staged
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
     assembled,
@@ -120,6 +121,7 @@ TWO = {
     "small buckets": Case("bf16", FP8, steps=5, parallel=SMALL),
     "bf16": Case("fp32", steps=5, parallel=replace(SMALL, grad_reduce_dtype="bf16")),
     "own scales": Case("fp32", FP8, steps=3, parallel=ParallelSpec(tp_only_amax_red=True)),
+    "sp": EXACT,
 }
 MODEL = gpt_spec(num_layers=4, hidden_dropout=0.1)
 STAGES = PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2)
@@ -132,6 +134,7 @@ FOUR = {
                     parallel=ParallelSpec(pp=2, tp=2)),
     "pp x tp fp8": Case("fp32", FP8, MODEL, steps=3, num_microbatches=4,
                         parallel=ParallelSpec(pp=2, tp=2)),
+    "pp x sp": staged(EXACT, "1F1B"),
 }  # fmt: skip
 Runs = dict[str, Outcomes]
 
@@ -211,3 +214,8 @@ def test_scales_agree_within_a_stage_and_not_across(
     assert not set(ranks[0].names["forward"]) & set(ranks[2].names["forward"])
     assembled([rank.weights for rank in ranks])  # replicas agree bit for bit
     assert_losses_close(ranks, alone["fp8"], 1e-2)
+
+
+def test_stages_of_parts_of_the_sequence_are_bit_for_bit_one_stage(two: Runs, four: Runs) -> None:
+    """Sequence parallelism in FP8 with dropout; test_sequence_pipeline.py has every schedule."""
+    assert_same_bits(four["pp x sp"], two["sp"])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
+from megafp8.specs.model import RecomputeSpec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -22,6 +23,7 @@ from tests.tiny import SEQ, gpt_spec, optim_spec
 FP8 = Fp8Recipe(amax_history_len=4)
 MODEL = gpt_spec(num_layers=4, hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
 UNTIED = replace(MODEL, share_embeddings_and_output_weights=False)
+WHOLE_LAYERS = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 ONE = {
     "fp32": Case("fp32", None, MODEL, steps=3, num_microbatches=4),
     "fp8": Case("fp32", FP8, MODEL, steps=3, num_microbatches=4),
@@ -29,6 +31,15 @@ ONE = {
         "bf16", FP8, UNTIED, steps=20, num_microbatches=4, optim=optim_spec(clip_grad_norm=None)
     ),
     "uneven": Case("fp32", FP8, MODEL, steps=2, num_microbatches=4),
+}
+SHORT = replace(ONE["bf16 fp8 untied"], steps=3)
+OPTIONS = {  # what a run may have besides, on stages
+    "recomputed": replace(SHORT, model=replace(UNTIED, recompute=WHOLE_LAYERS)),
+    "fp16": replace(
+        SHORT, compute="fp16", loss_scale=LossScaleSpec(init_scale=2.0**24, hysteresis=1)
+    ),
+    "weights in fp8": replace(SHORT, fp8=replace(FP8, params_in_fp8=True)),
+    "documents": replace(SHORT, documents=True),
 }
 SCHEDULES = {
     "GPipe": PipelineSpec(schedule="GPipe"),
@@ -46,6 +57,11 @@ CASES = {
 CASES["uneven"] = replace(
     ONE["uneven"], parallel=ParallelSpec(pp=2, pipeline=PipelineSpec(layout=(1, 3)))
 )
+CASES |= {
+    f"{schedule} {option}": replace(case, parallel=ParallelSpec(pp=2, pipeline=SCHEDULES[schedule]))
+    for option, case in OPTIONS.items()
+    for schedule in ("1F1B", "ZBVZeroBubble")
+}
 for schedule in ("GPipe", "Interleaved1F1B", "InterleavedZeroBubble"):  # as the others, shorter
     name = f"{schedule} bf16 fp8 untied"
     CASES[name] = replace(CASES[name], steps=5)
@@ -63,7 +79,7 @@ def one() -> dict[str, Outcome]:
     """With as many threads as a rank has."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    outcomes = {name: run_case(case, single_rank()) for name, case in ONE.items()}
+    outcomes = {name: run_case(case, single_rank()) for name, case in (ONE | OPTIONS).items()}
     torch.set_num_threads(threads)
     return outcomes
 
@@ -138,6 +154,27 @@ def test_steps_in_fp8_equal_one_process_bit_for_bit(
     ours = assembled([rank.weights for rank in case])
     theirs = assembled([expected.weights])
     assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_options_on_stages_equal_one_process_bit_for_bit(
+    ranks: Runs, one: dict[str, Outcome], schedule: str, option: str
+) -> None:
+    """Layers computed again while other microbatches are in flight, FP16 with a first overflow,
+    weights kept in FP8, documents in a sample."""
+    case, expected = ranks[f"{schedule} {option}"], one[option]
+    plain = one["bf16 fp8 untied"].losses[: len(expected.losses)]
+    if option in ("fp16", "documents"):
+        assert expected.losses != plain, "the option does something"
+    else:  # payloads are those that weights kept in BF16 would be cast to
+        assert expected.losses == plain
+    for rank in case:
+        assert rank.losses == expected.losses
+    assert_same_fp8_state(case, expected, len(expected.losses) - 1)
+    ours = assembled([rank.weights for rank in case])
+    theirs = assembled([expected.weights])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -20,18 +20,29 @@ from tests.tiny import gpt_spec
 FP8 = Fp8Recipe(amax_history_len=4)
 MODEL = gpt_spec(num_layers=2)
 TP, PP = ParallelSpec(tp=2), ParallelSpec(pp=2)
+SP = ParallelSpec(tp=2, sequence_parallel=True)
+OF_LINEARS = (
+    "output is not summed",
+    "output is summed twice",
+    "grad_input is not summed",
+    "grad_input is summed twice",
+)
 OF_GRADIENTS = {
-    "output is not summed": TP,
-    "output is summed twice": TP,
-    "grad_input is not summed": TP,
-    "grad_input is summed twice": TP,
+    **{bug: TP for bug in OF_LINEARS},
     "gradients are not summed": ParallelSpec(),
     "gradients are summed twice": ParallelSpec(),
     "tied gradients are not summed": PP,
     "tied gradients are summed twice": PP,
+    "norms' gradients are not summed": SP,
+    "norms' gradients are summed twice": SP,
+    **{f"{bug}, sp": SP for bug in OF_LINEARS},
 }
 CASES = {
-    **{bug: Case(model=MODEL, steps=1, parallel=s, bug=bug) for bug, s in OF_GRADIENTS.items()},
+    **{
+        name: Case(model=MODEL, steps=1, parallel=s, bug=name.removesuffix(", sp"))
+        for name, s in OF_GRADIENTS.items()
+    },
+    "sp": Case(model=MODEL, steps=1, parallel=SP),
     "tp": Case("bf16", FP8, MODEL, steps=2, parallel=TP),
     "amax is not reduced": Case(
         "bf16", FP8, MODEL, steps=2, parallel=TP, bug="amax is not reduced"
@@ -44,7 +55,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, Outcomes]:
-    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES})
+    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES}, timeout=300)
     return {name: [rank[name] for rank in results] for name in CASES}
 
 
@@ -67,5 +78,8 @@ def test_the_specification_tells_whose_amaxes_were_reduced(ranks: dict[str, Outc
             assert_tables_follow_specification(ranks[bug], FP8)
 
 
-def test_these_checks_pass_what_is_right(one: dict[str, Outcome]) -> None:
+def test_these_checks_pass_what_is_right(
+    ranks: dict[str, Outcomes], one: dict[str, Outcome]
+) -> None:
+    assert_gradients_close(ranks["sp"], one["fp32"], 1e-5)
     assert_gradients_close([copy.deepcopy(one["fp32"])], one["fp32"], 0.0)

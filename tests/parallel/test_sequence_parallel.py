@@ -10,6 +10,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.sequence import by_rank, in_order
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
@@ -41,16 +42,28 @@ DROPPED = {
     "dropout": Case(model=DROPOUT, steps=3),
     "dropout fp8": Case("bf16", DELAYED, DROPOUT, steps=3),
 }
+RECOMPUTED = {
+    f"{granularity} {kind}": replace(
+        DROPPED[kind],
+        model=replace(
+            DROPOUT,
+            recompute=RecomputeSpec(granularity=granularity, method="uniform", num_layers=1),
+        ),
+    )
+    for granularity, kind in (("full", "dropout fp8"), ("selective", "dropout fp8"))
+}
 
 
 def on_ranks(size: int, tp: int) -> dict[str, Outcomes]:
     spec = ParallelSpec(devices_per_node=size, tp=tp, sequence_parallel=True)
-    cases = {name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED).items()}
+    cases = {
+        name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED | RECOMPUTED).items()
+    }
     ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases})
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
     return on_ranks(request.param, request.param)
 
@@ -110,28 +123,62 @@ def test_dropout_trains(ranks: dict[str, Outcomes], case: str) -> None:
     assert torch.tensor(losses).isfinite().all() and losses[-1] < losses[0] + 0.1
 
 
-@pytest.mark.parametrize("case", ["bf16", "delayed", "tensorwise"])
-def test_bytes_of_a_layer(ranks: dict[str, Outcomes], case: str) -> None:
-    """Per layer and microbatch in units of s b h 2 bytes (t-1)/t on the wire: forward 4 in BF16, 3
-    in FP8; backward 6, with the input gathered again, and 4. Together 10 and 7."""
-    run, tp = ALIKE[case], len(ranks[case])
-    tokens = run.num_microbatches * run.batch * SEQ
-    whole = tokens * run.model.hidden_size * 2  # BF16 bytes of the activations
-    layers = run.model.num_layers
-    gathers, scatters = 2 * 3 * layers, 2 * 2 * layers  # column: 2 gathers; row: 1
-    for rank in ranks[case]:
-        # An all-gather is handed one rank's part, a reduce-scatter the whole; both send (t-1)/t of
-        # the whole tensor.
-        found = rank.traffic
-        ends = 2 * whole  # the head gathers hidden states, the embedding its gradient
-        summed = found["tp", "reduce_scatter_sum", "bfloat16"] - whole  # the embedding's
-        gathered_bf16 = found["tp", "all_gather", "bfloat16"] * tp - ends
-        gathered_fp8 = found.get(("tp", "all_gather", "uint8"), 0) * tp
-        assert summed == scatters * whole
-        assert gathered_bf16 == (0 if run.fp8 else gathers * whole)
-        assert gathered_fp8 == (gathers * whole // 2 if run.fp8 else 0)
-        units = (summed + gathered_bf16 + gathered_fp8) / (whole * layers)
-        assert units == (7 if run.fp8 else 10)
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_recomputation_changes_no_bit(ranks: dict[str, Outcomes], case: str) -> None:
+    """Losses, tables and weights, with dropout; whole layers gather and scatter once more."""
+    recomputed, kept = ranks[case], ranks["dropout fp8"]
+    for ours, theirs in zip(recomputed, kept, strict=True):
+        assert ours.losses == theirs.losses and ours.norms == theirs.norms
+        assert_same_tables([ours, theirs])
+        for mine, other in zip(ours.weights, theirs.weights, strict=True):
+            assert torch.equal(mine.tensor, other.tensor), mine.name
+        scatters = "tp", "reduce_scatter_sum", "bfloat16"
+        more = ours.traffic[scatters] - theirs.traffic[scatters]
+        run = RECOMPUTED[case]
+        whole = run.num_microbatches * run.batch * SEQ * run.model.hidden_size * 2
+        assert more == (2 * run.model.num_layers * whole if case.startswith("full") else 0)
+
+
+def layer_bytes(size: int) -> dict[str, dict[str, dict[tuple[str, str, str], float]]]:
+    """By case and phase: what a layer hands to its collectives in one microbatch, each rank alike;
+    three layers less one, so that the model's ends do not count."""
+    spec = ParallelSpec(devices_per_node=size, tp=size, sequence_parallel=True)
+    cases = {
+        f"{name} {layers}": replace(
+            ALIKE[name], num_microbatches=1, model=gpt_spec(num_layers=layers), parallel=spec
+        )
+        for name in ("bf16", "delayed", "tensorwise")
+        for layers in (1, 3)
+    }
+    ranks = run_ranks("tests.parallel.rank_probes:phases", size, {"cases": cases})
+    assert all(rank == ranks[0] for rank in ranks)
+    found: dict[str, dict[str, dict[tuple[str, str, str], float]]] = {}
+    for name in ("bf16", "delayed", "tensorwise"):
+        for phase in ("forward", "backward"):
+            one, three = (ranks[0][f"{name} {layers}"][phase] for layers in (1, 3))
+            per_layer = {key: (n - one.get(key, 0)) / 2 for key, n in three.items()}
+            found.setdefault(name, {})[phase] = {key: n for key, n in per_layer.items() if n}
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_of_a_layer(size: int) -> None:
+    """In units of s b h 2 bytes (t-1)/t on the wire: forward 4 in BF16, 3 in FP8; backward 6, with
+    the inputs gathered again, and 4. Amaxes are apart: 4 bytes a tensor."""
+    found = layer_bytes(size)
+    unit = ALIKE["bf16"].batch * SEQ * gpt_spec().hidden_size * 2
+    for name, expected in {"bf16": (4, 6), "delayed": (3, 4), "tensorwise": (3, 4)}.items():
+        for phase, units in zip(("forward", "backward"), expected, strict=True):
+            crossed, is_fp8 = found[name][phase], name != "bf16"
+            # An all-gather is handed one rank's part, a reduce-scatter the whole; both send
+            # (t-1)/t of the whole tensor.
+            scattered = crossed.pop(("tp", "reduce_scatter_sum", "bfloat16"))
+            gathered = crossed.pop(("tp", "all_gather", "uint8" if is_fp8 else "bfloat16")) * size
+            assert (scattered + gathered) / unit == units
+            casts = {"forward": 8, "backward": 4}[phase]  # inputs and weights; output gradients
+            axis = {"delayed": "amax", "tensorwise": "tp"}.get(name)
+            amaxes = {} if axis is None else {(axis, "all_reduce_max", "float32"): 4 * casts}
+            assert crossed == amaxes, f"{name} {phase}: nothing else crosses"
 
 
 ON_TWO = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True")
@@ -155,11 +202,6 @@ def test_the_key_reaches_the_layout() -> None:
         (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
         (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
-        (
-            ["trainer.devices=4", "model.pipeline_model_parallel_size=2"],
-            "model.sequence_parallel",
-            "between pipeline stages",
-        ),
         (["model.compile=block"], "model.sequence_parallel", "not been shown"),
         (["model.fp8=True", "model.fp8_backend=te"], "model.sequence_parallel", "not been wired"),
     ],

@@ -241,24 +241,59 @@ def test_nonfinite_amax_is_counted_and_otherwise_ignored() -> None:
     assert state.forward.history.tolist() == [[0.0, 2.0, 4.0]]
 
 
+class OtherRank:
+    """Has seen an amax of ten everywhere; notes when it is asked and when it is waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, amax: torch.Tensor) -> Reduction:
+        self.events.append(f"start {amax.numel()}")
+        return Reduction(self, amax)
+
+
+@dataclass
+class Reduction:
+    other: OtherRank
+    amax: torch.Tensor
+
+    def wait(self) -> None:
+        self.other.events.append("wait")
+        self.amax.clamp_(min=10.0)
+
+
 @pytest.mark.parametrize("reduce_amax", [True, False])
 def test_amaxes_are_reduced_once_per_update_and_only_if_asked(reduce_amax: bool) -> None:
-    calls = []
-
-    def other_rank_saw_ten(amax: torch.Tensor) -> None:
-        calls.append(tuple(amax.shape))
-        amax.clamp_(min=10.0)
-
-    state = ScalingState(Fp8Recipe(reduce_amax=reduce_amax), other_rank_saw_ten)
+    other = OtherRank()
+    state = ScalingState(Fp8Recipe(reduce_amax=reduce_amax), other.start)
     slots = [state.forward.register(name) for name in "abc"]
     state.backward.register("d")
     slots[0].amax.fill_(1.0)
     state.end_forward()
     state.end_backward()
-    assert calls == ([(3,), (1,)] if reduce_amax else [])
+    assert other.events == (["start 3", "start 1"] if reduce_amax else [])
     expected = np.float32(448) / np.float32(10 if reduce_amax else 1)
     assert slots[0].quant_scale.item() == expected
     assert slots[1].quant_scale.item() == (expected if reduce_amax else 1.0)
+
+
+def test_a_reduction_is_waited_for_when_a_scale_is_read_and_not_before() -> None:
+    """What is recorded meanwhile belongs to the next update."""
+    other = OtherRank()
+    state = ScalingState(Fp8Recipe(amax_history_len=4), other.start)
+    slot = state.forward.register("a")
+    slot.amax.fill_(20.0)
+    state.end_forward()
+    slot.amax.fill_(40.0)
+    assert other.events == ["start 1"]
+    assert slot.quant_scale.item() == np.float32(448) / np.float32(20)
+    assert other.events == ["start 1", "wait"]
+    state.end_forward()
+    assert other.events == ["start 1", "wait", "start 1"]
+    state.end_forward()  # of nothing: it waits for the one before
+    assert other.events == ["start 1", "wait"] * 2 + ["start 1"]
+    assert state.forward.history.tolist() == [[20.0, 40.0, 10.0]]
+    assert other.events == ["start 1", "wait"] * 3
 
 
 def test_recipe_chooses_the_formats_by_direction() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,23 +101,31 @@ def infinite_weight(name: str, at_step: int) -> None:
 
 def slow(seconds: float) -> None:
     """Each step takes that much longer."""
-    import time
-
     _after_backward(range(10**6), lambda state: time.sleep(seconds))
 
 
 def hang(at_step: int) -> None:
     """This process does not go on with a step."""
-    import time
-
     _after_backward([at_step], lambda state: time.sleep(10**6))
 
 
-def fail(at_step: int) -> None:
-    """An error of ours."""
+def fail(at_step: int, note: str | None = None) -> None:
+    """An error of ours; the file `note` gets the time."""
 
     def act(state: Any) -> None:
+        if note is not None:
+            Path(note).write_text(repr(time.time()))
         raise ValueError("the number is 42")
+
+    _after_backward([at_step], act)
+
+
+def killed(at_step: int, note: str) -> None:
+    """SIGKILL from outside; the file `note` gets the time."""
+
+    def act(state: Any) -> None:
+        Path(note).write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
     _after_backward([at_step], act)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -49,11 +52,34 @@ def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
 
 
 @pytest.mark.kill
-def test_a_rank_that_fails_is_named_with_its_error(place: Place) -> None:
-    done = place.run(*TWO_STAGES, fault=["in_rank", 1, "fail", 3])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("fail", "rank 1 died (exit code 1): ValueError: the number is 42; the other ranks"),
+        ("killed", "rank 1 died (signal SIGKILL); the other ranks"),
+    ],
+)
+def test_when_a_rank_dies_all_end_and_it_is_named(place: Place, fault: str, said: str) -> None:
+    """Within 15 s, with its error, and nothing of the job stays."""
+    note = place.cwd / "died"
+    done = place.run(*TWO_STAGES, fault=["in_rank", 1, fault, 3, str(note)])
+    seconds = time.time() - float(note.read_text())
     assert done.code == 1, done.output
-    said = "megafp8: rank 1 died (exit code 1): ValueError: the number is 42; the other ranks"
-    assert said in done.output
+    assert f"megafp8: {said}" in done.output
+    assert seconds < 15
+    assert not processes_in(place.cwd), "no orphans"
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Whose working directory it is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")) == folder:
+                found.append(int(process.name))
+        except OSError:
+            pass  # it has ended, or is somebody else's
+    return found
 
 
 def test_who_hangs() -> None:
@@ -72,3 +98,52 @@ def test_who_hangs() -> None:
 
 def test_this_test_does_not_wait_for_other_ranks() -> None:
     assert not is_waiting(sys._getframe()) and not is_waiting(None)
+
+
+@pytest.mark.slow
+def test_eight_ranks_with_every_axis_by_one_command(place: Place) -> None:
+    """The command line of docs/parallelism.md with sequence parallelism, as a process of its own:
+    trains, validates, saves; one process continues."""
+    axes = (
+        "trainer.devices=8",
+        "model.tensor_model_parallel_size=2",
+        "model.pipeline_model_parallel_size=2",
+        "model.sequence_parallel=True",
+        "model.fp8=True",
+    )
+    job = ("model.global_batch_size=8", "trainer.max_steps=4")
+    process = place.command(*axes, *job)
+    assert process.wait(400) == 0, place.command_output
+    said = (
+        "8 rank(s) on cpu, tensor parallel 2 with sequence parallelism, pipeline parallel 2 (1F1B)"
+    )
+    assert said in place.command_output
+    assert place.command_output.count("with sequence parallelism") == 1, "one rank speaks"
+    ours = losses(place)
+    assert len(ours) == 4 and place.steps()[-1] == 4
+    traffic = place.summary()["traffic_bytes"]
+    for key in ("tp all_gather uint8", "tp reduce_scatter_sum bfloat16", "pp send bfloat16"):
+        assert traffic[key] > 0
+    done = place.run("model.global_batch_size=8", "trainer.max_steps=6")
+    assert done.code == 0 and "continuing after step 4 of 6" in done.output, done.output
+    alone = place.run(*job, "exp_manager.name=alone")
+    assert alone.code == 0, alone.output
+    theirs = [row["loss"] for row in place.metrics("alone") if "lr" in row]
+    assert ours == pytest.approx(theirs, rel=1e-2), "other masks of dropout"
+
+
+@pytest.mark.slow
+def test_ramp_up_with_sequence_parallelism_on_stages(place: Place) -> None:
+    """A schedule for each number of microbatches; the samples and losses of one process."""
+    ramp = ("model.rampup_batch_size=[4,2,16]", "model.global_batch_size=8")
+    rest = ("trainer.max_steps=7", "model.fp8=False", "model.fp8_amax_history_len=1024")
+    plain = [f"model.{kind}_dropout=0" for kind in ("hidden", "attention", "ffn")]
+    axes = ("trainer.devices=4", "model.tensor_model_parallel_size=2", TWO_STAGES[1])
+    done = place.run(*ramp, *rest, *plain, *axes, "model.sequence_parallel=True")
+    assert done.code == 0, done.output
+    alone = place.run(*ramp, *rest, *plain, "exp_manager.name=alone")
+    assert alone.code == 0, alone.output
+    mine, theirs = ([r for r in place.metrics(name) if "lr" in r] for name in ("job", "alone"))
+    sizes = [row["global_batch_size"] for row in mine]
+    assert sizes == [row["global_batch_size"] for row in theirs] and len(set(sizes)) == 3
+    assert [r["loss"] for r in mine] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
