@@ -216,8 +216,11 @@ def wait_until(condition: Any, what: str, seconds: float = 90.0) -> None:
         time.sleep(0.01)
 
 
-def assert_same(one: Place, other: Place) -> None:
-    """All that `one` has left is what the undisturbed `other` has, byte for byte; timing aside."""
+def assert_same(one: Place, other: Place, *, same_command: bool = True) -> None:
+    """All that `one` has left is what the undisturbed `other` has, byte for byte; timing aside.
+
+    Not `same_command`: its configuration is not compared.
+    """
     for mine, theirs in zip(timeless_metrics(one), timeless_metrics(other), strict=True):
         assert mine == theirs
     steps = other.steps()
@@ -231,7 +234,10 @@ def assert_same(one: Place, other: Place) -> None:
         for name in names:
             if name.endswith(".safetensors"):
                 assert (mine / name).read_bytes() == (theirs / name).read_bytes(), (step, name)
-        assert _manifest(mine) == _manifest(theirs)
+        manifests = [_manifest(mine), _manifest(theirs)]
+        for manifest in () if same_command else manifests:
+            del manifest["meta"]["config"]
+        assert manifests[0] == manifests[1]
     hidden = [path.name for path in (one.dir() / "checkpoints").iterdir()]
     assert not [name for name in hidden if not name.startswith("step_")], hidden
     for key in ("val_loss", "consumed_tokens", "step", "status", "num_skipped_steps"):
