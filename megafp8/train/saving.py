@@ -252,6 +252,9 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
     assert isinstance(state.scaling, ScalingState)
     stored = set(reader.names())
     own = list(_scaling_placements(state))
+    if own and not any(name.startswith("scaling/") for name in stored):
+        notify("the checkpoint was made without FP8: scales and amax histories begin anew")
+        return
     same_layout = [
         p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
     ]
