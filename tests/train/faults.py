@@ -330,3 +330,58 @@ def in_rank(rank: int, *fault: Any) -> None:
 def environment(values: dict[str, str]) -> None:
     """Variables that whoever starts the job has set."""
     os.environ.update(values)
+
+
+def signalled_in_validation(number: int, times: int) -> None:
+    """This process gets a signal within its `times`-th validation."""
+    evaluate = loop.evaluate
+    left = times
+
+    def wrapped(state: Any, batches: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), number)
+        return evaluate(state, batches)
+
+    loop.evaluate = wrapped
+
+
+def signalled_in_stall(number: int, at_step: int, seconds: float) -> None:
+    """The data of a step are late; a signal comes meanwhile."""
+    import threading
+    import time
+
+    following = loop.Loader.__next__
+    steps = 0
+
+    def late(loader: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == at_step:
+            threading.Timer(seconds / 2, os.kill, (os.getpid(), number)).start()
+            time.sleep(seconds)
+        return following(loader)
+
+    loop.Loader.__next__ = late  # type: ignore[method-assign]
+
+
+def little_room(num_bytes: int) -> None:
+    """The file system says that so much is free."""
+    statvfs = os.statvfs
+
+    def small(path: Any) -> os.statvfs_result:
+        fields = list(statvfs(path))
+        fields[1], fields[4] = 1, num_bytes  # f_frsize, f_bavail
+        return os.statvfs_result(fields)
+
+    os.statvfs = small
+
+
+def failing_fsync(number: int) -> None:
+    """Each `fsync` fails from now on."""
+
+    def fails(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    os.fsync = fails
