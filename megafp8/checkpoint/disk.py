@@ -59,15 +59,3 @@ def remove_tree(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def require_free_space(root: Path, bytes_needed: int) -> None:
-    """Raises `CheckpointError` unless `bytes_needed` are free where `root` is or will be made."""
-    existing = root.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    with os_errors_reported(root, "asking for free space"):
-        bytes_free = shutil.disk_usage(existing).free
-    if bytes_free < bytes_needed:
-        reason = f"a checkpoint needs {bytes_needed} bytes and {bytes_free} are free"
-        raise CheckpointError(root, reason, "Free space there, keep fewer, or move the run")

@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, object]:
         tree = json.loads(path.read_bytes())
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}). Was the run moved?") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: not JSON ({error}). Restore it or start a new run") from error
     if not isinstance(tree, dict):
         raise RunError(f"{path}: not a JSON object. Restore it or start a new run")

@@ -80,7 +80,7 @@ def read_manifest(directory: Path) -> Manifest:
         _refuse(path, f"sha256 is {actual}, {MANIFEST_HASH_NAME} says {expected!r}")
     try:
         tree = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _refuse(path, f"not JSON ({error})")
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if version != FORMAT_VERSION:

@@ -15,12 +15,7 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.best import NONE, Best
-from megafp8.checkpoint.disk import (
-    fsync_directory,
-    os_errors_reported,
-    remove_tree,
-    require_free_space,
-)
+from megafp8.checkpoint.disk import fsync_directory, os_errors_reported, remove_tree
 from megafp8.checkpoint.layout import (
     remove_leftovers,
     remove_whole,
@@ -54,7 +49,6 @@ __all__ = [
     "newest_valid",
     "prune",
     "remove_leftovers",
-    "require_free_space",
     "steps",
     "verify",
     "write_shard",

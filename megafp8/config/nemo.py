@@ -199,7 +199,6 @@ def _exp_manager(t: _Table) -> None:
         ),
         way_out="Leave it out",
     )  # fmt: skip
-    t.add("async_save", False, "a checkpoint is written before the next step", status=NOT_YET)
     t.add(
         "dirpath", None, "checkpoints are in the run's own directory", extra=True,
         way_out="Use exp_manager.explicit_log_dir",

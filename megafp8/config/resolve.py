@@ -348,6 +348,7 @@ def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
         save_top_k=params.save_top_k,
         monitor=params.monitor,
         mode=params.mode,  # type: ignore[arg-type]  # validated
+        async_save=params.async_save,
     )
 
 

@@ -70,6 +70,7 @@ CHECKPOINT_DETAILS = (
     "exp_manager.checkpoint_callback_params.every_n_train_steps",
     "exp_manager.checkpoint_callback_params.train_time_interval",
     "exp_manager.checkpoint_callback_params.save_top_k",
+    "exp_manager.checkpoint_callback_params.async_save",
 )
 """What means nothing unless checkpoints are written."""
 

@@ -17,3 +17,4 @@ class CheckpointSpec:
     save_top_k: int = 0  # of the best kept besides; -1 keeps all
     monitor: str = "val_loss"
     mode: Literal["min", "max"] = "min"
+    async_save: bool = False  # periodic ones are written while training goes on

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megafp8.checkpoint.best import METRICS
 from megafp8.data.loader import Loader, Microbatch, validation_batches
@@ -20,6 +19,7 @@ from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.specs import RunSpec
 from megafp8.train import saving
+from megafp8.train.background import BackgroundSaver
 from megafp8.train.evaluate import evaluate
 from megafp8.train.garbage import Garbage
 from megafp8.train.health import HealthLog
@@ -49,6 +49,7 @@ class Run:
     health: HealthLog
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
+    background: BackgroundSaver | None = None  # writes the periodic checkpoints, with `async_save`
     last_report: StepReport | None = None
     last_loss: float | None = None
     stopped_by_time: bool = False
@@ -64,7 +65,13 @@ def train(run: Run) -> bool:
         Garbage(run.spec.train.gc_interval) as garbage,
         Watchdog(run.state.mesh, timeout) as watchdog,
     ):
-        return _train(run, garbage, watchdog)
+        try:
+            finished = _train(run, garbage, watchdog)
+            settle(run)
+            return finished
+        except BaseException as error:
+            leave_whole(run, error)
+            raise
 
 
 def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
@@ -134,7 +141,12 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     pause = spec.checkpoint.train_time_interval_seconds
     is_time = pause is not None and time.monotonic() - run.last_save >= pause
     is_late = run.limit.is_due()
-    stop, is_time, is_late = agree(run.state.mesh, run.stop.signal is not None, is_time, is_late)
+    has_saved = run.background is not None and run.background.has_ended()
+    stop, is_time, is_late, has_saved = agree(
+        run.state.mesh, run.stop.signal is not None, is_time, is_late, has_saved
+    )
+    if has_saved:
+        settle(run)
     run.stopped_by_time = is_late and not stop
     stop = stop or is_late
     if stop or (is_last and spec.checkpoint.save_last):
@@ -237,19 +249,60 @@ def check_validation(run: Run) -> None:
     run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")
 
 
-def save(run: Run, *, must_succeed: bool) -> Path | None:
-    """A checkpoint now. A periodic one that fails (a full disk) is told and training goes on."""
+def save(run: Run, *, must_succeed: bool) -> None:
+    """A checkpoint now. A periodic one that fails (a full disk) is told and training goes on.
+
+    With `async_save` a periodic one is only begun; one that must succeed is always waited for.
+    """
+    step, background = run.state.step, run.background
+    if background is not None and background.step is not None and not background.has_ended():
+        run.console.event(f"step {step} waits until the checkpoint of {background.step} is written")
+    settle(run)
     run.last_save = time.monotonic()
+    if background is not None and not must_succeed:
+        background.start(run.state)
+        return
     try:
         path = run.saver.save(run.state)
     except CheckpointError as error:
         if must_succeed:
             raise
-        run.console.warn(f"checkpoint at step {run.state.step} failed, training goes on: {error}")
-        return None
+        tell_failure(run, step, error)
+        return
     run.limit.saved(time.monotonic() - run.last_save)
-    run.console.event(f"step {run.state.step} saved and verified: {path}")
-    return path
+    run.console.event(f"step {step} saved and verified: {path}")
+
+
+def settle(run: Run) -> None:
+    """Wait for the checkpoint that is written beside training, if there is one, and tell of it."""
+    background = run.background
+    if background is None or background.step is None:
+        return
+    step = background.step
+    try:
+        saved = background.wait()
+    except CheckpointError as error:
+        tell_failure(run, step, error)
+        return
+    run.limit.saved(saved.seconds)
+    run.console.event(
+        f"step {step} saved and verified: {saved.path} (beside training, in {saved.seconds:.2f} s; "
+        f"the copy took {saved.pause_seconds * 1e3:.0f} ms)"
+    )
+
+
+def tell_failure(run: Run, step: int, error: CheckpointError) -> None:
+    run.console.warn(f"checkpoint at step {step} failed, training goes on: {error}")
+
+
+def leave_whole(run: Run, error: BaseException) -> None:
+    """What was begun is still written, unless another rank may be gone, for which it would wait."""
+    if run.state.mesh.world.size > 1 and not getattr(error, "is_shared", False):
+        return
+    try:
+        settle(run)
+    except Exception as failure:  # of two errors the first is the one to tell
+        run.console.warn(f"the checkpoint that was being written failed: {failure}")
 
 
 def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
@@ -271,6 +324,7 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
         )
     if policy == "rollback" and step not in run.rolled_back_from:
         run.rolled_back_from.add(step)
+        settle(run)
         newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
             meta = saving.load(newest, run.state, run.console.warn)

@@ -27,6 +27,7 @@ from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import backends, restarts, resume, rundirs, saving
+from megafp8.train.background import BackgroundSaver
 from megafp8.train.build import COMPUTE_DTYPES, build
 from megafp8.train.generate import sample
 from megafp8.train.health import HealthLog
@@ -39,6 +40,7 @@ from megafp8.train.precision_share import (
     share_of_ranks,
 )
 from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
+from megafp8.train.room import require_room
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
@@ -170,6 +172,7 @@ def _run_in(
         limit=TimeLimit(spec.train.max_time_seconds, began),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=text_bytes / data.num_final_tokens,
+        background=BackgroundSaver(saver, state) if kept.async_save else None,
     )
     console.header(describe(spec, state, data))
     if share is not None:
@@ -182,6 +185,7 @@ def _run_in(
         )
     if first_step >= spec.train.max_steps:
         console.event(f"step {first_step} of {spec.train.max_steps}: nothing is left to do")
+    require_room(saver, kept, state, spec.train.max_steps)
     console.start(spec.train.max_steps, first_step)
     try:
         if spec.train.nonfinite_policy == "rollback" and saver.last_step is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,10 @@ from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
 
+# Torch shares out larger tensors among its threads: a thread of the background would get a team of
+# its own, beside the one that trains.
+_ELEMENTS_OF_ONE_THREAD = 16384
+
 
 class Saver:
     """Writes a run's checkpoints under `root` and keeps the newest and the best ones."""
@@ -46,14 +50,31 @@ class Saver:
         self.metrics: dict[str, float] = {}  # what was measured last, by its name
         self._known_good: Collection[Path] = ()
         self.last_step: int | None = None  # of the newest checkpoint that this run has committed
+        self._versions = {
+            "megafp8": megafp8.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": _commit(),
+        }
 
     def save(self, state: TrainState) -> Path:
         """All ranks together. Raises `CheckpointError` on every rank if any of them fails.
 
         A state that is not finite is never saved as good: that is a `NonFiniteError`.
         """
-        mesh, step = state.mesh, state.step
-        if bad := first_known(mesh, _first_nonfinite(state)):
+        return self.write(state.mesh, state.step, list(placements(state)), self.meta_of(state))
+
+    def write(
+        self,
+        mesh: Mesh,
+        step: int,
+        pieces: Sequence[Placement],
+        meta: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> Path:
+        """`save` of what was taken from a state before. The ranks agree within `group`; None: all
+        ranks' own."""
+        if bad := first_known(mesh, _first_nonfinite(pieces), group):
             raise_on_all(
                 NonFiniteError(
                     f"step {step}: {bad} is not finite: this step was not saved. The same command "
@@ -66,19 +87,19 @@ class Saver:
             staging = store.begin(self.root, step) if mesh.is_main else None
         except UserError as failure:
             error = failure
-        staging = from_main(mesh, staging)
+        staging = from_main(mesh, staging, group)
         entry = None
         try:
             if staging is not None:
                 name = f"rank{mesh.world.rank}.safetensors"
-                entry = store.write_shard(staging, name, list(placements(state)))
+                entry = store.write_shard(staging, name, pieces)
         except UserError as failure:
             error = failure
-        entries, error = gather(mesh, entry), _cause(gather(mesh, error))
+        entries, error = gather(mesh, entry, group), _cause(gather(mesh, error, group))
         final: Path | None = None
         if mesh.is_main and error is None and staging is not None:
             try:
-                final = store.commit(staging, self.root, step, entries, self._meta(state))
+                final = store.commit(staging, self.root, step, entries, meta)
                 self._known_good = store.prune(
                     self.root, self.keep, self._known_good, best=self.best
                 )
@@ -86,7 +107,7 @@ class Saver:
                 error = failure
         elif mesh.is_main and staging is not None:
             store.discard(staging)
-        final, error = from_main(mesh, (final, error))
+        final, error = from_main(mesh, (final, error), group)
         if error is not None:
             raise_on_all(error)
         assert final is not None
@@ -96,7 +117,8 @@ class Saver:
     def path_of(self, step: int) -> Path:
         return self.root / step_name(step)
 
-    def _meta(self, state: TrainState) -> dict[str, Any]:
+    def meta_of(self, state: TrainState) -> dict[str, Any]:
+        """The scalars of the state, and what was measured last."""
         return {
             **self.meta,
             METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
@@ -104,12 +126,7 @@ class Saver:
             "num_updates": state.optimizer.num_updates,
             "num_skipped": state.num_skipped,
             "loss_scale": None if state.loss_scale is None else state.loss_scale.state(),
-            "versions": {
-                "megafp8": megafp8.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "commit": _commit(),
-            },
+            "versions": self._versions,
         }
 
 
@@ -180,10 +197,12 @@ def placements(state: TrainState) -> Iterator[Placement]:
         yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
 
 
-def _first_nonfinite(state: TrainState) -> str | None:
-    for placement in placements(state):
+def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
+    for placement in pieces:
         if placement.name.startswith(("model/", "optimizer/")):
-            if not torch.isfinite(placement.tensor).all():
+            flat = placement.tensor.detach().flatten()
+            parts = flat.split(_ELEMENTS_OF_ONE_THREAD) if flat.device.type == "cpu" else (flat,)
+            if not all(torch.isfinite(part).all() for part in parts):
                 return placement.name
     return None
 
@@ -233,6 +252,9 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
     assert isinstance(state.scaling, ScalingState)
     stored = set(reader.names())
     own = list(_scaling_placements(state))
+    if own and not any(name.startswith("scaling/") for name in stored):
+        notify("the checkpoint was made without FP8: scales and amax histories begin anew")
+        return
     same_layout = [
         p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
     ]
@@ -261,18 +283,18 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
         )
 
 
-def from_main(mesh: Mesh, value: Any) -> Any:
+def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The main rank's object on every rank of this job."""
     if mesh.world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
-def first_known(mesh: Mesh, value: Any) -> Any:
+def first_known(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """The lowest rank's object that is not None, on every rank."""
-    return next((v for v in gather(mesh, value) if v is not None), None)
+    return next((v for v in gather(mesh, value, group) if v is not None), None)
 
 
 def _cause(errors: list[UserError | None]) -> UserError | None:
@@ -289,11 +311,12 @@ def raise_on_all(error: UserError) -> NoReturn:
     raise error
 
 
-def gather(mesh: Mesh, value: Any) -> list[Any]:
+def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank."""
     if mesh.world.size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

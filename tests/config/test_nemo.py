@@ -33,7 +33,6 @@ SHARDING = {
     "model.fsdp_sharding_strategy",
     "model.fsdp_grad_reduce_dtype",
     "model.fsdp_sharded_checkpoint",
-    "exp_manager.checkpoint_callback_params.async_save",
 }
 """Refused as `not yet`: each is in the list of a feature that is being built."""
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint import manifest, store
+from megafp8.checkpoint import disk, layout, manifest, store
 from megafp8.models.init import pieces_of
-from megafp8.train import loop, pretrain, step
+from megafp8.train import background, loop, pretrain, saving, step
 
 
 def killed_in_write(number: int) -> None:
@@ -51,6 +51,161 @@ def killed_in_manifest(number: int) -> None:
         write(path, content)
 
     manifest.write_durably = torn
+
+
+def _dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_before(module: Any, name: str) -> Callable[[Callable[[], bool]], None]:
+    def plant(is_due: Callable[[], bool]) -> None:
+        function = getattr(module, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if is_due():
+                _dies()
+            return function(*args, **kwargs)
+
+        setattr(module, name, wrapped)
+
+    return plant
+
+
+def _killed_after(module: Any, name: str) -> Callable[[Callable[[], bool]], None]:
+    def plant(is_due: Callable[[], bool]) -> None:
+        function = getattr(module, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if is_due():
+                _dies()
+            return result
+
+        setattr(module, name, wrapped)
+
+    return plant
+
+
+def _killed_in_copy(is_due: Callable[[], bool]) -> None:
+    placements = saving.placements
+
+    def some(state: Any) -> Any:
+        dies = is_due()
+        for index, placement in enumerate(placements(state)):
+            if dies and index == 7:
+                _dies()
+            yield placement
+
+    saving.placements = some
+
+
+def _killed_in_durable(file_name: str) -> Callable[[Callable[[], bool]], None]:
+    """Half of a small file's bytes are there."""
+
+    def plant(is_due: Callable[[], bool]) -> None:
+        write = manifest.write_durably
+
+        def torn(path: Path, content: bytes) -> None:
+            if path.name == file_name and is_due():
+                path.write_bytes(content[: len(content) // 2])
+                _dies()
+            write(path, content)
+
+        manifest.write_durably = torn
+
+    return plant
+
+
+def _killed_at_rename(prefix: str, after: bool) -> Callable[[Callable[[], bool]], None]:
+    """At a rename to a name that begins so."""
+
+    def plant(is_due: Callable[[], bool]) -> None:
+        rename = os.rename
+
+        def wrapped(source: Any, target: Any, **kwargs: Any) -> None:
+            dies = Path(target).name.startswith(prefix) and is_due()
+            if dies and not after:
+                _dies()
+            rename(source, target, **kwargs)
+            if dies:
+                _dies()
+
+        os.rename = wrapped
+
+    return plant
+
+
+def _killed_in_removal(is_due: Callable[[], bool]) -> None:
+    def half(path: Path) -> None:
+        if is_due():
+            next(path.iterdir()).unlink()
+            _dies()
+        disk.remove_tree(path)
+
+    layout.remove_tree = half
+
+
+POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
+    "in the copy": _killed_in_copy,
+    "copied": _killed_before(saving.Saver, "write"),
+    "checked for NaN": _killed_after(saving, "first_known"),
+    "staging made": _killed_after(store, "begin"),
+    "tensors in the file": _killed_after(store, "write_safetensors"),
+    "shard on the disk": _killed_after(store, "write_shard"),
+    "ranks agree": _killed_before(store, "commit"),
+    "manifest half": _killed_in_durable(manifest.MANIFEST_NAME),
+    "hash half": _killed_in_durable(manifest.MANIFEST_HASH_NAME),
+    "manifest written": _killed_after(store, "write_manifest"),
+    "before the rename": _killed_at_rename("step_", after=False),
+    "after the rename": _killed_at_rename("step_", after=True),
+    "committed": _killed_after(store, "commit"),
+    "reading back": _killed_before(store, "verify"),
+    "before an old one goes": _killed_at_rename(".trash-", after=False),
+    "an old one is trash": _killed_at_rename(".trash-", after=True),
+    "an old one half removed": _killed_in_removal,
+    "pruned": _killed_after(store, "prune"),
+    "written": _killed_after(saving.Saver, "write"),
+}
+"""Named points of a save, in their order."""
+MAIN_RANKS = {name for name in list(POINTS)[6:-1]} | {"staging made"}
+"""Only the main rank gets there."""
+ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
+    "asked for": _killed_before(background.BackgroundSaver, "start"),
+    "begun": _killed_after(background.BackgroundSaver, "start"),
+    "waited for": _killed_before(background.BackgroundSaver, "wait"),
+    "told": _killed_after(loop, "settle"),
+}
+
+
+def killed_at(point: str, number: int) -> None:
+    """SIGKILL when this process gets to `point` of a save for the `number`-th time."""
+    left = number
+
+    def is_due() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    (POINTS | ASYNC_POINTS)[point](is_due)
+
+
+def both(*faults: list[Any]) -> None:
+    """Several at once."""
+    for name, *arguments in faults:
+        globals()[name](*arguments)
+
+
+def slow_saves(seconds: float) -> None:
+    """Each file of tensors takes that much longer."""
+    import time
+
+    write = store.write_safetensors
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(seconds)
+        return write(*args)
+
+    store.write_safetensors = slowly
 
 
 def killed_before(name: str) -> None:
@@ -184,3 +339,58 @@ def in_rank(rank: int, *fault: Any) -> None:
 def environment(values: dict[str, str]) -> None:
     """Variables that whoever starts the job has set."""
     os.environ.update(values)
+
+
+def signalled_in_validation(number: int, times: int) -> None:
+    """This process gets a signal within its `times`-th validation."""
+    evaluate = loop.evaluate
+    left = times
+
+    def wrapped(state: Any, batches: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), number)
+        return evaluate(state, batches)
+
+    loop.evaluate = wrapped
+
+
+def signalled_in_stall(number: int, at_step: int, seconds: float) -> None:
+    """The data of a step are late; a signal comes meanwhile."""
+    import threading
+    import time
+
+    following = loop.Loader.__next__
+    steps = 0
+
+    def late(loader: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == at_step:
+            threading.Timer(seconds / 2, os.kill, (os.getpid(), number)).start()
+            time.sleep(seconds)
+        return following(loader)
+
+    loop.Loader.__next__ = late  # type: ignore[method-assign]
+
+
+def little_room(num_bytes: int) -> None:
+    """The file system says that so much is free."""
+    statvfs = os.statvfs
+
+    def small(path: Any) -> os.statvfs_result:
+        fields = list(statvfs(path))
+        fields[1], fields[4] = 1, num_bytes  # f_frsize, f_bavail
+        return os.statvfs_result(fields)
+
+    os.statvfs = small
+
+
+def failing_fsync(number: int) -> None:
+    """Each `fsync` fails from now on."""
+
+    def fails(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    os.fsync = fails

@@ -215,6 +215,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/train/test_continuing.py::test_train_time_interval"
     ),
     f"{CALLBACK}.save_last": Runs(False),
+    f"{CALLBACK}.async_save": Runs(True, sees="output"),
     f"{CALLBACK}.keep": Runs(1),
     f"{CALLBACK}.save_top_k": Runs(1, (f"{CALLBACK}.every_n_train_steps=1", f"{CALLBACK}.keep=1")),
     f"{CALLBACK}.monitor": ShownBy("tests/checkpoint/test_best.py::test_a_run_keeps_its_best"),

@@ -49,3 +49,20 @@ def test_a_second_signal_leaves_at_once(
     assert place.steps() == [2, 4, 6]
     assert place.run().code == 0
     assert_same(place, undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "saved"),
+    [
+        (["signalled_in_validation", int(signal.SIGTERM), 1], 4),  # the one after step 4
+        (["signalled_in_stall", int(signal.SIGTERM), 5, 0.4], 5),
+    ],
+)
+def test_a_signal_in_validation_and_while_data_are_late(
+    place: Place, undisturbed: tuple[Place, Done], fault: list[object], saved: int
+) -> None:
+    done = place.run(fault=fault)
+    assert done.code == 75, done.output
+    assert place.steps()[-1] == saved
+    assert place.run().code == 0
+    assert_same(place, undisturbed[0])

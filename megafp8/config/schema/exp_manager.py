@@ -63,6 +63,13 @@ class CheckpointCallback:
         kind="logging",
         valid=one_of("min", "max"),
     )
+    async_save: bool = key(
+        False,
+        "Write periodic checkpoints while training goes on: a step stands still only for a copy of "
+        "the state in host memory. The last one and a signal's are waited for.",
+        nemo=False,
+        kind="logging",
+    )
 
 
 @dataclass

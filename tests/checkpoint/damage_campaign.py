@@ -1,0 +1,134 @@
+"""Checkpoints with one flipped bit or a lost tail: each found before a tensor of it is read.
+
+    python -m tests.checkpoint.damage_campaign --damages 1000 --seed 1 [--runs 4] [--json FILE]
+
+The newest of two checkpoints of a real run is damaged, every file in turn, and then looked for as
+a start of that run does. It must be told by name and set aside, the one before be used, and no
+tensor file of the damaged one be opened to load from. `--runs`: as many whole runs continue from a
+damaged checkpoint and must end as the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from megafp8.checkpoint import reader
+from megafp8.checkpoint.layout import step_name
+from megafp8.parallel.mesh import single_rank
+from megafp8.train import saving
+from tests.train.runs import STEPS, TWO_RANKS, Driver, Place, assert_same, make_dataset
+
+STEPS_MADE = "trainer.max_steps=4"
+
+
+def damage(path: Path, chance: random.Random) -> str:
+    """Changes the file by one bit or shortens it; says how."""
+    content = path.read_bytes()
+    if chance.random() < 0.7:
+        bit = chance.randrange(8 * len(content))
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        return "bit flipped"
+    path.write_bytes(content[: chance.randrange(len(content))])
+    return "truncated"
+
+
+class Opened:
+    """Which files loading opens."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def __call__(self, path: str, **options: Any) -> Any:
+        self.paths.append(path)
+        return safetensors.safe_open(path, **options)
+
+
+def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tuple[str, str]:
+    """One damage in a copy of the run's checkpoints; what kind, to which file."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(source, place)
+    newest, before = place / step_name(4), place / step_name(2)
+    files = sorted(newest.iterdir())
+    path = files[number % len(files)]
+    kind = damage(path, chance)
+    told: list[str] = []
+    opened = Opened()
+    reader.safe_open = opened  # type: ignore[attr-defined]
+    found = saving.newest_valid(place, single_rank(), told.append)
+    assert found == before, (number, path.name, kind, found)
+    assert len(told) == 1 and str(newest) in told[0] and before.name in told[0], told
+    assert (place / f"{newest.name}.damaged-1").is_dir() and not newest.exists()
+    loaded = reader.Reader(found)
+    loaded.read(loaded.names()[number % len(loaded.names())])
+    assert opened.paths and not [p for p in opened.paths if newest.name in p]
+    return kind, path.name
+
+
+def try_run(reference: Place, place: Place, file: int, chance: random.Random) -> None:
+    """A run is stopped, its newest checkpoint damaged, and continued to its end."""
+    done = place.run(fault=["signalled", 15, 6])
+    assert done.code == 75, done.output
+    files = sorted(place.checkpoint(6).iterdir())
+    damage(files[file % len(files)], chance)
+    done = place.run()
+    assert done.code == 0 and "damaged checkpoint" in done.output, done.output
+    assert_same(place, reference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--damages", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    chance, began = random.Random(given.seed), time.monotonic()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="damages-") as folder:
+        driver = Driver()
+        try:
+            data = make_dataset(Path(folder, "tiny"))
+            places = [Place(driver, data, Path(folder, str(n))) for n in range(given.runs + 2)]
+            for place in places:
+                place.cwd.mkdir()
+            done = places[0].run(*TWO_RANKS, STEPS_MADE)
+            assert done.code == 0 and places[0].steps() == [2, 4], done.output
+            source = places[0].dir() / "checkpoints"
+            for number in range(given.damages):
+                kind, file = try_one(source, Path(folder, "copy"), number, chance)
+                counts[f"{file}, {kind}"] += 1
+            if given.runs:
+                assert places[1].run().code == 0 and places[1].steps()[-1] == STEPS
+                for number, place in enumerate(places[2:]):
+                    try_run(places[1], place, number, chance)
+        finally:
+            driver.close()
+    report = {
+        "seed": given.seed,
+        "damages": sum(counts.values()),
+        "runs": given.runs,
+        "seconds": round(time.monotonic() - began),
+        "by file": dict(sorted(counts.items())),
+    }
+    print(json.dumps(report, indent=1))
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{given.damages} damages: all found, the checkpoint before used, none opened")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A round of layouts: each loads what the one before has saved, and saves it again.
+
+A new kind of layout is one line of `ROUND`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megafp8.checkpoint.layout import step_name
+from megafp8.data.loader import Loader
+from megafp8.parallel.mesh import Mesh, join, single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.train import saving
+from megafp8.train.state import TrainState
+from megafp8.train.step import train_step
+from tests.parallel.matrix import INTERLEAVED, MODEL, ZERO_BUBBLE
+from tests.parallel.rank_work import Case, Piece, pieces
+from tests.ranks import Rank, run_ranks
+from tests.tiny import SEQ
+
+STEPS_BEFORE, STEPS_AFTER = 6, 5
+GLOBAL_BATCH = 16  # samples, in microbatches of 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`ranks` processes; those that `spec` does not use up are replicas."""
+
+    name: str
+    ranks: int
+    spec: ParallelSpec = ParallelSpec()
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // (self.spec.tp * self.spec.cp * self.spec.pp)
+
+
+ROUND = [
+    Layout("tp 2", 2, ParallelSpec(tp=2)),
+    Layout("pp 2", 2, ParallelSpec(pp=2)),
+    Layout("pp 2, interleaved", 2, ParallelSpec(pp=2, pipeline=INTERLEAVED)),
+    Layout("dp 2", 2),
+    Layout("pp 2, zero bubble V", 2, ParallelSpec(pp=2, pipeline=ZERO_BUBBLE)),
+    Layout("tp 2 x pp 2", 4, ParallelSpec(tp=2, pp=2)),
+    Layout("tp 4", 4, ParallelSpec(tp=4)),
+    Layout("pp 2 x dp 2", 4, ParallelSpec(pp=2)),
+    Layout("tp 2 x dp 2", 4, ParallelSpec(tp=2)),
+    Layout("tp 2 x sp x dp 2", 4, ParallelSpec(tp=2, sequence_parallel=True)),
+    Layout("pp 4", 4, ParallelSpec(pp=4)),
+    Layout("tp 2 x pp 2 x dp 2", 8, ParallelSpec(tp=2, pp=2)),
+    Layout("tp 2 x dp 2 again", 4, ParallelSpec(tp=2)),
+    Layout("one", 1),
+]
+QUICK = [ROUND[0], ROUND[2], ROUND[3], ROUND[-1]]
+PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
+    "FP32": ("fp32", None),
+    "BF16": ("bf16", None),
+    "FP8": ("bf16", Fp8Recipe(amax_history_len=16, params_in_fp8=True)),
+}
+
+
+@dataclass
+class Leg:
+    """What one rank saw after loading."""
+
+    params: list[Piece]  # as the model reads them: the bytes of FP32, BF16 or FP8
+    samples: list[int]  # the next global batch's, this rank's part
+    losses: list[float]  # of the next steps
+    told: list[str]
+
+
+class Numbers:
+    """Sample i begins with 10 i."""
+
+    num_samples_per_epoch, seq_length = 1000, SEQ
+
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        return index * 10 + np.arange(SEQ + 1)
+
+
+def case_of(precision: str, spec: ParallelSpec = ParallelSpec()) -> Case:  # noqa: B008
+    compute, fp8 = PRECISIONS[precision]
+    return Case(compute, fp8, MODEL, num_microbatches=GLOBAL_BATCH // 2, parallel=spec)
+
+
+def saver_at(folder: Path) -> saving.Saver:
+    return saving.Saver(folder, 1, {"config": {}, "data_fingerprint": ""})
+
+
+def begin(precision: str, folder: Path) -> TrainState:
+    """One process trains some steps and saves."""
+    case = case_of(precision)
+    state = case.build(single_rank())
+    train(state, case, STEPS_BEFORE)
+    saver_at(folder).save(state)
+    return state
+
+
+def train(state: TrainState, case: Case, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(train_step(state, case.microbatches(state.step, state.mesh)).loss)
+        state.step += 1
+        state.consumed_samples += GLOBAL_BATCH
+    return losses
+
+
+def next_samples(state: TrainState) -> list[int]:
+    dp = state.mesh.dp
+    with Loader(
+        Numbers(),
+        micro_batch_size=2,
+        num_microbatches=GLOBAL_BATCH // 2 // dp.size,
+        dp_rank=dp.rank,
+        dp_size=dp.size,
+        consumed_samples=state.consumed_samples,
+    ) as loader:
+        return [int(row[0]) // 10 for batch in next(loader) for row in batch.tokens_BS]
+
+
+def params_of(state: TrainState) -> list[Piece]:
+    """The weights' bytes, [..., bytes of an element]."""
+    found = pieces(state, [param.detach() for param in state.masters.params])
+    for piece in found:
+        shape = piece.tensor.shape
+        piece.tensor = piece.tensor.contiguous().view(torch.uint8).view(*shape, -1)
+    return found
+
+
+def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) -> Leg:
+    """Load, save, look, and only then train on."""
+    case = case_of(precision, replace(layout.spec, devices_per_node=layout.ranks))
+    state, told = case.build(mesh), list[str]()
+    saving.load(source / step_name(STEPS_BEFORE), state, told.append)
+    saver_at(target).save(state)
+    return Leg(params_of(state), next_samples(state), train(state, case, STEPS_AFTER), told)
+
+
+def run_legs(rank: Rank, precision: str, layouts: list[tuple[Layout, Path, Path]]) -> list[Leg]:
+    """Several layouts of the same ranks, one after the other."""
+    torch.set_num_threads(1)
+    legs = []
+    for layout, source, target in layouts:
+        mesh = join(replace(layout.spec, devices_per_node=rank.size))
+        legs.append(leg(precision, layout, mesh, source, target))
+    return legs
+
+
+def go_round(
+    precision: str, layouts: list[Layout], folder: Path
+) -> tuple[Path, dict[str, list[Leg]]]:
+    """Where the last layout has saved, and what every rank of each saw; from `folder/start` on."""
+    here, found = folder / "start", {}
+    numbered = list(enumerate(layouts))
+    for size, group in groupby(numbered, key=lambda pair: pair[1].ranks):
+        plan = []
+        for number, layout in group:
+            there = folder / f"{number:02d}"
+            plan.append((layout, here, there))
+            here = there
+        arguments = {"precision": precision, "layouts": plan}
+        if size == 1:
+            results = [[leg(precision, layout, single_rank(), *paths) for layout, *paths in plan]]
+        else:
+            results = run_ranks("tests.checkpoint.layouts:run_legs", size, arguments, timeout=1500)
+        for index, (layout, _, _) in enumerate(plan):
+            found[layout.name] = [legs[index] for legs in results]
+    return here, found

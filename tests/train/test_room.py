@@ -1,0 +1,70 @@
+"""What would stop a run's saves ends it before its first step."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+import pytest
+
+from megafp8.specs import CheckpointSpec
+from megafp8.train.room import num_more
+from tests.train.runs import TWO_RANKS, Done, Place
+
+CALLBACK = "exp_manager.checkpoint_callback_params"
+
+
+def size_of(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.iterdir())
+
+
+def test_too_little_room(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """Every 2 of 12 steps, the newest 3 kept: 4 lie there while the newest is verified."""
+    done = place.run(fault=["little_room", 3_000_000])
+    assert done.code == 2 and place.last_step() == 0, done.output
+    said = re.search(
+        r"checkpoints: 4 checkpoints, kept at once, need (\d+) bytes and 3000000 are free",
+        done.output,
+    )
+    assert said is not None and "Traceback" not in done.output, done.output
+    each = size_of(undisturbed[0].checkpoint(12))
+    assert 4 * each <= int(said[1]) < 6 * each
+    assert not list(place.dir().glob("checkpoints/*"))
+    done = place.run(fault=["little_room", int(said[1])])
+    assert done.code == 0
+    done = place.run("trainer.max_steps=20", fault=["little_room", int(said[1]) // 4])
+    assert done.code == 0, "three lie there already: one more is needed"
+
+
+def test_all_ranks_try(place: Place) -> None:
+    fault = ["in_rank", 1, "failing_fsync", errno.EIO]
+    done = place.run(*TWO_RANKS, fault=fault)
+    assert done.code == 2 and place.last_step() == 0, done.output
+    assert done.output.count("rank1.probe: a first small file failed with EIO") == 1
+    assert not list((place.dir() / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "there", "expected"),
+    [
+        ({}, 0, 0, 4),  # 3 kept and the new one
+        ({}, 0, 3, 1),
+        ({"keep": 10}, 0, 0, 6),  # no more than are made
+        ({"keep": 10}, 7, 3, 3),  # of steps 8, 10, 12
+        ({"save_top_k": 1}, 0, 0, 5),
+        ({"save_top_k": -1}, 0, 0, 6),
+        ({"every_n_train_steps": None}, 0, 0, 1),
+        ({"every_n_train_steps": None, "train_time_interval_seconds": 1.0}, 0, 0, 4),
+        ({"every_n_train_steps": 5}, 0, 0, 3),  # 5, 10, 12
+    ],
+)
+def test_how_many(changes: dict[str, object], step: int, there: int, expected: int) -> None:
+    usual: dict[str, object] = {
+        "every_n_train_steps": 2,
+        "train_time_interval_seconds": None,
+        "save_last": True,
+        "keep": 3,
+    }
+    spec = CheckpointSpec(**{**usual, **changes})  # type: ignore[arg-type]
+    assert num_more(spec, step, 12, there) == expected
