@@ -9,6 +9,7 @@ grad_weight = grad_output.T @ input
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -190,6 +191,23 @@ class Linear(nn.Module):
         value = self.quantizer.store(master_OI.to(self.weight_compute_dtype))
         self.weight.data.copy_(value.payload)
         self._stored_weight = value.factory()(self.weight.data, value.dequant_scale)
+
+    @torch.no_grad()
+    def store_parts(
+        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`store_weight` where ranks hold parts of the master: quantize each (rounded part, its
+        place in the payload), all of one shape, with the scale that `amax` of all parts leads to.
+
+        The payload is whole when the ranks' places have been gathered.
+        """
+        assert self.quantizer is not None and self.weight_compute_dtype is not None
+        quant_scale, fmt = self.quantizer.store_scale(amax)
+        for part, place in parts:
+            stored = Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+            place.copy_(stored.payload)
+            self.quantizer.observe_part(part, stored)
+        self._stored_weight = Fp8Tensor(self.weight.data, quant_scale.reciprocal(), fmt)
 
     def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:
         assert self.quantizer is not None

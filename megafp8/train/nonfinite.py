@@ -66,9 +66,10 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
 
 def _first_gradient(state: TrainState) -> str | None:
     """Backward computes the last modules' gradients first."""
-    grads = {id(p): g for p, g in zip(state.masters.params, state.masters.grads, strict=True)}
+    masters = state.masters
+    grads = dict(zip(masters.params, masters.param_grads, strict=True))
     for param in reversed(list(state.model.parameters())):
-        if not torch.isfinite(grads[id(param)]).all():
+        if not torch.isfinite(grads[param]).all():
             return f"gradient of {_name(param)}"
     return None
 
