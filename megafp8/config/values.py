@@ -22,9 +22,6 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
 OPTIMIZERS = ("adam", "adamw", "fused_adam", "distributed_fused_adam")
 """NeMo's fused ones are Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
 
-NOT_YET_VALUES: tuple[str, ...] = ()
-"""Values whose feature is planned; the others that are known and refused will not come."""
-
 LATER_OPTIMIZERS = (
     "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
     "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",

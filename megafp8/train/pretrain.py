@@ -42,6 +42,7 @@ from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.state_bytes import bytes_of
 from megafp8.train.timelimit import TimeLimit
 from megafp8.train.tokenizer_files import save_tokenizer
 from megafp8.train.weights import start_from
@@ -241,8 +242,21 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
+        *(["ZeRO-1: " + shares_of(state)] if spec.optim.shards_states else []),
         *smoke_options(spec),
     ]
+
+
+def shares_of(state: TrainState) -> str:
+    """What a rank holds of a sharded state, counted from its tensors."""
+    held = bytes_of(state)
+    whole = 12 * sum(param.numel() for param in state.masters.params)
+    mib = [n / 2**20 for n in (held.masters + held.moments, whole, held.gradients, held.weights)]
+    return (
+        f"this rank keeps {mib[0]:.1f} of {mib[1]:.1f} MiB of masters and moments, over "
+        f"{state.masters.shards.size} rank(s); {mib[2]:.1f} MiB of gradients, "
+        f"{mib[3]:.1f} MiB of weights"
+    )
 
 
 def _rampup(train: TrainSpec) -> str:

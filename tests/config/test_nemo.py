@@ -106,7 +106,6 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
 def test_just_these_are_not_yet() -> None:
     not_yet = {path for path, key in nemo_keys().items() if key.status == NOT_YET}
     assert not_yet == PARALLELISM | SHARDING
-    assert "not supported yet" in str(the_problem("model.optim.name=distributed_fused_adam"))
     for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
                   "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",
                   "model.position_embedding_type=kerple"):  # fmt: skip
@@ -208,9 +207,10 @@ def test_zero_is_not_false(false: str) -> None:
 # --- keys that are live in a way of their own ----------------------------------------------------
 
 
-def test_fused_adam_is_adamw() -> None:
-    fused = run_spec("model.optim.name=fused_adam")
-    assert fused.optim.name == "fused_adam"
+@pytest.mark.parametrize("name", ["fused_adam", "distributed_fused_adam"])
+def test_fused_adams_are_adamw(name: str) -> None:
+    fused = run_spec(f"model.optim.name={name}")
+    assert fused.optim.name == name
     assert identity(fused.resolved) == identity(run_spec().resolved)
     assert differences(run_spec().resolved, fused.resolved) == []
 

@@ -72,3 +72,19 @@ def test_who_hangs() -> None:
 
 def test_this_test_does_not_wait_for_other_ranks() -> None:
     assert not is_waiting(sys._getframe()) and not is_waiting(None)
+
+
+@pytest.mark.slow
+def test_a_sharded_optimizer_trains_and_continues_replicated(
+    place: Place, undisturbed: tuple[Place, Done]
+) -> None:
+    """Saved by two ranks with a half of the states each; one process goes on with the whole."""
+    sharded = ["trainer.devices=2", "model.optim.name=distributed_fused_adam"]
+    done = place.run(*sharded, fault=["in_rank", 1, "signalled", int(signal.SIGTERM), 6])
+    assert done.code == 75, done.output
+    assert "ZeRO-1: this rank keeps" in done.output and "over 2 rank(s)" in done.output
+    sent = place.summary()["traffic_bytes"]
+    assert sent["dp reduce_scatter_sum float32"] > 0 and "dp all_reduce_sum float32" not in sent
+    done = place.run()
+    assert done.code == 0 and "continuing after step 6 of 12" in done.output, done.output
+    assert losses(place) == pytest.approx(losses(undisturbed[0]), rel=1e-2)
