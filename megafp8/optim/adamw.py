@@ -18,12 +18,12 @@ class AdamW:
 
     def __init__(self, masters: Masters, spec: OptimSpec) -> None:
         self.masters, self.spec = masters, spec
-        self._kernel, self.kernel_name = choose_kernel(spec, masters.flat_grad.device)
+        self._kernel, self.kernel_name = choose_kernel(spec, masters.device)
         both = list(zip(masters.segments, masters.masters, strict=True))
         decaying = [master for segment, master in both if segment.param.dim() > 1]
         others = [master for segment, master in both if segment.param.dim() <= 1]
         if not both:  # the shard of one of very many ranks may be empty
-            others = [torch.nn.Parameter(masters.flat_grad.new_zeros(0))]
+            others = [torch.nn.Parameter(torch.zeros(0, device=masters.device))]
         groups = [
             {"params": decaying, "weight_decay": spec.weight_decay},
             {"params": others, "weight_decay": 0.0},

@@ -17,7 +17,7 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     """L2 norm over the logical model (FP64 scalar): sharded parts summed over tensor-parallel
     ranks, all over pipeline stages and the optimizer's shards; replicated parameters counted
     once."""
-    squares = torch.zeros(2, dtype=torch.float64, device=masters.flat_grad.device)
+    squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
     if masters.grads:  # a shard may be all padding
         of_each = torch.stack(torch._foreach_norm(masters.grads)).double().square()
         whole: list[int] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Masters:
     ) -> None:
         self.shards, self._stores = Axis("shards"), dict(stores or {})
         self.params = sorted(params, key=lambda p: not pieces_of(p)[0].is_sharded)
-        device = self.params[0].device
+        self.device = device = self.params[0].device
         self.masters = [initial_master(param) for param in self.params]
         sizes = [param.numel() for param in self.params]
         self.flat_grad = torch.zeros(sum(sizes), device=device)
@@ -60,6 +60,20 @@ class Masters:
         num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
         begin = sum(p.numel() for p in self.params[:num_sharded])
         self.replicated_grads = [self.flat_grad[begin:]]  # whole on every tensor-parallel rank
+
+    @property
+    def held_params(self) -> Sequence[torch.Tensor]:
+        """The parameters' memory on this rank."""
+        return self.params
+
+    def begin_step(self) -> None:
+        """Before the first microbatch; the gradient sink starts anew by itself."""
+
+    def collect_grads(self) -> None:
+        """After the reduction: `grads` are there."""
+
+    def reshard(self) -> None:
+        """Let go of weights that were gathered for a forward pass without a backward."""
 
     def grads_of(self, param: nn.Parameter) -> list[torch.Tensor]:
         """The gradients of what this rank updates of a parameter."""

@@ -65,10 +65,11 @@ class ShardedMasters(Masters):
         self.params = sorted(
             params, key=lambda p: (not pieces_of(p)[0].is_sharded, str(p.dtype), p in alone)
         )
+        self.device = self.params[0].device
         size = bucket_bytes // torch.float32.itemsize
         groups = _groups(self.params, size, alone)
         lengths = [_rounded_up(sum(map(_room, g)), ALIGNMENT * shards.size) for g in groups]
-        self.flat_grad = torch.zeros(sum(lengths), device=self.params[0].device)
+        self.flat_grad = torch.zeros(sum(lengths), device=self.device)
         gradients = self.flat_grad.split(lengths)
         self.buckets = [_bucket(*pair) for pair in zip(groups, gradients, strict=True)]
         self.param_grads = [
@@ -129,7 +130,7 @@ class ShardedMasters(Masters):
         reduction."""
         fp8_params = [param for param in self.params if param in self._fp8]  # the same everywhere
         row_of = {param: row for row, param in enumerate(fp8_params)}
-        amaxes = torch.zeros(len(fp8_params), device=self.flat_grad.device)
+        amaxes = torch.zeros(len(fp8_params), device=self.device)
         parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for segment, master, place in rows:
             dtype = self._fp8[segment.param].weight_compute_dtype

@@ -10,6 +10,7 @@ grad_weight = grad_output.T @ input
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -115,6 +116,8 @@ class Linear(nn.Module):
         self._stored_weight: Fp8Tensor | None = None
         self._cached_weight: Operands | None = None
         self._cached_version = -1
+        self.keeps_weight = True  # False: it is gathered for each use, and so is its FP8 copy made
+        self._weight_again: AbstractContextManager[None] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
@@ -144,12 +147,26 @@ class Linear(nn.Module):
         if self.quantizer is None:
             return Operands(self.weight, self.weight)
         version = self.quantizer.state.weights_version
+        if not self.keeps_weight:
+            return self._passing_weight(version)
         if self._cached_weight is None or self._cached_version != version:
             self._cached_weight = self.quantizer.operands("weight", self.weight.detach())
             self._cached_version = version
         if num_tokens >= KEEP_NUMBERS_BELOW:
             self._cached_weight = _without_numbers(self._cached_weight)
         return self._cached_weight
+
+    def _passing_weight(self, version: int) -> Operands:
+        """Quantized for this use alone; again in a step, by the first time's scale, so that the
+        bits are the same, and without a trace."""
+        assert self.quantizer is not None
+        again = self._weight_again
+        if again is None or self._cached_version != version:
+            self._weight_again = self.quantizer.state.recomputation()
+            self._cached_version = version
+            return self.quantizer.operands("weight", self.weight.detach())
+        with again:
+            return self.quantizer.operands("weight", self.weight.detach())
 
     def product(
         self,
@@ -249,7 +266,8 @@ class _LinearFunction(torch.autograd.Function):
             output_TO = output_TO + bias_O
         if is_grad_enabled:
             _save(ctx, input.along_first)
-        ctx.layer, ctx.weight_along_first = layer, weight.along_first
+        ctx.layer = layer
+        ctx.weight_along_first = weight.along_first if layer.keeps_weight else None
         return output_TO
 
     @staticmethod
@@ -262,7 +280,10 @@ class _LinearFunction(torch.autograd.Function):
         along_last, along_first = _gathered(layer.comm, grad_output)
         pending = None
         if ctx.needs_input_grad[0]:
-            grad_input_TI = layer.product("grad_input", along_last, ctx.weight_along_first, work)
+            weight = ctx.weight_along_first
+            if weight is None:
+                weight = layer.weight_operands(work).along_first
+            grad_input_TI = layer.product("grad_input", along_last, weight, work)
             pending = layer.comm.reduce_grad_input(grad_input_TI)
 
         def compute_grad_weight() -> torch.Tensor:

@@ -15,11 +15,11 @@ from megafp8.specs.placement import rectangles_of_run
 
 
 def placements_of(
-    prefix: str, segment: Segment, tensor: torch.Tensor, mesh: Mesh, *, is_shard: bool
+    prefix: str, segment: Segment, tensor: torch.Tensor, mesh: Mesh, *, num_shards: int
 ) -> Iterator[Placement]:
     """The pieces that lie in a segment, with their values in `tensor` (any shape, in memory order).
 
-    `is_shard`: no other replica has the segment.
+    `num_shards` consecutive replicas share out the parameters; those after them have the same.
     """
     shape, flat, begin = tuple(segment.param.shape), tensor.detach().view(-1), 0
     for rectangle in rectangles_of_run(shape, segment.begin, segment.end):
@@ -33,7 +33,7 @@ def placements_of(
             if (common := local.overlap(held)) is None:
                 continue
             inside = zip(piece.offset, common.offset, local.offset, strict=True)
-            is_replica = mesh.data.rank > 0 and not is_shard
+            is_replica = mesh.data.rank >= num_shards
             is_replica = is_replica or (mesh.tp.rank > 0 and not piece.is_sharded)
             yield Placement(
                 prefix + piece.name,

@@ -191,9 +191,9 @@ def model_placements(state: TrainState) -> Iterator[Placement]:
 
 def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> Iterator[Placement]:
     """Of tensors that belong to the masters' segments."""
-    is_shard = state.masters.shards.size > 1
+    num_shards = state.masters.shards.size
     for segment, tensor in zip(state.masters.segments, tensors, strict=True):
-        yield from placements_of(prefix, segment, tensor, state.mesh, is_shard=is_shard)
+        yield from placements_of(prefix, segment, tensor, state.mesh, num_shards=num_shards)
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:

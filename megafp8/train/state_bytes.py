@@ -24,10 +24,10 @@ class StateBytes:
 def bytes_of(state: TrainState) -> StateBytes:
     masters, optimizer = state.masters, state.optimizer
     return StateBytes(
-        weights=storage_bytes(masters.params),
+        weights=storage_bytes(masters.held_params),
         masters=storage_bytes(masters.masters),
         moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
-        gradients=storage_bytes([masters.flat_grad, *masters.grads]),
+        gradients=storage_bytes([*masters.own_grads, *masters.param_grads]),
     )
 
 

@@ -84,6 +84,7 @@ def forward_backward(
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
     state.sink.begin_step()
+    state.masters.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:
@@ -111,6 +112,7 @@ def reduce_gradients(state: TrainState) -> None:
     embedding's over the stages that have it."""
     if state.reducer is not None:
         state.reducer.finish()
+    state.masters.collect_grads()
     if state.sequence_parallel:  # each rank has seen its part of the sequence alone
         for grad in state.masters.replicated_grads:
             state.mesh.tp.all_reduce_sum(grad)
