@@ -271,13 +271,8 @@ def _model_memory_and_speed(t: _Table) -> None:
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
     t.add("apply_rope_fusion", False, "torch chooses the kernels", why="cannot be promised")
-    whole = "each rank has whole weights, but for tensor parallelism"
-    way = "Use model.tensor_model_parallel_size to share weights"
-    t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_sharding_strategy", "full", whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_grad_reduce_dtype", 32, whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_sharded_checkpoint", False, whole, status=NOT_YET, way_out=way)
     own = "checkpoints are sharded safetensors, which load into any layout"
+    t.add("fsdp_sharded_checkpoint", False, own, also=(True,))
     t.add("dist_ckpt_format", "zarr", own)
     t.add("dist_ckpt_load_on_device", True, own)
     memory = "Use model.activations_checkpoint_granularity, or a smaller model.micro_batch_size"

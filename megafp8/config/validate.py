@@ -15,6 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from megafp8.config import (
     backends,
     fp8_rules,
+    fsdp_rules,
     model_rules,
     optim_rules,
     parallel_rules,
@@ -121,6 +122,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         model_rules,
         parallel_rules,
         sequence_rules,
+        fsdp_rules,
         fp8_rules,
         optim_rules,
         profile_rules,

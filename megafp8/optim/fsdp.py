@@ -8,6 +8,7 @@ from torch import nn
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters, Segment
 from megafp8.parallel.fsdp import ShardedModel, local_of
+from megafp8.precision.cast import amax_of
 
 
 class FsdpMasters(Masters):
@@ -15,6 +16,7 @@ class FsdpMasters(Masters):
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.shards, self._modules = sharded.shards, sharded.modules
+        self._fp8 = sharded.gathered_in_fp8
         self.params = list(sharded.params)
         self.device = local_of(self.params[0]).device
         self.segments, self.masters = [], []
@@ -49,8 +51,19 @@ class FsdpMasters(Masters):
         ]
 
     def write_back(self) -> None:
-        """Weights are gathered from the masters when they are next used."""
+        """Weights are gathered from the masters when they are next used; those that cross in FP8
+        by scales of the whole tensors: one reduction agrees on all amaxes."""
         self.reshard()
+        if not self._fp8:
+            return
+        rounded = [
+            local_of(param.detach()).to(linear.weight_compute_dtype)
+            for param, linear in self._fp8.items()
+        ]
+        amaxes = torch.stack([amax_of(part) for part in rounded])
+        self.shards.all_reduce_max(amaxes)
+        for amax, part, linear in zip(amaxes, rounded, self._fp8.values(), strict=True):
+            linear.agree_on_scale(amax, part)
 
     def reshard(self) -> None:
         for module in self._modules:

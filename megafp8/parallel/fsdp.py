@@ -3,6 +3,9 @@
 FSDP keeps FP32 shards of the parameters along their first dim: they are the masters. It gathers a
 block's weights in the compute dtype before they are used and reduce-scatters its gradients after
 each microbatch, in FP32 unless asked otherwise. Sums, never means: one division comes later.
+
+With `fp8_params` the linears' weights cross as FP8 bytes, by a scale that the ranks have agreed on,
+and are put down in the compute dtype for the time of their use.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -26,6 +30,9 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.parts import linears_of
+from megafp8.precision.linear import Linear
+from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import ParallelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,6 +45,7 @@ class ShardedModel:
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
+    gathered_in_fp8: dict[nn.Parameter, Linear]  # of `params`, those of linears
 
 
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
@@ -69,7 +77,45 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
         module.set_force_sum_reduction_for_comms(True)
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
-    return ShardedModel(modules, tuple(model.parameters()), shards)
+    in_fp8 = {
+        linear.weight: linear
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    for param, linear in in_fp8.items():
+        _gather_in_fp8(local_of(param), linear, -(-param.shape[0] // shards.size))
+    return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
+
+
+def _gather_in_fp8(local_RI: Any, linear: Linear, padded_rows: int) -> None:
+    """Hang FSDP's two hooks around an all-gather on a shard, which stays an ordinary tensor."""
+
+    def before(
+        mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
+    ) -> tuple[tuple[torch.Tensor], tuple[int, Any]]:
+        assert linear.weight_compute_dtype is not None
+        part_fp8 = linear.quantized_part(local_RI.detach().to(linear.weight_compute_dtype))
+        payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
+        payload[: local_RI.shape[0]] = part_fp8.payload.view(torch.uint8)
+        return (payload,), (size[0], part_fp8)
+
+    @torch.no_grad()
+    def after(
+        gathered: tuple[torch.Tensor],
+        metadata: tuple[int, Fp8Tensor],
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        rows, part_fp8 = metadata
+        payload = gathered[0][:rows].view(part_fp8.payload.dtype)
+        weight_OI = part_fp8.factory()(payload, part_fp8.dequant_scale).dequantize(dtype)
+        if out is None:
+            return weight_OI, (weight_OI,)
+        with _unsafe_preserve_version_counter(out):  # as FSDP does
+            out.copy_(weight_OI)
+        return None
+
+    local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

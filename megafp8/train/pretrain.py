@@ -242,21 +242,25 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
-        *(["ZeRO-1: " + shares_of(state)] if spec.optim.shards_states else []),
+        *shares_of(spec, state),
         *smoke_options(spec),
     ]
 
 
-def shares_of(state: TrainState) -> str:
+def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     """What a rank holds of a sharded state, counted from its tensors."""
+    fsdp = spec.parallel.fsdp
+    if fsdp is None and not spec.optim.shards_states:
+        return []
     held = bytes_of(state)
     whole = 12 * sum(param.numel() for param in state.masters.params)
-    mib = [n / 2**20 for n in (held.masters + held.moments, whole, held.gradients, held.weights)]
-    return (
-        f"this rank keeps {mib[0]:.1f} of {mib[1]:.1f} MiB of masters and moments, over "
-        f"{state.masters.shards.size} rank(s); {mib[2]:.1f} MiB of gradients, "
-        f"{mib[3]:.1f} MiB of weights"
-    )
+    name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
+    kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
+    gradients = "gradients whole" if fsdp is None else "gradients likewise"
+    return [
+        f"{name} over {state.masters.shards.size} rank(s): this one keeps {kept} of FP32 weights "
+        f"and moments, {gradients}"
+    ]
 
 
 def _rampup(train: TrainSpec) -> str:

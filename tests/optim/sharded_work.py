@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from megafp8.models.gpt import GPT
+from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import LossScaleSpec
+from megafp8.specs import LossScaleSpec, ParallelSpec
 from megafp8.train.build import build
 from megafp8.train.evaluate import evaluate
 from megafp8.train.nonfinite import first_nonfinite
@@ -27,7 +29,7 @@ Tables = dict[str, dict[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Job:
     """A case; `grows`: later steps have twice the microbatches. `spoiled`: the step (from 0) in
-    which rank 1's gradients become NaN."""
+    which rank 1's gradients become NaN below the second layer."""
 
     case: Case
     grows: bool = False
@@ -79,8 +81,8 @@ def run(job: Job, mesh: Mesh) -> Run:
         batches = replace(case, num_microbatches=count).microbatches(step, mesh)
         hook = None
         if step == job.spoiled and mesh.data.rank == 1:
-            last = state.masters.params[-1]
-            hook = last.register_hook(lambda grad: grad * math.nan)
+            assert isinstance(state.model, GPT)
+            hook = state.model.layers[0].register_forward_hook(spoil_gradient)
         results.append(train_step(state, batches))
         if hook is not None:
             hook.remove()
@@ -103,6 +105,11 @@ def run(job: Job, mesh: Mesh) -> Run:
     )
 
 
+def spoil_gradient(module: object, inputs: object, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad * math.nan)
+
+
 def tables(state: TrainState) -> Tables:
     return {
         direction: {name: tensor.clone() for name, tensor in table.tensors().items()}
@@ -112,7 +119,7 @@ def tables(state: TrainState) -> Tables:
 
 def weights(state: TrainState) -> dict[str, torch.Tensor]:
     return {
-        name: param.detach().contiguous().view(torch.uint8).clone()
+        name: local_of(param.detach()).contiguous().view(torch.uint8).clone()
         for name, param in state.model.named_parameters()
     }
 
@@ -125,14 +132,18 @@ def saved(state: TrainState) -> list[Piece]:
     ]
 
 
+def on_ranks(spec: ParallelSpec, rank: Rank) -> ParallelSpec:
+    return replace(spec, devices_per_node=rank.size // spec.num_nodes)
+
+
 def runs(rank: Rank, jobs: dict[str, Job]) -> dict[str, Run]:
     """Every job on the mesh that it names; equal meshes are made once."""
     torch.set_num_threads(1)
     meshes: dict[tuple[int, ...], Mesh] = {}
     found = {}
     for name, job in jobs.items():
-        spec = replace(job.case.parallel, devices_per_node=rank.size)
-        sizes = (spec.tp, spec.cp, spec.pp)
+        spec = on_ranks(job.case.parallel, rank)
+        sizes = (spec.tp, spec.cp, spec.pp, spec.num_nodes)
         if sizes not in meshes:
             meshes[sizes] = join(spec)
         case = replace(job.case, parallel=spec)
@@ -163,7 +174,7 @@ def save(rank: Rank, cases: dict[str, Case], root: Path) -> dict[str, Loaded]:
     """Train each case, save it under its name, and go on."""
     found = {}
     for name, case in cases.items():
-        spec = replace(case.parallel, devices_per_node=rank.size)
+        spec = on_ranks(case.parallel, rank)
         mesh = join(spec)
         state = replace(case, parallel=spec).build(mesh)
         for step in range(case.steps):
@@ -177,7 +188,7 @@ def save(rank: Rank, cases: dict[str, Case], root: Path) -> dict[str, Loaded]:
 def load_all(rank: Rank, cases: dict[str, tuple[Path, Case]]) -> dict[str, Loaded]:
     found = {}
     for name, (step_dir, case) in cases.items():
-        spec = replace(case.parallel, devices_per_node=rank.size)
+        spec = on_ranks(case.parallel, rank)
         mesh = join(spec)
         state = replace(case, parallel=spec).build(mesh)
         load(step_dir, state, print)
@@ -190,3 +201,13 @@ def save_and_load(
 ) -> tuple[dict[str, Loaded], dict[str, Loaded]]:
     torch.set_num_threads(1)
     return save(rank, saves, root), load_all(rank, loads)
+
+
+def everything(
+    rank: Rank,
+    jobs: dict[str, Job],
+    root: Path,
+    saves: dict[str, Case],
+    loads: dict[str, tuple[Path, Case]],
+) -> tuple[dict[str, Run], dict[str, Loaded], dict[str, Loaded]]:
+    return runs(rank, jobs), *save_and_load(rank, root, saves, loads)

@@ -1,0 +1,322 @@
+"""FSDP2 against whole parameters on the same ranks, its bytes, and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.errors import UserError
+from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.precision import RecipeName
+from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
+from tests.parallel.rank_work import Case
+from tests.parallel.test_tensor_parallel import assembled
+from tests.ranks import Rank, run_ranks
+from tests.tiny import gpt_spec, optim_spec
+
+FREE = optim_spec(clip_grad_norm=None)
+DELAYED = Fp8Recipe(amax_history_len=4)
+IN_FP8 = replace(DELAYED, params_in_fp8=True)
+ODD = gpt_spec(hidden_size=28, ffn_hidden_size=52)  # rows that do not divide over 4 ranks
+RECOMPUTED = gpt_spec(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1))
+TENSORWISE: RecipeName = "tensorwise"
+WORD = "embedding.word.weight"  # tied: autograd adds its two gradients in another order
+
+
+def fsdp(strategy: str = "full", **changes: object) -> ParallelSpec:
+    return ParallelSpec(fsdp=FsdpSpec(strategy=strategy), **changes)  # type: ignore[arg-type]
+
+
+def job(compute: str, fp8: Fp8Recipe | None = None, **changes: object) -> Job:
+    """One microbatch a rank unless more are asked for: then sums have the same two addends."""
+    names = {"loss_scale", "backend", "spoiled", "grows"}
+    of_job = {name: value for name, value in changes.items() if name in names}
+    of_case = {name: value for name, value in changes.items() if name not in names}
+    case = Case(compute, fp8, **({"steps": 3, "optim": FREE} | of_case))  # type: ignore[arg-type]
+    return Job(case, **of_job)  # type: ignore[arg-type]
+
+
+def sharded(whole: Job, spec: ParallelSpec) -> Job:
+    return replace(whole, case=replace(whole.case, parallel=spec))
+
+
+WHOLE = {
+    "FP32": job("fp32", model=ODD, num_microbatches=4, grows=True),
+    "FP8": job("fp32", DELAYED, model=ODD),
+    "FP8 weights": job("fp32", IN_FP8, model=ODD),
+    "FP8 tensorwise weights": job("fp32", Fp8Recipe(name=TENSORWISE, params_in_fp8=True)),
+    "BF16, one NaN": job("bf16", spoiled=1),
+    "BF16, FP8": job("bf16", DELAYED, num_microbatches=4),
+    "BF16, FP8 weights": job("bf16", IN_FP8, num_microbatches=4),
+    "FP16": job("fp16", steps=6, loss_scale=LossScaleSpec(init_scale=2.0**24, hysteresis=1)),
+    "torchao": job("bf16", Fp8Recipe(name=TENSORWISE), backend="torchao"),
+}
+JOBS = {f"{name}/whole": whole for name, whole in WHOLE.items()}
+JOBS |= {f"{name}/full": sharded(whole, fsdp()) for name, whole in WHOLE.items()}
+JOBS |= {f"{name}/grad": sharded(WHOLE[name], fsdp("grad")) for name in ("FP32", "BF16, FP8")}
+JOBS["BF16, FP8/recomputed"] = sharded(
+    replace(WHOLE["BF16, FP8"], case=replace(WHOLE["BF16, FP8"].case, model=RECOMPUTED)), fsdp()
+)
+JOBS["FP32/bf16 sums"] = sharded(
+    WHOLE["FP32"], ParallelSpec(fsdp=FsdpSpec(grad_reduce_dtype="bf16"))
+)
+SAVED = WHOLE["FP8 weights"].case
+SHARDED = replace(SAVED, parallel=fsdp())
+
+
+@dataclass(frozen=True)
+class Two:
+    """What two ranks did: runs by name and rank; states saved and loaded, likewise."""
+
+    root: Path
+    runs: dict[str, list[Run]]
+    before: dict[str, list[Loaded]]
+    after: dict[str, list[Loaded]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
+    root = tmp_path_factory.mktemp("checkpoints")
+    alone = save(Rank(0, 1), {"alone": SAVED}, root)
+    saves = {"whole": SAVED, "sharded": SHARDED}
+    zero = replace(SAVED, optim=replace(SAVED.optim, name="distributed_fused_adam"))
+    loads = {
+        "whole to sharded": (path_of(root, "whole"), SHARDED),
+        "sharded to whole": (path_of(root, "sharded"), SAVED),
+        "sharded to sharded": (path_of(root, "sharded"), SHARDED),
+        "sharded to ZeRO-1": (path_of(root, "sharded"), zero),
+        "alone to sharded": (path_of(root, "alone"), SHARDED),
+    }
+    arguments = {"jobs": JOBS, "root": root, "saves": saves, "loads": loads}
+    ranks = run_ranks("tests.optim.sharded_work:everything", 2, arguments, timeout=300)
+    runs, before, after = (
+        {name: [rank[part][name] for rank in ranks] for name in names}
+        for part, names in enumerate((JOBS, saves, loads))
+    )
+    return Two(root, runs, before | {"alone": [alone["alone"]]}, after)
+
+
+def path_of(root: Path, name: str) -> Path:
+    return root / name / "step_00000003"
+
+
+def assert_same_on_all(ranks: list[Run]) -> None:
+    for rank in ranks[1:]:
+        assert [r.grad_norm for r in rank.results] == [r.grad_norm for r in ranks[0].results]
+        assert rank.losses == ranks[0].losses and rank.validation == ranks[0].validation
+        assert_same_tables(rank, ranks[0])
+
+
+def assert_same_tables(one: Run | Loaded, other: Run | Loaded) -> None:
+    for direction, fields in other.tables.items():
+        for name, tensor in fields.items():
+            assert torch.equal(one.tables[direction][name], tensor), (direction, name)
+
+
+def assert_close(ours: list[Run], theirs: list[Run], bound: float) -> None:
+    """Masters and moments, relative to each tensor's largest element."""
+    found, expected = (assembled([rank.saved for rank in ranks]) for ranks in (ours, theirs))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not name.endswith(".key.bias"):  # its gradient is 0 but for rounding
+            assert (found[name] - tensor).abs().max() <= bound * tensor.abs().max() + 1e-12, name
+
+
+@pytest.mark.parametrize("how", ["full", "grad"])
+def test_fp32_with_accumulation(two: Two, how: str) -> None:
+    """FSDP adds up ranks before microbatches."""
+    ours, whole = two.runs[f"FP32/{how}"], two.runs["FP32/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-6)
+    norms = [result.grad_norm for result in whole[0].results]
+    assert [result.grad_norm for result in ours[0].results] == pytest.approx(norms, rel=1e-6)
+    assert_close(ours, whole, 2e-4)  # Adam makes whole steps of near-zero gradients' rounding
+    assert ours[0].losses == two.runs["FP32/full"][0].losses, "ZeRO-2 gathers less, and no more"
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8 weights", "FP8 tensorwise weights"])
+def test_fp8_has_the_scales_and_losses_of_whole_weights(two: Two, name: str) -> None:
+    """Bit for bit, also where weights cross as FP8 bytes: scales, histories, losses."""
+    ours, whole = two.runs[f"{name}/full"], two.runs[f"{name}/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses == whole[0].losses
+    assert ours[0].validation == whole[0].validation
+    assert_same_tables(ours[0], whole[0])
+
+
+@pytest.mark.parametrize("name", ["BF16, FP8", "BF16, FP8 weights"])
+def test_bf16_within_a_rounding_of_gradients(two: Two, name: str) -> None:
+    """A block's gradients leave autograd in BF16; without FSDP sums of biases and rows do not."""
+    ours, whole = two.runs[f"{name}/full"], two.runs[f"{name}/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses[0] == whole[0].losses[0]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+    for direction, fields in whole[0].tables.items():
+        updates = fields["num_updates"]
+        assert torch.equal(ours[0].tables[direction]["num_updates"], updates), "once a step"
+
+
+@pytest.mark.parametrize("other", ["grad", "recomputed"])
+def test_weights_quantized_again_are_the_same(two: Two, other: str) -> None:
+    """Two microbatches a rank: the second one's weights have the first one's scale, and leave no
+    amax; so have those of a recomputed forward pass."""
+    full, same = two.runs["BF16, FP8/full"][0], two.runs[f"BF16, FP8/{other}"][0]
+    assert full.losses == same.losses
+    assert_same_tables(full, same)
+
+
+def test_gradients_summed_in_bf16(two: Two) -> None:
+    exact, rounded = two.runs["FP32/full"][0], two.runs["FP32/bf16 sums"][0]
+    assert exact.losses[0] == rounded.losses[0] and exact.losses[1:] != rounded.losses[1:]
+    assert rounded.losses == pytest.approx(exact.losses, rel=1e-3)
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(two: Two) -> None:
+    for ours, whole in zip(*(two.runs[f"BF16, one NaN/{how}"] for how in ("full", "whole"))):  # noqa: B905
+        assert [r.is_finite for r in ours.results] == [True, False, True]
+        assert [r.is_finite for r in whole.results] == [True, False, True]
+        assert ours.named is not None and ours.named.startswith("gradient of layers.0.")
+    assert_same_on_all([replace(r, results=r.results[::2]) for r in two.runs["BF16, one NaN/full"]])
+
+
+def test_fp16(two: Two) -> None:
+    ours, whole = two.runs["FP16/full"], two.runs["FP16/whole"]
+    finite = [r.is_finite for r in ours[0].results]
+    assert (
+        finite == [r.is_finite for r in whole[0].results] == [r.is_finite for r in ours[1].results]
+    )
+    assert not finite[0] and finite[-1]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+
+
+def test_torchaos_linears(two: Two) -> None:
+    ours, whole = two.runs["torchao/full"], two.runs["torchao/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses[0] == whole[0].losses[0]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["FP32", "FP8 weights", "BF16, FP8", "torchao"])
+def test_bytes_of_a_rank(two: Two, name: str) -> None:
+    """Rows of each parameter over the ranks, the last ones padded: 4 bytes each of master and
+    gradient, 8 of moments."""
+    shapes = {
+        p.name: p.global_shape for p in two.runs[f"{name}/whole"][0].saved if "model/" in p.name
+    }
+    for rank in two.runs[f"{name}/full"]:
+        rows = sum(-(-shape[0] // 2) * torch.Size(shape[1:]).numel() for shape in shapes.values())
+        assert rank.held.weights == rank.held.masters == 4 * rows
+        assert rank.held.gradients == 4 * rows
+        assert rank.held.moments == 8 * sum(
+            p.tensor.numel() for p in rank.saved if p.name.startswith("model/")
+        )
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("how", "saved"),
+    [
+        ("whole to sharded", "whole"),
+        ("sharded to whole", "sharded"),
+        ("sharded to sharded", "sharded"),
+        ("sharded to ZeRO-1", "sharded"),
+        ("alone to sharded", "alone"),
+    ],
+)
+def test_checkpoints_load_in_any_layout(two: Two, how: str, saved: str) -> None:
+    assert_loaded(two.after[how], two.before[saved])
+
+
+def assert_loaded(after: list[Loaded], before: list[Loaded]) -> None:
+    """Masters, moments and scales bit for bit; the next losses as parallel layouts agree."""
+    ours, theirs = (assembled([rank.saved for rank in ranks]) for ranks in (after, before))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for rank in after:
+        assert_same_tables(rank, before[0])
+        assert rank.next_losses == pytest.approx(before[0].next_losses, rel=1e-3)
+
+
+def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
+    loaded = load_all(Rank(0, 1), {"alone": (path_of(two.root, "sharded"), SAVED)})
+    assert_loaded([loaded["alone"]], two.before["sharded"])
+
+
+# ---- four ranks
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    """Alone, hybrid over two nodes of two, and with tensor and sequence parallelism."""
+    deep = {"num_microbatches": 4}
+    tp = job("fp32", IN_FP8, **deep)
+    of = {
+        "FP32": (job("fp32", model=ODD, **deep), ParallelSpec(), fsdp(), 1e-6),
+        "hybrid": (job("fp32", model=ODD, **deep), ParallelSpec(), fsdp("hybrid", num_nodes=2), 1e-6),
+        "hybrid FP8": (tp, ParallelSpec(), fsdp("hybrid", num_nodes=2), 1e-3),
+        "tp": (tp, ParallelSpec(tp=2), fsdp(tp=2), 1e-3),
+        "tp, sequence": (
+            tp, ParallelSpec(tp=2, sequence_parallel=True),
+            fsdp("grad", tp=2, sequence_parallel=True), 1e-3,
+        ),
+        "tp, FP32": (job("fp32", **deep), ParallelSpec(tp=2), fsdp(tp=2), 1e-6),
+    }  # fmt: skip
+    jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
+    jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
+    ranks = run_ranks("tests.optim.sharded_work:runs", 4, {"jobs": jobs}, timeout=500)
+    for name, (_, _, _, bound) in of.items():
+        ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
+        assert_same_on_all(ours)
+        assert ours[0].losses == pytest.approx(whole[0].losses, rel=bound), name
+        norms = [result.grad_norm for result in whole[0].results]
+        found = [result.grad_norm for result in ours[0].results]
+        assert found == pytest.approx(norms, rel=max(bound, 1e-5) * 10), name
+        assembled([rank.saved for rank in ours])  # every element is saved once
+    held = {name: ranks[0][f"{name}/full"].held.moments for name in of}
+    assert held["hybrid"] == pytest.approx(2 * held["FP32"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
+    cases = {"sharded": (path_of(two.root, "sharded"), replace(SHARDED, num_microbatches=4))}
+    ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=300)
+    after = assembled([rank["sharded"].saved for rank in ranks])
+    before = assembled([rank.saved for rank in two.before["sharded"]])
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["model.fsdp=True", "trainer.devices=1"], "one replica"),
+        (["model.fsdp=True", "model.pipeline_model_parallel_size=2"], "pipeline stages"),
+        (["model.fsdp=True", "model.fp8_backend=te"], "Transformer Engine"),
+        (["model.fsdp=True", "model.compile=block"], "model.compile=block"),
+        (["model.fsdp=True", "model.optim.name=distributed_fused_adam"], "already"),
+        (["model.fsdp=True", "model.optim.grad_sync_dtype=bf16"], "fsdp_grad_reduce_dtype"),
+        (["model.fsdp=True", "model.megatron_amp_O2=False"], "megatron_amp_O2"),
+        (["model.fsdp=True", "model.fsdp_sharding_strategy=hybrid"], "one node"),
+        (["model.fsdp=True", "model.fp8=True", "model.fp8_params=True", "trainer.precision=16"],
+         "FP16's range"),
+        (["model.fsdp_sharding_strategy=grad"], "means nothing without model.fsdp"),
+        (["model.fsdp_grad_reduce_dtype=bf16"], "means nothing without model.fsdp"),
+        (["model.fsdp=True", "model.fsdp_grad_reduce_dtype=8"], "32, bf16 or 16"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(given: list[str], said: str) -> None:
+    from megafp8.config.load import load as load_config
+    from megafp8.config.resolve import resolve
+
+    words = ["model.data.data_prefix=builtin", "model.global_batch_size=16", "trainer.devices=4"]
+    asked = {word.partition("=")[0]: word for word in [*words, *given]}
+    with pytest.raises(UserError, match=said):
+        resolve(load_config(list(asked.values())), lambda: True)
