@@ -24,6 +24,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 
 from megafp8.models.gpt import GPT
@@ -75,6 +79,8 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_CountedAllGather(shards))
+        module.set_custom_reduce_scatter(_CountedReduceScatter(shards))
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
     in_fp8 = {
@@ -116,6 +122,26 @@ def _gather_in_fp8(local_RI: Any, linear: Linear, padded_rows: int) -> None:
         return None
 
     local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
+
+
+class _CountedAllGather(DefaultAllGather):
+    def __init__(self, shards: Axis) -> None:
+        self.shards = shards
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        self.shards.traffic.add(self.shards.name, "all_gather", input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    def __init__(self, shards: Axis) -> None:
+        self.shards = shards
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        self.shards.traffic.add(self.shards.name, "reduce_scatter_sum", input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -30,13 +30,7 @@ LATER_KEYS = [
 """Not in that version of NeMo's file."""
 
 PARALLELISM = {"model.context_parallel_size"}
-SHARDING = {
-    "model.fsdp",
-    "model.fsdp_sharding_strategy",
-    "model.fsdp_grad_reduce_dtype",
-    "model.fsdp_sharded_checkpoint",
-    "exp_manager.checkpoint_callback_params.async_save",
-}
+SHARDING = {"exp_manager.checkpoint_callback_params.async_save"}
 """Refused as `not yet`: each is in the list of a feature that is being built."""
 
 CANNOT_BE_HONOURED = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,8 @@ TWO = {
     "FP8 tensorwise weights": Job(Case("bf16", TENSORWISE, steps=3, parallel=SMALL)),
 }
 CLIPPED = "FP32, clipped"
+SLOW = pytest.mark.slow
+DEFAULT = ("FP32", CLIPPED, "BF16, one NaN", "FP8 delayed weights")  # the others are slow
 TWO[CLIPPED] = TWO["FP32"]
 PP = PipelineSpec(schedule="1F1B")
 DEEP = gpt_spec(num_layers=4)
@@ -57,6 +61,7 @@ FOUR = {
                  schedule="ZBVZeroBubble", stages_per_rank=2)))
     ),
 }  # fmt: skip
+SAVED = Case("bf16", IN_FP8, ODD, steps=3, num_microbatches=4, parallel=SMALL, optim=FREE)
 Pairs = dict[str, list[tuple[Run, Run]]]  # by job and rank: (replicated, sharded)
 
 
@@ -64,18 +69,76 @@ def zero(case: Case) -> Case:
     return replace(case, optim=replace(case.optim, name="distributed_fused_adam"))
 
 
-def pairs(size: int, jobs: dict[str, Job]) -> Pairs:
-    both: dict[str, Job] = {}
+def both(jobs: dict[str, Job]) -> dict[str, Job]:
+    """Each replicated (0) and sharded (1)."""
+    found: dict[str, Job] = {}
     for name, job in jobs.items():
         case = job.case if name == CLIPPED else replace(job.case, optim=FREE)
-        both |= {f"{name}/0": replace(job, case=case), f"{name}/1": replace(job, case=zero(case))}
-    ranks = run_ranks("tests.optim.sharded_work:runs", size, {"jobs": both}, timeout=400)
-    return {name: [(rank[f"{name}/0"], rank[f"{name}/1"]) for rank in ranks] for name in jobs}
+        found |= {f"{name}/0": replace(job, case=case), f"{name}/1": replace(job, case=zero(case))}
+    return found
+
+
+def paired(names: Iterable[str], ranks: list[dict[str, Run]]) -> Pairs:
+    return {name: [(rank[f"{name}/0"], rank[f"{name}/1"]) for rank in ranks] for name in names}
+
+
+def pairs(size: int, jobs: dict[str, Job]) -> Pairs:
+    ranks = run_ranks("tests.optim.sharded_work:runs", size, {"jobs": both(jobs)}, timeout=400)
+    return paired(jobs, ranks)
+
+
+@dataclass(frozen=True)
+class Two:
+    """What two ranks did: runs; states saved and loaded, by name and rank."""
+
+    root: Path
+    pairs: Pairs
+    before: dict[str, list[Loaded]]
+    after: dict[str, list[Loaded]]
 
 
 @pytest.fixture(scope="module")
-def two() -> Pairs:
-    return pairs(2, TWO)
+def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
+    root = tmp_path_factory.mktemp("checkpoints")
+    alone = save(Rank(0, 1), {"alone": zero(SAVED)}, root)
+    loads = {
+        "replicated to sharded": (path_of(root, "replicated"), zero(SAVED)),
+        "sharded to replicated": (path_of(root, "sharded"), SAVED),
+        "sharded to sharded": (path_of(root, "sharded"), zero(SAVED)),
+        "alone to sharded": (path_of(root, "alone"), zero(SAVED)),
+    }
+    saves = {"sharded": zero(SAVED), "replicated": SAVED}
+    jobs = both({name: TWO[name] for name in DEFAULT})
+    arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
+    ranks = run_ranks("tests.optim.sharded_work:everything", 2, arguments, timeout=300)
+    before, after = (
+        {name: [rank[part][name] for rank in ranks] for name in names}
+        for part, names in ((1, saves), (2, loads))
+    )
+    found = paired(DEFAULT, [rank[0] for rank in ranks])
+    return Two(root, found, before | {"alone": [alone["alone"]]}, after)
+
+
+@pytest.fixture(scope="module")
+def more() -> Pairs:
+    return pairs(2, {name: job for name, job in TWO.items() if name not in DEFAULT})
+
+
+def pairs_of(name: str, request: pytest.FixtureRequest) -> list[tuple[Run, Run]]:
+    found: Pairs
+    if name in DEFAULT:
+        found = request.getfixturevalue("two").pairs
+    else:
+        found = request.getfixturevalue("more")
+    return found[name]
+
+
+def marked(*names: str) -> list[Any]:
+    return [n if n in DEFAULT else pytest.param(n, marks=SLOW) for n in names]
+
+
+def path_of(root: Path, name: str) -> Path:
+    return root / name / "step_00000003"
 
 
 def assert_bitwise(ranks: list[tuple[Run, Run]]) -> None:
@@ -98,32 +161,36 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(
-    "job", [name for name in TWO if name not in ("BF16, one NaN", "FP16", CLIPPED)]
+    "job", marked(*(name for name in TWO if name not in ("BF16, one NaN", "FP16", CLIPPED)))
 )
-def test_two_ranks_are_the_replicated_optimizer_bit_for_bit(two: Pairs, job: str) -> None:
+def test_two_ranks_are_the_replicated_optimizer_bit_for_bit(
+    job: str, request: pytest.FixtureRequest
+) -> None:
     """Weights, masters, moments, FP8 tables, losses; of two addends the order does not matter."""
-    assert_bitwise(two[job])
-    assert all(result.is_finite for result in two[job][0][1].results)
+    found = pairs_of(job, request)
+    assert_bitwise(found)
+    assert all(result.is_finite for result in found[0][1].results)
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(two: Pairs) -> None:
-    for replicated, sharded in two["BF16, one NaN"]:
+def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(two: Two) -> None:
+    for replicated, sharded in two.pairs["BF16, one NaN"]:
         assert [result.is_finite for result in sharded.results] == [True, False, True]
         assert sharded.named == replicated.named
         assert sharded.named is not None and sharded.named.startswith("gradient of ")
         assert_same(sharded.weights, replicated.weights)
 
 
-def test_fp16_overflows_are_agreed_on(two: Pairs) -> None:
+@SLOW
+def test_fp16_overflows_are_agreed_on(more: Pairs) -> None:
     assert_bitwise(
         [
             (replace_results(replicated), replace_results(sharded))
-            for replicated, sharded in two["FP16"]
+            for replicated, sharded in more["FP16"]
         ]
     )
-    finite = [result.is_finite for result in two["FP16"][0][1].results]
+    finite = [result.is_finite for result in more["FP16"][0][1].results]
     assert finite[0] is False and finite[-1] is True
-    scales = [result.loss_scale for result in two["FP16"][1][1].results]
+    scales = [result.loss_scale for result in more["FP16"][1][1].results]
     assert scales[0] == 2.0**24 and scales[-1] is not None and scales[-1] < 2.0**24
 
 
@@ -133,11 +200,11 @@ def replace_results(found: Run) -> Run:
     return replace(found, results=kept)
 
 
-@pytest.mark.parametrize("job", TWO)
-def test_bytes_of_a_rank(two: Pairs, job: str) -> None:
+@pytest.mark.parametrize("job", marked(*TWO))
+def test_bytes_of_a_rank(job: str, request: pytest.FixtureRequest) -> None:
     """Counted from the tensors: weights and gradients whole and padded; 12 bytes of masters and
     moments for each element of this rank's ranges, found one by one here."""
-    for number, (replicated, sharded) in enumerate(two[job]):
+    for number, (replicated, sharded) in enumerate(pairs_of(job, request)):
         lengths = [length for length, _ in sharded.buckets]
         owned = elements = 0
         for length, sizes in sharded.buckets:
@@ -156,11 +223,11 @@ def test_bytes_of_a_rank(two: Pairs, job: str) -> None:
         assert abs(owned - elements / 2) <= padding
 
 
-@pytest.mark.parametrize("job", ["FP32", "BF16 sums", "FP8 delayed weights"])
-def test_bytes_on_the_wire(two: Pairs, job: str) -> None:
+@pytest.mark.parametrize("job", marked("FP32", "BF16 sums", "FP8 delayed weights"))
+def test_bytes_on_the_wire(job: str, request: pytest.FixtureRequest) -> None:
     """Gradients reduce-scattered in place of all-reduced; this rank's half of the weights gathered,
     FP8 as bytes; one number a weight for the agreement on scales."""
-    for replicated, sharded in two[job]:
+    for replicated, sharded in pairs_of(job, request):
         sent = {key[1:]: n for key, n in sharded.traffic.items() if key[0] == "dp"}
         lengths = sum(length for length, _ in sharded.buckets)
         dtype = "bfloat16" if job == "BF16 sums" else "float32"
@@ -176,9 +243,9 @@ def test_bytes_on_the_wire(two: Pairs, job: str) -> None:
             assert sent["all_reduce_max", "float32"] == 4 * 8, "four linears in two layers"
 
 
-def test_clipping_by_a_norm_whose_parts_were_rounded_apart(two: Pairs) -> None:
+def test_clipping_by_a_norm_whose_parts_were_rounded_apart(two: Two) -> None:
     """FP32 norms of a shard's parts are others than those of whole tensors: 1e-7 of the norm."""
-    ranks = two[CLIPPED]
+    ranks = two.pairs[CLIPPED]
     norms = [result.grad_norm for result in ranks[0][1].results]
     assert max(norms) > 1.0, "it clips"
     for replicated, sharded in ranks:
@@ -218,36 +285,6 @@ def test_a_run_of_elements_is_at_most_three_rectangles(
 
 # ---- checkpoints
 
-SAVED = Case("bf16", IN_FP8, ODD, steps=3, num_microbatches=4, parallel=SMALL, optim=FREE)
-
-
-@dataclass(frozen=True)
-class Written:
-    root: Path
-    before: dict[str, list[Loaded]]  # what was saved, by name and rank
-    after: dict[str, list[Loaded]]  # what two ranks have loaded
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    root = tmp_path_factory.mktemp("checkpoints")
-    alone = save(Rank(0, 1), {"alone": zero(SAVED)}, root)
-    loads = {
-        "replicated to sharded": (path_of(root, "replicated"), zero(SAVED)),
-        "sharded to replicated": (path_of(root, "sharded"), SAVED),
-        "sharded to sharded": (path_of(root, "sharded"), zero(SAVED)),
-        "alone to sharded": (path_of(root, "alone"), zero(SAVED)),
-    }
-    arguments = {"saves": {"sharded": zero(SAVED), "replicated": SAVED}, "loads": loads}
-    ranks = run_ranks("tests.optim.sharded_work:save_and_load", 2, {"root": root, **arguments})
-    before = {name: [rank[0][name] for rank in ranks] for name in arguments["saves"]}
-    after = {name: [rank[1][name] for rank in ranks] for name in loads}
-    return Written(root, before | {"alone": [alone["alone"]]}, after)
-
-
-def path_of(root: Path, name: str) -> Path:
-    return root / name / "step_00000003"
-
 
 def assert_loaded(ranks: list[Loaded], before: list[Loaded], *, same_losses: bool) -> None:
     ours = assembled([rank.saved for rank in ranks])
@@ -265,20 +302,20 @@ def assert_loaded(ranks: list[Loaded], before: list[Loaded], *, same_losses: boo
 @pytest.mark.parametrize(
     "how", ["replicated to sharded", "sharded to replicated", "sharded to sharded"]
 )
-def test_sharded_and_replicated_load_each_other(written: Written, how: str) -> None:
+def test_sharded_and_replicated_load_each_other(two: Two, how: str) -> None:
     """On the same two ranks, with the same next losses, all bit for bit."""
-    assert_loaded(written.after[how], written.before["sharded"], same_losses=True)
+    assert_loaded(two.after[how], two.before["sharded"], same_losses=True)
 
 
-def test_one_rank_loads_what_two_have_saved(written: Written) -> None:
-    path = path_of(written.root, "sharded")
+def test_one_rank_loads_what_two_have_saved(two: Two) -> None:
+    path = path_of(two.root, "sharded")
     cases = {"replicated": (path, SAVED), "sharded": (path, zero(SAVED))}
     for loaded in load_all(Rank(0, 1), cases).values():
-        assert_loaded([loaded], written.before["sharded"], same_losses=False)
+        assert_loaded([loaded], two.before["sharded"], same_losses=False)
 
 
-def test_two_ranks_load_what_one_has_saved(written: Written) -> None:
-    loaded, before = written.after["alone to sharded"], written.before["alone"]
+def test_two_ranks_load_what_one_has_saved(two: Two) -> None:
+    loaded, before = two.after["alone to sharded"], two.before["alone"]
     assert_loaded(loaded, before, same_losses=False)
 
 
@@ -313,12 +350,12 @@ def test_four_replicas() -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_load_what_two_have_saved(written: Written) -> None:
-    path = path_of(written.root, "sharded")
+def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
+    path = path_of(two.root, "sharded")
     cases = {"sharded": (path, zero(SAVED)), "replicated": (path, SAVED)}
     ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=300)
     for name in cases:
-        assert_loaded([rank[name] for rank in ranks], written.before["sharded"], same_losses=False)
+        assert_loaded([rank[name] for rank in ranks], two.before["sharded"], same_losses=False)
 
 
 def test_transformer_engine_is_refused_by_name() -> None:

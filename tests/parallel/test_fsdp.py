@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ IN_FP8 = replace(DELAYED, params_in_fp8=True)
 ODD = gpt_spec(hidden_size=28, ffn_hidden_size=52)  # rows that do not divide over 4 ranks
 RECOMPUTED = gpt_spec(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1))
 TENSORWISE: RecipeName = "tensorwise"
-WORD = "embedding.word.weight"  # tied: autograd adds its two gradients in another order
 
 
 def fsdp(strategy: str = "full", **changes: object) -> ParallelSpec:
@@ -52,9 +52,11 @@ WHOLE = {
     "BF16, one NaN": job("bf16", spoiled=1),
     "BF16, FP8": job("bf16", DELAYED, num_microbatches=4),
     "BF16, FP8 weights": job("bf16", IN_FP8, num_microbatches=4),
-    "FP16": job("fp16", steps=6, loss_scale=LossScaleSpec(init_scale=2.0**24, hysteresis=1)),
+    "FP16": job("fp16", steps=10, loss_scale=LossScaleSpec(init_scale=2.0**24, hysteresis=1)),
     "torchao": job("bf16", Fp8Recipe(name=TENSORWISE), backend="torchao"),
 }
+SLOW = pytest.mark.slow
+DEFAULT = ("FP32", "FP8 weights", "BF16, FP8")  # the others are slow: `pytest -m slow` runs them
 JOBS = {f"{name}/whole": whole for name, whole in WHOLE.items()}
 JOBS |= {f"{name}/full": sharded(whole, fsdp()) for name, whole in WHOLE.items()}
 JOBS |= {f"{name}/grad": sharded(WHOLE[name], fsdp("grad")) for name in ("FP32", "BF16, FP8")}
@@ -68,12 +70,19 @@ SAVED = WHOLE["FP8 weights"].case
 SHARDED = replace(SAVED, parallel=fsdp())
 
 
+Runs = dict[str, list[Run]]
+
+
+def marked(*names: str) -> list[Any]:
+    return [n if n in DEFAULT else pytest.param(n, marks=SLOW) for n in names]
+
+
 @dataclass(frozen=True)
 class Two:
     """What two ranks did: runs by name and rank; states saved and loaded, likewise."""
 
     root: Path
-    runs: dict[str, list[Run]]
+    runs: Runs
     before: dict[str, list[Loaded]]
     after: dict[str, list[Loaded]]
 
@@ -91,13 +100,30 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
         "sharded to ZeRO-1": (path_of(root, "sharded"), zero),
         "alone to sharded": (path_of(root, "alone"), SHARDED),
     }
-    arguments = {"jobs": JOBS, "root": root, "saves": saves, "loads": loads}
+    jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] in DEFAULT}
+    arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
     ranks = run_ranks("tests.optim.sharded_work:everything", 2, arguments, timeout=300)
     runs, before, after = (
         {name: [rank[part][name] for rank in ranks] for name in names}
-        for part, names in enumerate((JOBS, saves, loads))
+        for part, names in enumerate((jobs, saves, loads))
     )
     return Two(root, runs, before | {"alone": [alone["alone"]]}, after)
+
+
+@pytest.fixture(scope="module")
+def more() -> Runs:
+    """The slow ones."""
+    jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] not in DEFAULT}
+    ranks = run_ranks("tests.optim.sharded_work:runs", 2, {"jobs": jobs}, timeout=500)
+    return {name: [rank[name] for rank in ranks] for name in jobs}
+
+
+def runs_of(name: str, request: pytest.FixtureRequest) -> Runs:
+    if name in DEFAULT:
+        runs: Runs = request.getfixturevalue("two").runs
+        return runs
+    found: Runs = request.getfixturevalue("more")
+    return found
 
 
 def path_of(root: Path, name: str) -> Path:
@@ -138,20 +164,24 @@ def test_fp32_with_accumulation(two: Two, how: str) -> None:
     assert ours[0].losses == two.runs["FP32/full"][0].losses, "ZeRO-2 gathers less, and no more"
 
 
-@pytest.mark.parametrize("name", ["FP8", "FP8 weights", "FP8 tensorwise weights"])
-def test_fp8_has_the_scales_and_losses_of_whole_weights(two: Two, name: str) -> None:
+@pytest.mark.parametrize("name", marked("FP8", "FP8 weights", "FP8 tensorwise weights"))
+def test_fp8_has_the_scales_and_losses_of_whole_weights(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """Bit for bit, also where weights cross as FP8 bytes: scales, histories, losses."""
-    ours, whole = two.runs[f"{name}/full"], two.runs[f"{name}/whole"]
+    runs = runs_of(name, request)
+    ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
     assert_same_on_all(ours)
     assert ours[0].losses == whole[0].losses
     assert ours[0].validation == whole[0].validation
     assert_same_tables(ours[0], whole[0])
 
 
-@pytest.mark.parametrize("name", ["BF16, FP8", "BF16, FP8 weights"])
-def test_bf16_within_a_rounding_of_gradients(two: Two, name: str) -> None:
+@pytest.mark.parametrize("name", marked("BF16, FP8", "BF16, FP8 weights"))
+def test_bf16_within_a_rounding_of_gradients(name: str, request: pytest.FixtureRequest) -> None:
     """A block's gradients leave autograd in BF16; without FSDP sums of biases and rows do not."""
-    ours, whole = two.runs[f"{name}/full"], two.runs[f"{name}/whole"]
+    runs = runs_of(name, request)
+    ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
     assert_same_on_all(ours)
     assert ours[0].losses[0] == whole[0].losses[0]
     assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
@@ -175,45 +205,74 @@ def test_gradients_summed_in_bf16(two: Two) -> None:
     assert rounded.losses == pytest.approx(exact.losses, rel=1e-3)
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(two: Two) -> None:
-    for ours, whole in zip(*(two.runs[f"BF16, one NaN/{how}"] for how in ("full", "whole"))):  # noqa: B905
-        assert [r.is_finite for r in ours.results] == [True, False, True]
-        assert [r.is_finite for r in whole.results] == [True, False, True]
-        assert ours.named is not None and ours.named.startswith("gradient of layers.0.")
-    assert_same_on_all([replace(r, results=r.results[::2]) for r in two.runs["BF16, one NaN/full"]])
+@SLOW
+def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(more: Runs) -> None:
+    ours = more["BF16, one NaN/full"]
+    for rank in (*ours, *more["BF16, one NaN/whole"]):
+        assert [r.is_finite for r in rank.results] == [True, False, True]
+    for rank in ours:
+        assert rank.named is not None and rank.named.startswith("gradient of layers.0.")
+    assert_same_on_all([replace(rank, results=rank.results[::2]) for rank in ours])
 
 
-def test_fp16(two: Two) -> None:
-    ours, whole = two.runs["FP16/full"], two.runs["FP16/whole"]
-    finite = [r.is_finite for r in ours[0].results]
-    assert (
-        finite == [r.is_finite for r in whole[0].results] == [r.is_finite for r in ours[1].results]
-    )
+@SLOW
+def test_fp16_overflows_are_agreed_on(more: Runs) -> None:
+    """Gradients leave autograd in FP16, so that the scale has to fall further."""
+    first, second = more["FP16/full"]
+    finite = [result.is_finite for result in first.results]
+    assert finite == [result.is_finite for result in second.results]
     assert not finite[0] and finite[-1]
-    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+    scales = [result.loss_scale for result in first.results]
+    assert scales == [result.loss_scale for result in second.results]
+    assert first.losses[0] == more["FP16/whole"][0].losses[0]
 
 
-def test_torchaos_linears(two: Two) -> None:
-    ours, whole = two.runs["torchao/full"], two.runs["torchao/whole"]
+@SLOW
+def test_torchaos_linears(more: Runs) -> None:
+    ours, whole = more["torchao/full"], more["torchao/whole"]
     assert_same_on_all(ours)
     assert ours[0].losses[0] == whole[0].losses[0]
     assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["FP32", "FP8 weights", "BF16, FP8", "torchao"])
-def test_bytes_of_a_rank(two: Two, name: str) -> None:
+@pytest.mark.parametrize("name", marked("FP32", "FP8 weights", "BF16, FP8", "torchao"))
+def test_bytes_of_a_rank(name: str, request: pytest.FixtureRequest) -> None:
     """Rows of each parameter over the ranks, the last ones padded: 4 bytes each of master and
     gradient, 8 of moments."""
-    shapes = {
-        p.name: p.global_shape for p in two.runs[f"{name}/whole"][0].saved if "model/" in p.name
-    }
-    for rank in two.runs[f"{name}/full"]:
+    runs = runs_of(name, request)
+    shapes = {p.name: p.global_shape for p in runs[f"{name}/whole"][0].saved if "model/" in p.name}
+    for rank in runs[f"{name}/full"]:
         rows = sum(-(-shape[0] // 2) * torch.Size(shape[1:]).numel() for shape in shapes.values())
         assert rank.held.weights == rank.held.masters == 4 * rows
         assert rank.held.gradients == 4 * rows
         assert rank.held.moments == 8 * sum(
             p.tensor.numel() for p in rank.saved if p.name.startswith("model/")
         )
+
+
+@pytest.mark.parametrize("name", ["FP32", "FP8 weights"])
+def test_what_is_gathered(two: Two, name: str) -> None:
+    """This rank's rows, each microbatch: of the blocks twice in `full`, once in `grad`, of the rest
+    once. Linears' weights as 1 byte each where they are kept in FP8. Gradients always in FP32."""
+    run = two.runs[f"{name}/full"][0]
+    count = 4 if name == "FP32" else 1  # microbatches of the last step, here
+    bytes_of = {True: 0, False: 0}  # in a block or not
+    elements = 0
+    for p in two.runs[f"{name}/whole"][0].saved:
+        if p.name.startswith("model/"):
+            rows = -(-p.global_shape[0] // 2) * torch.Size(p.global_shape[1:]).numel()
+            is_block, is_matrix = ".layers." in f".{p.name[6:]}", len(p.global_shape) == 2
+            in_fp8 = name == "FP8 weights" and is_block and is_matrix
+            bytes_of[is_block] += rows * (1 if in_fp8 else 4)
+            elements += rows
+    gathered = {key: n for key, n in run.traffic.items() if key[1] == "all_gather"}
+    assert sum(gathered.values()) == count * (bytes_of[False] + 2 * bytes_of[True])
+    assert run.traffic["dp", "reduce_scatter_sum", "float32"] == count * 2 * 4 * elements
+    if name == "FP32":
+        once = two.runs["FP32/grad"][0].traffic["dp", "all_gather", "float32"]
+        assert once == count * (bytes_of[False] + bytes_of[True])
+    else:
+        assert run.traffic["dp", "all_reduce_max", "float32"] == 4 * 4 * ODD.num_layers
 
 
 # ---- checkpoints
@@ -255,11 +314,11 @@ def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
 def test_four_ranks() -> None:
     """Alone, hybrid over two nodes of two, and with tensor and sequence parallelism."""
     deep = {"num_microbatches": 4}
-    tp = job("fp32", IN_FP8, **deep)
+    tp, hybrid = job("fp32", IN_FP8, **deep), fsdp("hybrid", num_nodes=2)
     of = {
         "FP32": (job("fp32", model=ODD, **deep), ParallelSpec(), fsdp(), 1e-6),
-        "hybrid": (job("fp32", model=ODD, **deep), ParallelSpec(), fsdp("hybrid", num_nodes=2), 1e-6),
-        "hybrid FP8": (tp, ParallelSpec(), fsdp("hybrid", num_nodes=2), 1e-3),
+        "hybrid": (job("fp32", model=ODD, **deep), ParallelSpec(), hybrid, 1e-6),
+        "hybrid FP8": (tp, ParallelSpec(), hybrid, 1e-3),
         "tp": (tp, ParallelSpec(tp=2), fsdp(tp=2), 1e-3),
         "tp, sequence": (
             tp, ParallelSpec(tp=2, sequence_parallel=True),
