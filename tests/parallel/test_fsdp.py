@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.errors import UserError
+from megafp8.config.load import load as load_config
+from megafp8.config.validate import check_values, read_values
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
@@ -353,29 +354,52 @@ def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["model.fsdp=True", "trainer.devices=1"], "one replica"),
-        (["model.fsdp=True", "model.pipeline_model_parallel_size=2"], "pipeline stages"),
-        (["model.fsdp=True", "model.fp8_backend=te"], "Transformer Engine"),
-        (["model.fsdp=True", "model.compile=block"], "model.compile=block"),
-        (["model.fsdp=True", "model.optim.name=distributed_fused_adam"], "already"),
-        (["model.fsdp=True", "model.optim.grad_sync_dtype=bf16"], "fsdp_grad_reduce_dtype"),
-        (["model.fsdp=True", "model.megatron_amp_O2=False"], "megatron_amp_O2"),
-        (["model.fsdp=True", "model.fsdp_sharding_strategy=hybrid"], "one node"),
-        (["model.fsdp=True", "model.fp8=True", "model.fp8_params=True", "trainer.precision=16"],
-         "FP16's range"),
-        (["model.fsdp_sharding_strategy=grad"], "means nothing without model.fsdp"),
-        (["model.fsdp_grad_reduce_dtype=bf16"], "means nothing without model.fsdp"),
-        (["model.fsdp=True", "model.fsdp_grad_reduce_dtype=8"], "32, bf16 or 16"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(given: list[str], said: str) -> None:
-    from megafp8.config.load import load as load_config
-    from megafp8.config.resolve import resolve
-
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
     words = ["model.data.data_prefix=builtin", "model.global_batch_size=16", "trainer.devices=4"]
-    asked = {word.partition("=")[0]: word for word in [*words, *given]}
-    with pytest.raises(UserError, match=said):
-        resolve(load_config(list(asked.values())), lambda: True)
+    found, problems = read_values(load_config(words))
+    assert not problems
+    return found
+
+
+HYBRID = {"model.fsdp_sharding_strategy": "hybrid"}
+FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "said"),
+    [
+        ({"trainer.devices": 1}, "model.fsdp", "one replica"),
+        ({"model.pipeline_model_parallel_size": 2}, "model.fsdp", "pipeline stages"),
+        ({"model.fp8_backend": "te"}, "model.fsdp", "Transformer Engine"),
+        ({"model.compile": "block"}, "model.fsdp", "model.compile=block"),
+        ({"model.optim.name": "distributed_fused_adam"}, "model.optim.name", "already"),
+        ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP sums"),
+        ({"model.megatron_amp_O2": False}, "model.megatron_amp_O2", "one dtype"),
+        (HYBRID, "model.fsdp_sharding_strategy", "one node"),
+        (
+            {**HYBRID, "trainer.devices": 1, "trainer.num_nodes": 2},
+            "model.fsdp_sharding_strategy",
+            "one replica on each node",
+        ),
+        ({**FP8_WEIGHTS, "trainer.precision": 16}, "model.fp8_params", "FP16's range"),
+        (
+            {"model.fsdp": False, "model.fsdp_sharding_strategy": "grad"},
+            "model.fsdp_sharding_strategy",
+            "means nothing without model.fsdp",
+        ),
+        (
+            {"model.fsdp": False, "model.fsdp_grad_reduce_dtype": "bf16"},
+            "model.fsdp_grad_reduce_dtype",
+            "means nothing without model.fsdp",
+        ),
+        ({"model.fsdp_grad_reduce_dtype": 8}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),
+        ({"model.fsdp_grad_reduce_dtype": True}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    values: dict[str, Any], given: dict[str, Any], key: str, said: str
+) -> None:
+    assert not check_values(values | {"model.fsdp": True})
+    problems = check_values(values | {"model.fsdp": True} | given)
+    assert [p for p in problems if p.key == key and said in f"{p.reason} {p.way_out}"], problems
