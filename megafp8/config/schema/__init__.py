@@ -11,7 +11,7 @@ from megafp8.config.schema.model import Model
 from megafp8.config.schema.optim import Sched
 from megafp8.config.schema.profile import NsysProfile
 from megafp8.config.schema.trainer import Trainer
-from megafp8.config.schema.tree import Config, all_keys, all_sections
+from megafp8.config.schema.tree import Config, all_keys, all_sections, schema_tree
 
 __all__ = [
     "Config",
@@ -22,4 +22,5 @@ __all__ = [
     "Trainer",
     "all_keys",
     "all_sections",
+    "schema_tree",
 ]

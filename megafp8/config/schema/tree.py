@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from functools import cache
+
+from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.keys import Key, key, keys_of, or_null
 from megafp8.config.schema.accepted import PATH
@@ -27,6 +30,18 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     exp_manager: ExpManager = field(default_factory=ExpManager)
     model: Model = field(default_factory=Model)
+
+
+def schema_tree() -> DictConfig:
+    """Every key at its default, each node of the type that the schema gives it."""
+    return copy.deepcopy(_schema_tree())
+
+
+@cache
+def _schema_tree() -> DictConfig:
+    tree = OmegaConf.structured(Config)  # six times as long as a copy of it
+    assert isinstance(tree, DictConfig)
+    return tree
 
 
 @cache
