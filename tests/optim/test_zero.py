@@ -84,7 +84,7 @@ def paired(names: Iterable[str], ranks: list[dict[str, Run]]) -> Pairs:
 
 
 def pairs(size: int, jobs: dict[str, Job]) -> Pairs:
-    ranks = run_ranks("tests.optim.sharded_work:runs", size, {"jobs": both(jobs)}, timeout=400)
+    ranks = run_ranks("tests.optim.sharded_work:runs", size, {"jobs": both(jobs)}, timeout=900)
     return paired(jobs, ranks)
 
 
@@ -354,7 +354,7 @@ def test_four_replicas() -> None:
 def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
     path = path_of(two.root, "sharded")
     cases = {"sharded": (path, zero(SAVED)), "replicated": (path, SAVED)}
-    ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=300)
+    ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=900)
     for name in cases:
         assert_loaded([rank[name] for rank in ranks], two.before["sharded"], same_losses=False)
 
