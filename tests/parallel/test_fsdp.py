@@ -356,7 +356,7 @@ def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    words = ["model.data.data_prefix=builtin", "model.global_batch_size=16", "trainer.devices=4"]
+    words = ["model.data.data_prefix=builtin", "model.global_batch_size=64", "trainer.devices=4"]
     found, problems = read_values(load_config(words))
     assert not problems
     return found
