@@ -44,8 +44,8 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
                 m.drop(key, value, "trainer.accelerator=auto takes the GPU if there is one")
         elif key == "fsdp_config":
             m.decide(
-                key, plain(value), "shards weights, which is not supported yet",
-                "Leave it out, or share weights by model.tensor_model_parallel_size",
+                key, plain(value), "has no translation key by key",
+                "Leave it out, and use model.fsdp=True with model.fsdp_sharding_strategy",
             )  # fmt: skip
         elif key in LAUNCH_ONLY:
             m.drop(key, value, "it is about Accelerate's own launcher")
@@ -127,7 +127,7 @@ def _torchao_block(block: dict[str, Any], m: Migration) -> None:
         elif key == "pad_inner_dim":
             m.change(path, value, {"model.pad_inner_dim": bool(value)})
         elif key == "enable_fsdp_float8_all_gather" and value:
-            m.decide(path, value, "needs FSDP, which is not supported yet", "Leave it out")
+            m.decide(path, value, "torchao's weights are gathered in BF16", "Leave it out")
         elif key in _TE_KEYS:
             m.drop(path, value, "the backend AO does not read it")
         else:

@@ -146,10 +146,10 @@ def _health_is_native(v: Values) -> Iterator[Finding]:
 
 
 @rule(KEY, "model.enable_fsdp_float8_all_gather")
-def _no_fsdp(v: Values) -> Iterator[Finding]:
+def _gathers_in_compute_dtype(v: Values) -> Iterator[Finding]:
     if v["model.enable_fsdp_float8_all_gather"]:
         yield Finding(
             "model.enable_fsdp_float8_all_gather",
-            "needs FSDP, which is not supported yet",
-            "Leave it out",
+            "with FSDP torchao's weights are gathered in the compute dtype",
+            "Leave it out; model.fp8_backend=native gathers FP8 with model.fp8_params=True",
         )

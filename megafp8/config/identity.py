@@ -19,7 +19,7 @@ Resolved = Mapping[str, Any]
 
 _ABSENT = "absent"
 
-_SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw"}}
+_SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_adam": "adamw"}}
 """Values that another kernel computes and that mean the same."""
 
 

@@ -267,13 +267,8 @@ def _model_memory_and_speed(t: _Table) -> None:
                  "get_attention_mask_from_fusion"):  # fmt: skip
         t.add(name, True, "torch chooses the kernels, with the same results")
     t.add("apply_rope_fusion", False, "torch chooses the kernels", why="cannot be promised")
-    whole = "each rank has whole weights, but for tensor parallelism"
-    way = "Use model.tensor_model_parallel_size to share weights"
-    t.add("fsdp", False, whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_sharding_strategy", "full", whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_grad_reduce_dtype", 32, whole, status=NOT_YET, way_out=way)
-    t.add("fsdp_sharded_checkpoint", False, whole, status=NOT_YET, way_out=way)
     own = "checkpoints are sharded safetensors, which load into any layout"
+    t.add("fsdp_sharded_checkpoint", False, own, also=(True,))
     t.add("dist_ckpt_format", "zarr", own)
     t.add("dist_ckpt_load_on_device", True, own)
     memory = "Use model.activations_checkpoint_granularity, or a smaller model.micro_batch_size"
@@ -317,6 +312,15 @@ def _model_sections(t: _Table) -> None:
           why="has no equivalent here")  # fmt: skip
     t.add("pad_samples_to_global_batch_size", False, "training never ends within a batch")
     t.add("exchange_indices_distributed", False, "each node reads or makes its own indices")
+    t.prefix = "model.optim"
+    reduced = "a bucket of gradients is reduced as soon as it is complete"
+    t.add("overlap_grad_sync", True, reduced, extra=True)
+    t.add("overlap_param_sync", False, "weights are gathered before the next step", extra=True)
+    flat = "with distributed_fused_adam gradients and weights lie in flat buffers"
+    for name in ("contiguous_grad_buffer", "contiguous_param_buffer"):
+        t.add(name, True, flat, also=(False,), extra=True)
+    t.add("bucket_cap_mb", 100, "model.grad_allreduce_chunk_size_mb is the size of a bucket",
+          extra=True, way_out="Use model.grad_allreduce_chunk_size_mb")  # fmt: skip
     t.prefix = "model.optim.sched"
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",
           extra=True)  # fmt: skip

@@ -34,6 +34,16 @@ def unread_keys(v: Values) -> dict[str, str]:
     return unread
 
 
+@rule("model.optim.name", "model.fp8_backend")
+def _backend_has_sharded_states(v: Values) -> Iterator[Finding]:
+    if v["model.optim.name"] == "distributed_fused_adam" and v["model.fp8_backend"] == "te":
+        yield Finding(
+            "model.optim.name",
+            "Transformer Engine's weights have not been shown to be right in flat buffers",
+            "Use model.optim.name=fused_adam, or model.fp8_backend=native",
+        )
+
+
 @rule("model.optim.lr", "model.optim.sched.min_lr")
 def _lr_falls(v: Values) -> Iterator[Finding]:
     if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:

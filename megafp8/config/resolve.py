@@ -38,6 +38,7 @@ from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
     Fp8Recipe,
+    FsdpSpec,
     HealthSpec,
     LossScaleSpec,
     ObserveSpec,
@@ -104,9 +105,8 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     So equal runs have equal identities, and the result loads again as a configuration.
     """
     values, _ = read_values(cfg)
-    values["trainer.precision"] = {"bf16": "bf16", "fp16": 16, "fp32": 32}[
-        PRECISIONS[values["trainer.precision"]]
-    ]
+    for key in ("trainer.precision", "model.fsdp_grad_reduce_dtype"):
+        values[key] = {"bf16": "bf16", "fp16": 16, "fp32": 32}[PRECISIONS[values[key]]]
     values["trainer.accelerator"] = _accelerator(
         values["trainer.accelerator"], accelerator_available
     )
@@ -186,7 +186,17 @@ def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
         tp_only_amax_red=model.tp_only_amax_red,
         grad_bucket_bytes=model.grad_allreduce_chunk_size_mb * MIB,
         grad_reduce_dtype=model.optim.grad_sync_dtype,  # type: ignore[arg-type]  # validated
+        fsdp=_fsdp(model),
         step_timeout_seconds=trainer.step_timeout,
+    )
+
+
+def _fsdp(model: Model) -> FsdpSpec | None:
+    if not model.fsdp:
+        return None
+    return FsdpSpec(
+        strategy=model.fsdp_sharding_strategy,  # type: ignore[arg-type]  # validated
+        grad_reduce_dtype=PRECISIONS[model.fsdp_grad_reduce_dtype],
     )
 
 

@@ -16,6 +16,7 @@ from megafp8.config import (
     backends,
     context_rules,
     fp8_rules,
+    fsdp_rules,
     model_rules,
     optim_rules,
     parallel_rules,
@@ -36,7 +37,6 @@ from megafp8.config.validate_data import (
     builtin_has_its_tokenizer,
     tokenizer_is_named,
 )
-from megafp8.config.values import NOT_YET_VALUES
 
 rule = Rules()
 
@@ -125,6 +125,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         parallel_rules,
         sequence_rules,
         context_rules,
+        fsdp_rules,
         fp8_rules,
         optim_rules,
         profile_rules,
@@ -328,8 +329,7 @@ def _range_finding(key: Key, value: Any) -> Finding | None:
     if valid is None or valid.accepts(value):
         return None
     if value in valid.later:
-        yet = " yet" if value in NOT_YET_VALUES else ""
-        return Finding(key.path, f"is not supported{yet}", valid.suggestion)
+        return Finding(key.path, "is not supported", valid.suggestion)
     usual = f"NeMo's default is {key.nemo}" if key.required else f"The default is {key.default}"
     return Finding(key.path, f"must be {valid.text}", usual)
 

@@ -19,14 +19,11 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "16-mixed": "fp16",
 }
 
-OPTIMIZERS = ("adam", "adamw", "fused_adam")
-"""NeMo's `fused_adam` is Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
-
-NOT_YET_VALUES = ("distributed_fused_adam",)
-"""Values whose feature is planned; the others that are known and refused will not come."""
+OPTIMIZERS = ("adam", "adamw", "fused_adam", "distributed_fused_adam")
+"""NeMo's fused ones are Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
 
 LATER_OPTIMIZERS = (
-    "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
+    "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
     "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",
 )  # fmt: skip
 """NeMo's others."""

@@ -18,15 +18,18 @@ class AdamW:
 
     def __init__(self, masters: Masters, spec: OptimSpec) -> None:
         self.masters, self.spec = masters, spec
-        self._kernel, self.kernel_name = choose_kernel(spec, masters.flat_grad.device)
-        decaying = [m for m in masters.masters if m.dim() > 1]
-        others = [m for m in masters.masters if m.dim() <= 1]
+        self._kernel, self.kernel_name = choose_kernel(spec, masters.device)
+        both = list(zip(masters.segments, masters.masters, strict=True))
+        decaying = [master for segment, master in both if segment.param.dim() > 1]
+        others = [master for segment, master in both if segment.param.dim() <= 1]
+        if not both:  # the shard of one of very many ranks may be empty
+            others = [torch.nn.Parameter(torch.zeros(0, device=masters.device))]
         groups = [
             {"params": decaying, "weight_decay": spec.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
         self._torch = self._kernel.make([group for group in groups if group["params"]], spec)
-        prepare_state(self._kernel, self._torch, masters.masters)
+        prepare_state(self._kernel, self._torch, decaying + others)
 
     def step(self, step: int) -> None:
         """Apply the gradients in `masters` as optimizer step `step` (from 1), then round back."""

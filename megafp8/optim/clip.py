@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -14,17 +15,25 @@ from megafp8.specs import OptimSpec
 
 def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     """L2 norm over the logical model (FP64 scalar): sharded parts summed over tensor-parallel
-    ranks, all over pipeline stages; replicated parameters counted once."""
-    norms = torch.stack(torch._foreach_norm(masters.grads)).double()
-    squares = norms.square()
-    for row, param in enumerate(masters.params):
-        if pieces_of(param)[0].replica:  # another stage counts it
-            squares[row] = 0
-    sharded = tp.all_reduce_sum(squares[: masters.num_sharded].sum())
-    return pp.all_reduce_sum(sharded + squares[masters.num_sharded :].sum()).sqrt()
+    ranks, all over pipeline stages and the optimizer's shards; replicated parameters counted
+    once."""
+    squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
+    if masters.grads:  # a shard may be all padding
+        of_each = torch.stack(torch._foreach_norm(masters.grads)).double().square()
+        whole: list[int] = []
+        parts: list[int] = []
+        for row, segment in enumerate(masters.segments):
+            piece = pieces_of(segment.param)[0]
+            if not piece.replica:  # else another stage counts it
+                (parts if piece.is_sharded else whole).append(row)
+        squares = torch.stack((of_each[parts].sum(), of_each[whole].sum()))
+    masters.shards.all_reduce_sum(squares)
+    return pp.all_reduce_sum(tp.all_reduce_sum(squares[0]) + squares[1]).sqrt()
 
 
-def clip(flat_grad: torch.Tensor, norm: float, spec: OptimSpec, *, divisor: float) -> None:
+def clip(
+    flat_grads: Sequence[torch.Tensor], norm: float, spec: OptimSpec, *, divisor: float
+) -> None:
     """Divide all gradients by `divisor` and clip them, in place; `norm` is theirs after it.
 
     By norm, they shrink together until their norm is the limit; by value, each is cut off at it.
@@ -32,6 +41,7 @@ def clip(flat_grad: torch.Tensor, norm: float, spec: OptimSpec, *, divisor: floa
     limit, coefficient = spec.clip_grad_norm or math.inf, 1.0
     if spec.clip_algorithm == "norm":
         coefficient = min(1.0, limit / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
-    flat_grad.mul_(coefficient / divisor)
-    if spec.clip_algorithm == "value" and limit < math.inf:
-        flat_grad.clamp_(-limit, limit)
+    for flat_grad in flat_grads:
+        flat_grad.mul_(coefficient / divisor)
+        if spec.clip_algorithm == "value" and limit < math.inf:
+            flat_grad.clamp_(-limit, limit)

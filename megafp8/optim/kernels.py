@@ -34,8 +34,8 @@ TORCH = Kernel("torch's fused kernel", _torch_adam, counts_in_groups=False)
 
 
 def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
-    """The kernel, and for the log why it is this one. Only `fused_adam` on a GPU has a choice."""
-    if spec.name != "fused_adam":
+    """The kernel, and for the log why it is this one. On a GPU the fused ones have a choice."""
+    if spec.name not in ("fused_adam", "distributed_fused_adam"):
         return TORCH, TORCH.name
     if device.type != "cuda":
         return TORCH, f"{TORCH.name} (Apex's and Transformer Engine's need a GPU)"

@@ -109,6 +109,30 @@ class Axis:
         work = dist.reduce_scatter_tensor(own, tensor.contiguous(), group=self.group, async_op=True)
         return Pending(own, work)
 
+    def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[size N] -> [N]: this rank's range, a view."""
+        return tensor.chunk(self.size)[self.rank]
+
+    def start_reduce_scatter_in_place(self, tensor: torch.Tensor) -> Pending:
+        """[size N]: the sum into this rank's range of it, not waited for; the rest stays."""
+        own = self.own_part(tensor)
+        if self.size == 1:
+            return Pending(own, None)
+        self.traffic.add(self.name, "reduce_scatter_sum", tensor)
+        return Pending(
+            own, dist.reduce_scatter_tensor(own, tensor, group=self.group, async_op=True)
+        )
+
+    def start_all_gather_in_place(self, tensor: torch.Tensor) -> Pending:
+        """[size N]: every rank's range into all of it, not waited for."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        own = self.own_part(tensor)
+        self.traffic.add(self.name, "all_gather", own)
+        return Pending(
+            tensor, dist.all_gather_into_tensor(tensor, own, group=self.group, async_op=True)
+        )
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """In place: the tensor of the rank `source` of this axis."""
         if self.size > 1:

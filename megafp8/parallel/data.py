@@ -15,10 +15,14 @@ from megafp8.precision.grad_sink import ComputeGrad, GradSink
 
 @dataclass
 class Bucket:
-    """Consecutive parameters' gradients, reduced together."""
+    """Consecutive parameters' gradients, reduced together.
+
+    `is_scattered`: of the sum each rank gets its own range alone, in place.
+    """
 
     gradient: torch.Tensor  # a part of the flat buffer
     params: frozenset[nn.Parameter]
+    is_scattered: bool = False
     reduced: Pending | None = field(default=None)  # under way
 
 
@@ -31,7 +35,7 @@ class _Plan:
 
 
 class GradReducer:
-    """Sums the flat gradient buffer over `axis`, a bucket as soon as its last gradient is in.
+    """Sums buckets of gradients over `axis`, each as soon as its last gradient is in.
 
     How many gradients a parameter gets in a step is seen in the first step with that number of
     microbatches, which is reduced at its end, and so is the order in which buckets become complete.
@@ -40,24 +44,18 @@ class GradReducer:
     """
 
     def __init__(
-        self,
-        flat_grad: torch.Tensor,
-        params: Sequence[nn.Parameter],
-        axis: Axis,
-        *,
-        bucket_bytes: int,
-        dtype: torch.dtype = torch.float32,
+        self, buckets: Sequence[Bucket], axis: Axis, *, dtype: torch.dtype = torch.float32
     ) -> None:
-        """`params` in the order of the buffer. BF16 halves what is sent and rounds each addend."""
+        """BF16 halves what is sent and rounds each addend."""
         self.axis, self.dtype = axis, dtype
-        self.buckets = _buckets(flat_grad, params, bucket_bytes // flat_grad.element_size())
+        self.buckets = list(buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self._plans: dict[int, _Plan] = {}  # by number of microbatches
         self._num_microbatches = 0
         self._seen: list[nn.Parameter] = []  # of this step, where there is no plan yet
         self._missing: dict[int, int] = {}  # gradients still to come, by bucket
         self._order: list[Bucket] = []  # still to be reduced, last one first
-        for param in params:  # what autograd delivers; the sink has taken it by then
+        for param in self._bucket_of:  # what autograd delivers; the sink has taken it by then
             param.register_post_accumulate_grad_hook(self._note)
 
     def begin_step(self, num_microbatches: int) -> None:
@@ -88,8 +86,9 @@ class GradReducer:
         for bucket in self.buckets:
             assert bucket.reduced is not None
             total = bucket.reduced.wait()
-            if total is not bucket.gradient:
-                bucket.gradient.copy_(total)
+            if total.dtype != bucket.gradient.dtype:
+                mine = self.axis.own_part(bucket.gradient)
+                (mine if bucket.is_scattered else bucket.gradient).copy_(total)
             bucket.reduced = None
 
     def _plan(self) -> _Plan:
@@ -103,7 +102,10 @@ class GradReducer:
 
     def _start(self, bucket: Bucket) -> None:
         sent = bucket.gradient.to(self.dtype)  # itself if it has the dtype
-        bucket.reduced = self.axis.start_all_reduce_sum(sent)
+        if bucket.is_scattered:
+            bucket.reduced = self.axis.start_reduce_scatter_in_place(sent)
+        else:
+            bucket.reduced = self.axis.start_all_reduce_sum(sent)
 
     def _note(self, param: torch.Tensor) -> None:
         assert isinstance(param, nn.Parameter)
@@ -134,8 +136,11 @@ class NotingSink:
             self.reducer.note(weight)
 
 
-def _buckets(flat_grad: torch.Tensor, params: Sequence[nn.Parameter], size: int) -> list[Bucket]:
-    """Consecutive parameters until `size` elements are reached."""
+def buckets_of(
+    flat_grad: torch.Tensor, params: Sequence[nn.Parameter], bucket_bytes: int
+) -> list[Bucket]:
+    """Consecutive parameters, in the order of the buffer, until `bucket_bytes` are reached."""
+    size = bucket_bytes // flat_grad.element_size()
     buckets: list[Bucket] = []
     begin = end = 0
     held: list[nn.Parameter] = []

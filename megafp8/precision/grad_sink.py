@@ -42,8 +42,9 @@ class AutogradSink:
 class MainGradSink:
     """Gradients accumulate over microbatches in FP32, whatever the weights' dtype.
 
-    `main_grads` holds one FP32 tensor per parameter. What autograd still delivers through `.grad`
-    (norms) is added there and freed as soon as it arrives. Between `begin_step` and `end_step` the
+    `main_grads` holds one FP32 tensor per parameter; gradients of others are left to autograd.
+    What autograd still delivers through `.grad` (norms) is added there and freed as soon as it
+    arrives. Between `begin_step` and `end_step` the
     first gradient of a parameter overwrites: nothing has to be zeroed before.
     """
 
@@ -75,8 +76,9 @@ class MainGradSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
-        if weight_VD not in self.main_grads:
-            return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
+        if weight_VD not in self.main_grads:  # summed in FP32, rounded once
+            total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+            return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
         main_grad = self.main_grads[weight_VD]
         if weight_VD in self._untouched:
             main_grad.zero_()

@@ -9,12 +9,15 @@ grad_weight = grad_output.T @ input
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from megafp8.precision.engine import EMULATED
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.quantizers.base import Operand, Role
@@ -114,6 +117,9 @@ class Linear(nn.Module):
         self._stored_weight: Fp8Tensor | None = None
         self._cached_weight: Operands | None = None
         self._cached_version = -1
+        self.keeps_weight = True  # False: it is gathered for each use, and so is its FP8 copy made
+        self._weight_again: AbstractContextManager[None] | None = None
+        self._gathered_scale: tuple[torch.Tensor, Fp8Format] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
@@ -142,13 +148,29 @@ class Linear(nn.Module):
             return self._stored_operands(self._stored_weight, work)
         if self.quantizer is None:
             return Operands(self.weight, self.weight)
+        if self._gathered_scale is not None:
+            return self._gathered_operands(*self._gathered_scale)
         version = self.quantizer.state.weights_version
+        if not self.keeps_weight:
+            return self._passing_weight(version)
         if self._cached_weight is None or self._cached_version != version:
             self._cached_weight = self.quantizer.operands("weight", self.weight.detach())
             self._cached_version = version
         if num_tokens >= KEEP_NUMBERS_BELOW:
             self._cached_weight = _without_numbers(self._cached_weight)
         return self._cached_weight
+
+    def _passing_weight(self, version: int) -> Operands:
+        """Quantized for this use alone; again in a step, by the first time's scale, so that the
+        bits are the same, and without a trace."""
+        assert self.quantizer is not None
+        again = self._weight_again
+        if again is None or self._cached_version != version:
+            self._weight_again = self.quantizer.state.recomputation()
+            self._cached_version = version
+            return self.quantizer.operands("weight", self.weight.detach())
+        with again:
+            return self.quantizer.operands("weight", self.weight.detach())
 
     def product(
         self,
@@ -191,6 +213,47 @@ class Linear(nn.Module):
         self.weight.data.copy_(value.payload)
         self._stored_weight = value.factory()(self.weight.data, value.dequant_scale)
 
+    @torch.no_grad()
+    def store_parts(
+        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`store_weight` where ranks hold parts of the master: quantize each (rounded part, its
+        place in the payload), all of one shape, with the scale that `amax` of all parts leads to.
+
+        The payload is whole when the ranks' places have been gathered.
+        """
+        assert self.quantizer is not None and self.weight_compute_dtype is not None
+        quant_scale, fmt = self.quantizer.store_scale(amax)
+        for part, place in parts:
+            stored = Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+            place.copy_(stored.payload)
+            self.quantizer.observe_part(part, stored)
+        self._stored_weight = Fp8Tensor(self.weight.data, quant_scale.reciprocal(), fmt)
+
+    @torch.no_grad()
+    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
+        """`store_weight` where the weight is put together from FP8 parts for each use: the scale
+        that `amax` of all parts leads to, until the next call. `part` is this rank's, rounded."""
+        assert self.quantizer is not None
+        self._gathered_scale = self.quantizer.store_scale(amax)
+        if self.quantizer.state.observers:
+            self.quantizer.observe_part(part, self.quantized_part(part))
+
+    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
+        """A part of the weight with the scale that was agreed on."""
+        assert self._gathered_scale is not None
+        quant_scale, fmt = self._gathered_scale
+        return Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+
+    def _gathered_operands(self, quant_scale: torch.Tensor, fmt: Fp8Format) -> Operands:
+        """The weight holds FP8 numbers times their scale, in the compute dtype: that rounding is
+        far finer than FP8's, so the cast finds the very same numbers again."""
+        assert self.quantizer is not None
+        if not self.quantizer.state.fp8_enabled:
+            return Operands(self.weight, self.weight)
+        weight_fp8 = Fp8Tensor.quantize(self.weight.detach(), quant_scale, fmt)
+        return Operands(weight_fp8, weight_fp8)
+
     def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:
         assert self.quantizer is not None
         if self.quantizer.state.fp8_enabled:
@@ -231,7 +294,8 @@ class _LinearFunction(torch.autograd.Function):
             output_TO = output_TO + bias_O
         if is_grad_enabled:
             _save(ctx, input.along_first)
-        ctx.layer, ctx.weight_along_first = layer, weight.along_first
+        ctx.layer = layer
+        ctx.weight_along_first = weight.along_first if layer.keeps_weight else None
         return output_TO
 
     @staticmethod
@@ -244,7 +308,10 @@ class _LinearFunction(torch.autograd.Function):
         along_last, along_first = _gathered(layer.comm, grad_output)
         pending = None
         if ctx.needs_input_grad[0]:
-            grad_input_TI = layer.product("grad_input", along_last, ctx.weight_along_first, work)
+            weight = ctx.weight_along_first
+            if weight is None:
+                weight = layer.weight_operands(work).along_first
+            grad_input_TI = layer.product("grad_input", along_last, weight, work)
             pending = layer.comm.reduce_grad_input(grad_input_TI)
 
         def compute_grad_weight() -> torch.Tensor:

@@ -5,7 +5,7 @@ from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
-from megafp8.specs.parallel import ParallelSpec, PipelineSpec
+from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.run import ProfileSpec, RunSpec
 from megafp8.specs.train import RampupSpec, TrainSpec
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointSpec",
     "DataSpec",
     "Fp8Recipe",
+    "FsdpSpec",
     "GPTSpec",
     "HealthSpec",
     "LossScaleSpec",

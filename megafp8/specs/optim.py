@@ -26,7 +26,8 @@ class OptimSpec:
     """Adam with one of two weight decays, and gradient clipping.
 
     `adam` adds weight_decay * weight to the gradient (L2); `adamw` and `fused_adam` shrink the
-    weight itself (decoupled). `fused_adam` takes Apex's or Transformer Engine's kernel if it can.
+    weight itself (decoupled). `fused_adam` takes Apex's or Transformer Engine's kernel if it can;
+    `distributed_fused_adam` does too, and shares the states out over replicas (ZeRO-1).
     """
 
     name: str
@@ -37,3 +38,8 @@ class OptimSpec:
     clip_grad_norm: float | None  # None or 0: no clipping
     schedule: ScheduleSpec
     clip_algorithm: Literal["norm", "value"] = "norm"
+
+    @property
+    def shards_states(self) -> bool:
+        """Whether each replica keeps a part of masters and moments alone."""
+        return self.name == "distributed_fused_adam"

@@ -51,6 +51,19 @@ class PipelineSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FsdpSpec:
+    """How replicas share out the parameters of each transformer block.
+
+    `full`: weights are gathered for a block's forward and again for its backward pass (ZeRO-3);
+    `grad`: they stay from one to the other (ZeRO-2); `hybrid`: as `full` within a node, and nodes
+    are replicas (HSDP).
+    """
+
+    strategy: Literal["full", "grad", "hybrid"] = "full"
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
     """Sizes of the mesh axes; `world_size` is their product."""
 
@@ -65,6 +78,7 @@ class ParallelSpec:
     tp_only_amax_red: bool = False  # amaxes over tp x cp, not over dp too
     grad_bucket_bytes: int = 125 * MIB  # of FP32 gradients that one reduction takes
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    fsdp: FsdpSpec | None = None  # None: every replica has whole parameters
     step_timeout_seconds: float | None = None  # without a sign of life; None: no watch
 
     @property

@@ -30,3 +30,37 @@ def whole(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, .
     """The one piece of a tensor that is not sharded."""
     local = tuple(slice(0, size) for size in shape)
     return (Piece(name, shape, (0,) * len(shape), local, replica),)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Part of a tensor: `shape` elements from `offset` on."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def rectangles_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
+    """The elements `begin` to `end` (exclusive) of a vector or matrix in memory order.
+
+    Of a matrix they are at most three rectangles: the end of a row, whole rows, the beginning of
+    a row. Those that are empty are left out.
+    """
+    assert len(shape) in (1, 2) and 0 <= begin <= end, f"{begin} to {end} of {shape}"
+    if begin == end:
+        return []
+    if len(shape) == 1:
+        return [Rectangle((begin,), (end - begin,))]
+    columns = shape[1]
+    (first, start), (last, rest) = divmod(begin, columns), divmod(end, columns)
+    if first == last:
+        return [Rectangle((first, start), (1, end - begin))]
+    found = []
+    if start:
+        found.append(Rectangle((first, start), (1, columns - start)))
+        first += 1
+    if first < last:
+        found.append(Rectangle((first, 0), (last - first, columns)))
+    if rest:
+        found.append(Rectangle((last, 0), (1, rest)))
+    return found

@@ -7,10 +7,13 @@ import torch
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.fsdp import FsdpMasters
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
-from megafp8.parallel.data import GradReducer, NotingSink
+from megafp8.optim.zero import ShardedMasters
+from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.deferred import DeferringSink
+from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
@@ -33,7 +36,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
     outer: GradSink = sink
-    noting = NotingSink(outer) if mesh.data.size > 1 else None
+    is_reduced_here = mesh.data.size > 1 and parallel.fsdp is None
+    noting = NotingSink(outer) if is_reduced_here else None
     outer = noting or outer
     is_split = mesh.pp.size > 1 and parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES
     deferring = DeferringSink(outer) if is_split else None
@@ -51,23 +55,41 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     model.to(mesh.device)
     if isinstance(engine.scaling, ScalingState):
         engine.scaling.to(mesh.device)
-    stores = {
-        linear.weight: linear.store_weight
+    in_fp8 = {
+        linear.weight: linear
         for linear in linears_of(model)
         if linear.weight_compute_dtype is not None
     }
     compiled = None
     if spec.train.compile == "block":
         compiled = compile_layers(model, mesh.device)
-    masters = Masters(model.parameters(), stores | te_stores(model))
-    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
-    sink.attach(zip(masters.params, masters.grads, strict=True))
-    if noting is not None:
-        noting.reducer = GradReducer(
-            masters.flat_grad,
-            masters.params,
+    masters: Masters
+    if parallel.fsdp is not None:
+        assert isinstance(model, GPT), "pipelines are refused"
+        for linear in linears_of(model):
+            linear.keeps_weight = False
+        masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
+    elif spec.optim.shards_states:
+        tied = model.tied_copy() if isinstance(model, PipelinedGPT) else None
+        masters = ShardedMasters(
+            model.parameters(),
+            in_fp8,
             mesh.data,
             bucket_bytes=parallel.grad_bucket_bytes,
+            alone=[] if tied is None else [tied],
+        )
+    else:
+        stores = {weight: linear.store_weight for weight, linear in in_fp8.items()}
+        masters = Masters(model.parameters(), stores | te_stores(model))
+    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
+    if parallel.fsdp is None:  # else autograd and FSDP do it
+        sink.attach(zip(masters.params, masters.param_grads, strict=True))
+    if noting is not None:
+        noting.reducer = GradReducer(
+            masters.reducer_buckets()
+            if isinstance(masters, ShardedMasters)
+            else buckets_of(masters.flat_grad, masters.params, parallel.grad_bucket_bytes),
+            mesh.data,
             dtype=COMPUTE_DTYPES[parallel.grad_reduce_dtype],
         )
     optimizer = AdamW(masters, spec.optim)

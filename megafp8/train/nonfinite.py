@@ -10,6 +10,7 @@ from torch import nn
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.parallel.fsdp import local_of
 from megafp8.train.saving import first_known
 from megafp8.train.state import TrainState
 from megafp8.train.step import local_batch
@@ -22,17 +23,19 @@ def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> st
     it together and get the same answer, each having looked at its own shards.
     """
     mesh = state.mesh
+    state.masters.reshard()
+    params = list(state.model.parameters())
     return (
-        first_known(mesh, _first_parameter(state))
+        first_known(mesh, _first_parameter(params))
         or first_known(mesh, _first_output(state, microbatches))
-        or first_known(mesh, _first_gradient(state))
+        or first_known(mesh, _first_gradient(state, params))
         or "the loss or the gradient norm alone"
     )
 
 
-def _first_parameter(state: TrainState) -> str | None:
-    for param in state.model.parameters():
-        if not torch.isfinite(param).all():
+def _first_parameter(params: Sequence[nn.Parameter]) -> str | None:
+    for param in params:
+        if not torch.isfinite(local_of(param)).all():
             return f"weight {_name(param)}"
     return None
 
@@ -63,11 +66,12 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
     return found[0] if found else None
 
 
-def _first_gradient(state: TrainState) -> str | None:
+def _first_gradient(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:
     """Backward computes the last modules' gradients first."""
-    grads = {id(p): g for p, g in zip(state.masters.params, state.masters.grads, strict=True)}
-    for param in reversed(list(state.model.parameters())):
-        if not torch.isfinite(grads[id(param)]).all():
+    masters = state.masters
+    grads = dict(zip(masters.params, masters.param_grads, strict=True))
+    for param in reversed(params):
+        if not torch.isfinite(grads[param]).all():
             return f"gradient of {_name(param)}"
     return None
 

@@ -44,6 +44,7 @@ from megafp8.train.room import require_room
 from megafp8.train.runtime import prepare_process
 from megafp8.train.signals import StopRequest
 from megafp8.train.state import TrainState
+from megafp8.train.state_bytes import bytes_of
 from megafp8.train.timelimit import TimeLimit
 from megafp8.train.tokenizer_files import save_tokenizer
 from megafp8.train.weights import start_from
@@ -263,7 +264,24 @@ def describe(spec: RunSpec, state: TrainState, data: PreparedData) -> list[str]:
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
+        *shares_of(spec, state),
         *smoke_options(spec),
+    ]
+
+
+def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
+    """What a rank holds of a sharded state, counted from its tensors."""
+    fsdp = spec.parallel.fsdp
+    if fsdp is None and not spec.optim.shards_states:
+        return []
+    held = bytes_of(state)
+    whole = 12 * sum(param.numel() for param in state.masters.params)
+    name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
+    kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
+    gradients = "gradients whole" if fsdp is None else "gradients likewise"
+    return [
+        f"{name} over {state.masters.shards.size} rank(s): this one keeps {kept} of FP32 weights "
+        f"and moments, {gradients}"
     ]
 
 

@@ -28,11 +28,11 @@ from megafp8.checkpoint.layout import set_aside, step_name
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
 from megafp8.errors import CheckpointError, NonFiniteError, UserError
-from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import Mesh
 from megafp8.precision.backends.te_state import TeScaling
 from megafp8.precision.scaling import ScalingState
+from megafp8.train.pieces import placements_of
 from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
@@ -183,13 +183,9 @@ def _set_aside_after(found: Path | None) -> None:
 
 def placements(state: TrainState) -> Iterator[Placement]:
     """Every tensor of the state, as pieces of logical tensors."""
-    for param, master in zip(state.masters.params, state.masters.masters, strict=True):
-        yield from _pieces("model/", param, master.detach(), state.mesh)
+    yield from model_placements(state)
     for name in STATES:
-        for param, tensor in zip(
-            state.masters.params, state.optimizer.state_tensors(name), strict=True
-        ):
-            yield from _pieces(f"optimizer/{name}/", param, tensor, state.mesh)
+        yield from _pieces(f"optimizer/{name}/", state, state.optimizer.state_tensors(name))
     if isinstance(state.scaling, ScalingState):
         yield from _scaling_placements(state)
     if state.mesh.is_main:
@@ -207,18 +203,16 @@ def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
     return None
 
 
-def _pieces(
-    prefix: str, param: torch.nn.Parameter, tensor: torch.Tensor, mesh: Mesh
-) -> Iterator[Placement]:
-    for piece in pieces_of(param):
-        is_replica = mesh.data.rank > 0 or (mesh.tp.rank > 0 and not piece.is_sharded)
-        yield Placement(
-            prefix + piece.name,
-            piece.global_shape,
-            piece.offset,
-            tensor[piece.local],
-            replica=int(is_replica or piece.replica > 0),
-        )
+def model_placements(state: TrainState) -> Iterator[Placement]:
+    """The master weights."""
+    return _pieces("model/", state, state.masters.masters)
+
+
+def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> Iterator[Placement]:
+    """Of tensors that belong to the masters' segments."""
+    num_shards = state.masters.shards.size
+    for segment, tensor in zip(state.masters.segments, tensors, strict=True):
+        yield from placements_of(prefix, segment, tensor, state.mesh, num_shards=num_shards)
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:

@@ -70,7 +70,7 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
     )
     if is_finite:
-        clip(state.masters.flat_grad, norm, spec, divisor=count * grad_scale)
+        clip(state.masters.own_grads, norm, spec, divisor=count * grad_scale)
         state.optimizer.step(state.step + 1)
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
@@ -86,6 +86,7 @@ def forward_backward(
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
     state.sink.begin_step()
+    state.masters.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:
@@ -113,10 +114,13 @@ def reduce_gradients(state: TrainState) -> None:
     embedding's over the stages that have it."""
     if state.reducer is not None:
         state.reducer.finish()
+    state.masters.collect_grads()
     if state.sequence_parallel:  # each rank has seen its part of the sequence alone
-        state.mesh.tp.all_reduce_sum(state.masters.replicated_grad)
+        for grad in state.masters.replicated_grads:
+            state.mesh.tp.all_reduce_sum(grad)
     if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
-        state.mesh.ends.all_reduce_sum(state.sink.main_grads[tied])
+        for grad in state.masters.grads_of(tied):
+            state.mesh.ends.all_reduce_sum(grad)
 
 
 def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:

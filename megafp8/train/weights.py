@@ -99,13 +99,7 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
     reader = Reader(found)
     for line in check_fits(spec.model, reader):
         notify(line)
-    reader.load_into(
-        [
-            placement
-            for param, master in zip(state.masters.params, state.masters.masters, strict=True)
-            for placement in _placements(param, master.detach())
-        ]
-    )
+    reader.load_into(list(saving.model_placements(state)))
     state.masters.write_back()
     notify(f"weights from {found}")
 

@@ -28,14 +28,6 @@ LATER_KEYS = [
 ]
 """Not in that version of NeMo's file."""
 
-SHARDING = {
-    "model.fsdp",
-    "model.fsdp_sharding_strategy",
-    "model.fsdp_grad_reduce_dtype",
-    "model.fsdp_sharded_checkpoint",
-}
-"""Refused as `not yet`: each is in the list of a feature that is being built."""
-
 CANNOT_BE_HONOURED = {
     "model.data.data_prefix",
     "model.tokenizer.vocab_file",
@@ -100,10 +92,9 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
     assert set(LATER_KEYS) <= all_keys().keys() | nemo_keys().keys()
 
 
-def test_just_these_are_not_yet() -> None:
+def test_none_is_not_yet() -> None:
     not_yet = {path for path, key in nemo_keys().items() if key.status == NOT_YET}
-    assert not_yet == SHARDING
-    assert "not supported yet" in str(the_problem("model.optim.name=distributed_fused_adam"))
+    assert not not_yet
     for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
                   "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",
                   "model.position_embedding_type=kerple"):  # fmt: skip
@@ -205,9 +196,10 @@ def test_zero_is_not_false(false: str) -> None:
 # --- keys that are live in a way of their own ----------------------------------------------------
 
 
-def test_fused_adam_is_adamw() -> None:
-    fused = run_spec("model.optim.name=fused_adam")
-    assert fused.optim.name == "fused_adam"
+@pytest.mark.parametrize("name", ["fused_adam", "distributed_fused_adam"])
+def test_fused_adams_are_adamw(name: str) -> None:
+    fused = run_spec(f"model.optim.name={name}")
+    assert fused.optim.name == name
     assert identity(fused.resolved) == identity(run_spec().resolved)
     assert differences(run_spec().resolved, fused.resolved) == []
 

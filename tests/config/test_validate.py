@@ -61,7 +61,7 @@ FP8 = "model.fp8=True"
         "model.data.splits_string=5",
         "model.optim.name=sgd",
         "model.optim.name=lion",
-        "model.optim.name=distributed_fused_adam",
+        "model.optim.name=mcore_distributed_optim",
         "model.optim.lr=0",
         "model.optim.lr=nan",
         "model.optim.weight_decay=-1",

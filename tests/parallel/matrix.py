@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -29,7 +29,7 @@ from tests.parallel.test_tensor_parallel import (
     gradient_errors,
 )
 from tests.ranks import ROOT, run_ranks
-from tests.tiny import gpt_spec
+from tests.tiny import gpt_spec, optim_spec
 
 PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
@@ -50,6 +50,10 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "pp 2, zero bubble V": (2, ParallelSpec(pp=2, pipeline=ZERO_BUBBLE)),
     "dp 2": (2, ParallelSpec()),
     "dp 4": (4, ParallelSpec()),
+    "dp 2, ZeRO-1": (2, ParallelSpec()),
+    "dp 4, ZeRO-1": (4, ParallelSpec()),
+    "dp 2, FSDP full": (2, ParallelSpec(fsdp=FsdpSpec())),
+    "dp 4, FSDP grad": (4, ParallelSpec(fsdp=FsdpSpec(strategy="grad"))),
     "tp 2 x pp 2": (4, ParallelSpec(tp=2, pp=2)),
     "tp 2 x dp 2": (4, ParallelSpec(tp=2)),
     "pp 2 x dp 2": (4, ParallelSpec(pp=2)),
@@ -62,7 +66,10 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x pp 2, sp": (4, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
     "tp 2 x dp 2, sp": (4, ParallelSpec(tp=2, sequence_parallel=True)),
     "tp 2 x pp 2 x dp 2, sp": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
+    "tp 2 x pp 2 x dp 2, ZeRO-1": (8, ParallelSpec(tp=2, pp=2)),
+    "tp 2 x dp 2, FSDP full": (4, ParallelSpec(tp=2, fsdp=FsdpSpec())),
 }
+ZERO = optim_spec(name="distributed_fused_adam")
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP32": ("fp32", None),
     "BF16": ("bf16", None),
@@ -104,7 +111,7 @@ def row(
     if PRECISIONS[precision][1] is not None:
         stages: dict[tuple[str, ...], Outcomes] = {}
         for rank in ranks:
-            stages.setdefault(tuple(sorted(p.name for p in rank.weights)), []).append(rank)
+            stages.setdefault(tuple(rank.names["forward"]), []).append(rank)
         for stage in stages.values():
             assert_same_tables(stage)
     numbers = [f"{value:.1e}" for value in (gradients, norms, losses, bound)]
@@ -124,7 +131,8 @@ def table(
     for name in names:
         size, spec = LAYOUTS[name]
         replicas = replicas_of(name)
-        cases = {precision: case_of(precision, spec) for precision in PRECISIONS}
+        optim = ZERO if name.endswith("ZeRO-1") else optim_spec()
+        cases = {precision: case_of(precision, spec, optim=optim) for precision in PRECISIONS}
         results = run_ranks(
             "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
         )

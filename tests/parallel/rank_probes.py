@@ -14,7 +14,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.specs import ParallelSpec
 from megafp8.train import saving
 from megafp8.train.state import TrainState
-from megafp8.train.step import forward_backward, to_device, train_step
+from megafp8.train.step import forward_backward, local_batch, train_step
 from tests.parallel.rank_work import Case, Piece, pieces
 from tests.ranks import Rank
 
@@ -38,12 +38,12 @@ def phases_of(state: TrainState, case: Case) -> dict[str, TrafficOf]:
         }
 
     (batch,) = case.microbatches(0, state.mesh)
-    tokens_BS, targets_BS = to_device(batch, state.mesh.device)
+    own = local_batch(batch, state.mesh)
     state.sink.begin_step()
     state.streams.begin_microbatch(1, 0)
     state.scaling.begin_microbatch(0)
     start = dict(num_bytes)
-    loss = state.model(tokens_BS, targets_BS)
+    loss = state.model(own.tokens_BS, own.targets_BS)
     state.scaling.end_forward()
     forward, middle = since(start), dict(num_bytes)
     loss.backward()

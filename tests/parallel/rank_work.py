@@ -12,12 +12,14 @@ import torch.distributed as dist
 from megafp8.data.document_rules import DocumentRules
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.optim.fsdp import FsdpMasters
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, LossScaleSpec, OptimSpec, ParallelSpec
 from megafp8.train.evaluate import evaluate
+from megafp8.train.pieces import placements_of
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
 from tests.parallel import bugs
@@ -161,7 +163,7 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
         losses,
         norms,
         pieces(gradients, gradients.masters.grads),
-        pieces(state, [readable(param.detach()) for param in state.masters.params]),
+        weights(state),
         {name: param.numel() * param.element_size() for name, param in named},
         {key: count for key, count in traffic.items() if count},
         {direction: table.names for direction, table in state.scaling.tables.items()},
@@ -190,9 +192,22 @@ def readable(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
+    """Of tensors that belong to what this rank updates."""
+    num_shards = state.masters.shards.size
     return [
-        Piece(piece.name, piece.global_shape, piece.offset, _plain(tensor[piece.local]))
-        for param, tensor in zip(state.masters.params, tensors, strict=True)
+        Piece(place.name, place.global_shape, place.offset, _plain(place.tensor))
+        for segment, tensor in zip(state.masters.segments, tensors, strict=True)
+        for place in placements_of("", segment, tensor, state.mesh, num_shards=num_shards)
+    ]
+
+
+def weights(state: TrainState) -> list[Piece]:
+    """As the model computes with them; with FSDP, whose whole weights come and go, the masters."""
+    if isinstance(state.masters, FsdpMasters):
+        return pieces(state, list(state.masters.masters))
+    return [
+        Piece(piece.name, piece.global_shape, piece.offset, _plain(param.detach()[piece.local]))
+        for param in state.masters.params
         for piece in pieces_of(param)
     ]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafp8.parallel.collectives import Axis, Pending
-from megafp8.parallel.data import GradReducer, NotingSink
+from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
@@ -52,7 +52,8 @@ class Three:
         self.noting = NotingSink(self.sink)
         views = self.flat.split([3, 2, 4])
         self.sink.attach(zip(self.params, views, strict=True))
-        reducer = GradReducer(self.flat, self.params, self.axis, bucket_bytes=20, dtype=dtype)
+        buckets = buckets_of(self.flat, self.params, bucket_bytes=20)
+        reducer = GradReducer(buckets, self.axis, dtype=dtype)
         self.noting.reducer = self.reducer = reducer
 
     def step(self, microbatches: int = 1, *, with_b: bool = True, extra: bool = False) -> list[str]:

@@ -147,3 +147,31 @@ def test_ramp_up_with_sequence_parallelism_on_stages(place: Place) -> None:
     sizes = [row["global_batch_size"] for row in mine]
     assert sizes == [row["global_batch_size"] for row in theirs] and len(set(sizes)) == 3
     assert [r["loss"] for r in mine] == pytest.approx([r["loss"] for r in theirs], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("model.optim.name=distributed_fused_adam", "ZeRO-1 over 2 rank(s): this one keeps"),
+        ("model.fsdp=True", "FSDP (full) over 2 rank(s): this one keeps"),
+    ],
+)
+def test_a_sharded_run_is_continued_by_one_rank(
+    place: Place, undisturbed: tuple[Place, Done], asked: str, said: str
+) -> None:
+    """Saved by two ranks with a half of the states each; one process goes on with the whole, and
+    two finish it."""
+    sharded = ["trainer.devices=2", asked, "model.fp8_params=True"]
+    alone = ["model.fp8_params=True"]
+    done = place.run(*sharded, fault=["in_rank", 1, "signalled", int(signal.SIGTERM), 4])
+    assert done.code == 75 and said in done.output, done.output
+    sent = place.summary()["traffic_bytes"]
+    assert sent["dp reduce_scatter_sum float32"] > 0 and "dp all_reduce_sum float32" not in sent
+    assert sent["dp all_gather uint8"] > 0
+    done = place.run(*alone, fault=["signalled", int(signal.SIGTERM), 8])
+    assert done.code == 75 and "continuing after step 4 of 12" in done.output, done.output
+    done = place.run(*sharded)
+    assert done.code == 0 and "continuing after step 8 of 12" in done.output, done.output
+    assert "a sample: " in done.output
+    assert losses(place) == pytest.approx(losses(undisturbed[0]), rel=1e-2)

@@ -228,6 +228,11 @@ EFFECTS: dict[str, Effect] = {
     "model.sequence_parallel": ShownBy(
         "tests/parallel/test_sequence_parallel.py::test_bytes_of_a_layer"
     ),
+    "model.fsdp": ShownBy("tests/parallel/test_fsdp.py::test_bytes_of_a_rank"),
+    "model.fsdp_sharding_strategy": ShownBy("tests/parallel/test_fsdp.py::test_what_is_gathered"),
+    "model.fsdp_grad_reduce_dtype": ShownBy(
+        "tests/parallel/test_fsdp.py::test_gradients_summed_in_bf16"
+    ),
     "model.tensor_model_parallel_size": ShownBy(
         "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
     ),

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megafp8.config.keys import Valid, at_least, key, one_of, or_null
-from megafp8.config.values import is_rampup, parse_layout
+from megafp8.config.values import PRECISIONS, is_rampup, parse_layout
 from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 
 
@@ -54,6 +54,29 @@ class Layout:
         "residual stream); what linears read in FP8 crosses in FP8.",
         nemo=False,
         kind="layout",
+    )
+    fsdp: bool = key(
+        False,
+        "Replicas share out parameters, gradients and optimizer states (FSDP2), a transformer "
+        "block at a time.",
+        nemo=False,
+        kind="layout",
+    )
+    fsdp_sharding_strategy: str = key(
+        "full",
+        "`full`: a block's weights are gathered for its forward and again for its backward pass "
+        "(ZeRO-3). `grad`: they stay in between (ZeRO-2). `hybrid`: as `full` within a node; nodes "
+        "are replicas.",
+        nemo="full",
+        kind="layout",
+        valid=one_of("full", "grad", "hybrid"),
+    )
+    fsdp_grad_reduce_dtype: Any = key(
+        32,
+        "In which FSDP sums gradients over replicas: 32, bf16 or 16.",
+        nemo=32,
+        kind="optim",
+        valid=Valid("32, bf16 or 16", lambda v: isinstance(v, (int, str)) and v in PRECISIONS),
     )
     pipeline_model_parallel_size: int = key(
         1,

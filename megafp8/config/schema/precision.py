@@ -180,7 +180,7 @@ class Precision:
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,
-        "torchao's FP8 all-gather of weights that FSDP shards; there is no FSDP yet.",
+        "torchao's FP8 all-gather of weights that FSDP shards; they are gathered in BF16.",
         kind="layout",
     )
     compile: str = key(

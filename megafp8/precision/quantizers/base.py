@@ -11,10 +11,11 @@ last dim, in the other along its first:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.precision import GemmName
 
@@ -55,6 +56,13 @@ class TensorQuantizer(Protocol):
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         """With the FP32 sum of each column of the tensor that was not quantized, [N]."""
         ...
+
+
+@runtime_checkable
+class StoringQuantizer(Protocol):
+    """One scale for the whole tensor, known before all of it is there."""
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]: ...
 
 
 def column_sum(x_MN: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizers.base import Fp8Operands, Need
 from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum
 from megafp8.precision.scaling import ScalingState, Slot
@@ -25,6 +26,12 @@ class DelayedQuantizer:
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         slot, engine = self.slot, self.state.engine
         return cast_whole_and_sum(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """What to cast a weight of this amax with, whose parts lie on several ranks; recorded."""
+        if self.state.recording:
+            self.slot.amax.copy_(torch.maximum(self.slot.amax, amax))
+        return self.slot.quant_scale, self.slot.fmt
 
     @property
     def _amax(self) -> torch.Tensor | None:

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 
 from megafp8.precision.engine import Engine
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizers.base import (
     READERS,
     Fp8Operands,
     Need,
     Operand,
     Role,
+    StoringQuantizer,
     TensorQuantizer,
     column_sum,
 )
@@ -72,6 +74,18 @@ class LinearQuantizer:
         same = stored.dequant_scale.data_ptr() == quantized.along_first.dequant_scale.data_ptr()
         assert same, "one quantization serves both products"
         return stored
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """What to cast a weight with that is kept in FP8 alone and of which several ranks hold
+        parts; `amax` (0-d, may be overwritten) is that of them all."""
+        quantizer = self.tensors["weight"]
+        assert isinstance(quantizer, StoringQuantizer), "one scale serves the whole weight"
+        return quantizer.store_scale(amax)
+
+    def observe_part(self, part_MN: torch.Tensor, stored: Fp8Tensor) -> None:
+        """Show the observers a part of a weight that is kept in FP8 alone."""
+        for observe in self.state.observers:
+            observe(f"{self.name}.weight", part_MN, stored, stored)
 
     def _chosen(self, role: Role, x_MN: torch.Tensor, quantized: Fp8Operands) -> Operands:
         for observe in self.state.observers:

@@ -33,7 +33,10 @@ class TensorwiseQuantizer:
         return cast_whole_and_sum(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
-        amax = amax_of(x_MN)
+        return self.store_scale(amax_of(x_MN))[0]
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """What to cast a tensor with whose amax on this rank is `amax`."""
         if self.reduce_max is not None:
             self.reduce_max(amax)
-        return scale_of_amax(amax, self.fmt, power_2=self.power_2)
+        return scale_of_amax(amax, self.fmt, power_2=self.power_2), self.fmt

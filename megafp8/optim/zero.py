@@ -1,0 +1,196 @@
+"""ZeRO, stage 1: each replica updates a part of the parameters (arXiv 1910.02054).
+
+Gradients are in buckets of consecutive parameters. Of each bucket every rank owns one range: it
+gets the sum of that range alone (reduce-scatter), keeps FP32 masters and Adam's moments of it, and
+gives the others its updated weights (all-gather). Weights lie in flat buffers of the same shape, in
+the dtype they compute in, so that nothing is copied before it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megafp8.models.init import pieces_of
+from megafp8.optim.masters import Masters, Segment, initial_master
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.data import Bucket
+from megafp8.precision.cast import amax_of
+from megafp8.specs.placement import rectangles_of_run
+
+ALIGNMENT = 64
+"""Elements. Parameters and ranges begin at multiples of it: no cache line has two owners, and a
+vectorized update treats an element alike whoever owns it."""
+
+
+class StoresParts(Protocol):
+    """A module whose weight is kept in FP8 alone."""
+
+    weight_compute_dtype: torch.dtype | None
+
+    def store_parts(
+        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Consecutive parameters of one dtype, in flat buffers of gradients and of weights."""
+
+    gradient: torch.Tensor  # FP32
+    weights: torch.Tensor
+    begins: dict[nn.Parameter, int]  # of each parameter in both
+    is_replicated: bool  # every tensor-parallel rank has them whole
+
+
+class ShardedMasters(Masters):
+    """Masters, moments and gradient sums of this rank's ranges."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        stores: Mapping[nn.Parameter, StoresParts],
+        shards: Axis,
+        *,
+        bucket_bytes: int,
+        alone: Collection[nn.Parameter] = frozenset(),
+    ) -> None:
+        """`stores`: the parameters in FP8. `alone`: those that get a bucket of their own, so that
+        other ranks, whose other parameters differ, share them out alike."""
+        self.shards, self._fp8, alone = shards, dict(stores), frozenset(alone)
+        self.params = sorted(
+            params, key=lambda p: (not pieces_of(p)[0].is_sharded, str(p.dtype), p in alone)
+        )
+        self.device = self.params[0].device
+        size = bucket_bytes // torch.float32.itemsize
+        groups = _groups(self.params, size, alone)
+        lengths = [_rounded_up(sum(map(_room, g)), ALIGNMENT * shards.size) for g in groups]
+        self.flat_grad = torch.zeros(sum(lengths), device=self.device)
+        gradients = self.flat_grad.split(lengths)
+        self.buckets = [_bucket(*pair) for pair in zip(groups, gradients, strict=True)]
+        self.param_grads = [
+            bucket.gradient[begin : begin + param.numel()].view_as(param)
+            for bucket in self.buckets
+            for param, begin in bucket.begins.items()
+        ]
+        self.own_grads = [shards.own_part(bucket.gradient) for bucket in self.buckets]
+        both = list(zip(self.buckets, self.own_grads, strict=True))
+        self.replicated_grads = [grad for bucket, grad in both if bucket.is_replicated]
+        self.segments, self.masters, self.grads = [], [], []
+        self._places: list[torch.Tensor] = []  # of the segments in the weights
+        for bucket in self.buckets:
+            self._take(bucket)
+
+    def _take(self, bucket: FlatBucket) -> None:
+        """Move a bucket's parameters into its buffer; keep the masters of this rank's range."""
+        length = bucket.gradient.numel() // self.shards.size
+        own_begin = self.shards.rank * length
+        for param, at in bucket.begins.items():
+            master = initial_master(param).detach().flatten()
+            weights = bucket.weights[at : at + param.numel()]
+            weights.copy_(param.detach().flatten())
+            param.data = weights.view_as(param)
+            begin = max(own_begin - at, 0)
+            end = min(own_begin + length - at, param.numel())
+            if begin < end:
+                self.segments.append(Segment(param, begin, end))
+                self.masters.append(nn.Parameter(master[begin:end].clone()))
+                self.grads.append(bucket.gradient[at + begin : at + end])
+                self._places.append(bucket.weights[at + begin : at + end])
+
+    def reducer_buckets(self) -> list[Bucket]:
+        return [Bucket(b.gradient, frozenset(b.begins), is_scattered=True) for b in self.buckets]
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into this rank's ranges of the weights and gather all ranks'."""
+        rows = list(zip(self.segments, self.masters, self._places, strict=True))
+        plain = [(place, master) for segment, master, place in rows if not self._is_fp8(segment)]
+        if plain:
+            places, masters = zip(*plain, strict=True)
+            torch._foreach_copy_(list(places), list(masters))
+        if self._fp8:
+            self._quantize([row for row in rows if self._is_fp8(row[0])])
+        pending = [
+            self.shards.start_all_gather_in_place(_as_sent(bucket.weights))
+            for bucket in self.buckets
+        ]
+        for gathering in pending:
+            gathering.wait()
+
+    def _is_fp8(self, segment: Segment) -> bool:
+        return segment.param in self._fp8
+
+    def _quantize(self, rows: Sequence[tuple[Segment, nn.Parameter, torch.Tensor]]) -> None:
+        """With the scale of each whole weight: the ranks agree on the amaxes first, all in one
+        reduction."""
+        fp8_params = [param for param in self.params if param in self._fp8]  # the same everywhere
+        row_of = {param: row for row, param in enumerate(fp8_params)}
+        amaxes = torch.zeros(len(fp8_params), device=self.device)
+        parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for segment, master, place in rows:
+            dtype = self._fp8[segment.param].weight_compute_dtype
+            assert dtype is not None
+            rounded, at = master.detach().to(dtype), row_of[segment.param]
+            amaxes[at] = torch.maximum(amaxes[at], amax_of(rounded))
+            parts[segment.param] = list(_rectangles(segment, rounded, place))
+        self.shards.all_reduce_max(amaxes)
+        for param, row in row_of.items():
+            self._fp8[param].store_parts(amaxes[row], parts.get(param, ()))
+
+
+def _rectangles(
+    segment: Segment, *flat: torch.Tensor
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of flat tensors of a segment as the matrices' parts that they are."""
+    begin = 0
+    for rectangle in rectangles_of_run(tuple(segment.param.shape), segment.begin, segment.end):
+        size = torch.Size(rectangle.shape).numel()
+        first, second = (tensor[begin : begin + size].view(rectangle.shape) for tensor in flat)
+        yield first, second
+        begin += size
+
+
+def _groups(
+    params: Sequence[nn.Parameter], size: int, alone: Collection[nn.Parameter]
+) -> list[list[nn.Parameter]]:
+    """Consecutive parameters until `size` elements are reached; never of two kinds together."""
+    groups: list[list[nn.Parameter]] = []
+    for param in params:
+        group = groups[-1] if groups else []
+        if group and _kind(group[0], alone) == _kind(param, alone):
+            if sum(map(_room, group)) < size:
+                group.append(param)
+                continue
+        groups.append([param])
+    return groups
+
+
+def _kind(param: nn.Parameter, alone: Collection[nn.Parameter]) -> tuple[object, ...]:
+    return (pieces_of(param)[0].is_sharded, param.dtype, id(param) if param in alone else None)
+
+
+def _bucket(params: Sequence[nn.Parameter], gradient: torch.Tensor) -> FlatBucket:
+    begins, begin = {}, 0
+    for param in params:
+        begins[param] = begin
+        begin += _room(param)
+    weights = torch.zeros(gradient.numel(), dtype=params[0].dtype, device=gradient.device)
+    return FlatBucket(gradient, weights, begins, not pieces_of(params[0])[0].is_sharded)
+
+
+def _room(param: nn.Parameter) -> int:
+    return _rounded_up(param.numel(), ALIGNMENT)
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _as_sent(weights: torch.Tensor) -> torch.Tensor:
+    """FP8 crosses as bytes: no backend knows its dtypes."""
+    return weights.view(torch.uint8) if weights.itemsize == 1 else weights

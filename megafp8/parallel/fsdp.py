@@ -1,0 +1,172 @@
+"""Parameters shared out over replicas by FSDP2 (`fully_shard`), one transformer block at a time.
+
+FSDP keeps FP32 shards of the parameters along their first dim: they are the masters. It gathers a
+block's weights in the compute dtype before they are used and reduce-scatters its gradients after
+each microbatch, in FP32 unless asked otherwise. Sums, never means: one division comes later.
+
+With `fp8_params` the linears' weights cross as FP8 bytes, by a scale that the ranks have agreed on,
+and are put down in the compute dtype for the time of their use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.tensor import DTensor
+
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.parts import linears_of
+from megafp8.precision.linear import Linear
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs import ParallelSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model whose modules FSDP gathers; `params` are its shards, in the model's order."""
+
+    modules: tuple[FSDPModule, ...]
+    params: tuple[nn.Parameter, ...]
+    shards: Axis
+    gathered_in_fp8: dict[nn.Parameter, Linear]  # of `params`, those of linears
+
+
+def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
+    """In place. The unrounded initial weights become the FP32 shards.
+
+    Until now every rank has had the whole model.
+    """
+    assert spec.fsdp is not None and mesh.data.size > 1
+    pieces = {}
+    for name, param in model.named_parameters():
+        pieces[name] = pieces_of(param)
+        initial = getattr(param, "initial_master", None)
+        param.data = param.detach().float() if initial is None else initial.to(param.device)
+        param.initial_master = None  # type: ignore[attr-defined]
+    device_mesh, shards = _device_mesh(mesh, spec)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute == "fp32" else DTYPES[compute],
+        reduce_dtype=DTYPES[spec.fsdp.grad_reduce_dtype],
+        cast_forward_inputs=False,
+    )
+    shared: dict[str, Any] = {"mesh": device_mesh, "mp_policy": policy}
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)
+    fully_shard(model, **shared)
+    register_fsdp_forward_method(model, "logits")
+    modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_CountedAllGather(shards))
+        module.set_custom_reduce_scatter(_CountedReduceScatter(shards))
+    for name, param in model.named_parameters():
+        param.pieces = pieces[name]  # type: ignore[attr-defined]
+    in_fp8 = {
+        linear.weight: linear
+        for linear in linears_of(model)
+        if linear.weight_compute_dtype is not None
+    }
+    for param, linear in in_fp8.items():
+        _gather_in_fp8(local_of(param), linear, -(-param.shape[0] // shards.size))
+    return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
+
+
+def _gather_in_fp8(local_RI: Any, linear: Linear, padded_rows: int) -> None:
+    """Hang FSDP's two hooks around an all-gather on a shard, which stays an ordinary tensor."""
+
+    def before(
+        mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
+    ) -> tuple[tuple[torch.Tensor], tuple[int, Any]]:
+        assert linear.weight_compute_dtype is not None
+        part_fp8 = linear.quantized_part(local_RI.detach().to(linear.weight_compute_dtype))
+        payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
+        payload[: local_RI.shape[0]] = part_fp8.payload.view(torch.uint8)
+        return (payload,), (size[0], part_fp8)
+
+    @torch.no_grad()
+    def after(
+        gathered: tuple[torch.Tensor],
+        metadata: tuple[int, Fp8Tensor],
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
+        rows, part_fp8 = metadata
+        payload = gathered[0][:rows].view(part_fp8.payload.dtype)
+        weight_OI = part_fp8.factory()(payload, part_fp8.dequant_scale).dequantize(dtype)
+        if out is None:
+            return weight_OI, (weight_OI,)
+        with _unsafe_preserve_version_counter(out):  # as FSDP does
+            out.copy_(weight_OI)
+        return None
+
+    local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
+
+
+class _CountedAllGather(DefaultAllGather):
+    def __init__(self, shards: Axis) -> None:
+        self.shards = shards
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        self.shards.traffic.add(self.shards.name, "all_gather", input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    def __init__(self, shards: Axis) -> None:
+        self.shards = shards
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
+                 **kwargs: Any) -> Any:  # fmt: skip
+        self.shards.traffic.add(self.shards.name, "reduce_scatter_sum", input_tensor)
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that FSDP shares out; others are as they are."""
+    if not isinstance(param, DTensor):
+        return param
+    local: torch.Tensor = param._local_tensor
+    return local
+
+
+def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
+    """FSDP's mesh of this rank's replicas, and those that share the parameters out."""
+    assert spec.fsdp is not None and spec.pp == 1
+    data, kind = mesh.data, mesh.device.type
+    assert data.group is not None
+    if spec.fsdp.strategy != "hybrid":
+        return DeviceMesh.from_group(data.group, kind, mesh_dim_names=("shard",)), data
+    # Ranks of a node are neighbours: rank = (node x share + place) x tp + tp's rank.
+    share, place = data.size // spec.num_nodes, range(data.size // spec.num_nodes)
+    nodes, tps = range(spec.num_nodes), range(mesh.tp.size)
+    rows = [[[(n * share + s) * len(tps) + t for s in place] for n in nodes] for t in tps]
+    inner, _ = dist.new_subgroups_by_enumeration([row for grid in rows for row in grid])
+    columns = [[row[s] for row in grid] for grid in rows for s in place]
+    outer, _ = dist.new_subgroups_by_enumeration(columns)
+    own = torch.tensor(rows[mesh.tp.rank])
+    names = ("replicate", "shard")
+    made = DeviceMesh.from_group([outer, inner], kind, mesh=own, mesh_dim_names=names)
+    return made, Axis("shard", share, data.rank % share, inner, mesh.traffic)

@@ -1,0 +1,405 @@
+"""FSDP2 against whole parameters on the same ranks, its bytes, and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.config.load import load as load_config
+from megafp8.config.validate import check_values, read_values
+from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.precision import RecipeName
+from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
+from tests.parallel.rank_work import Case
+from tests.parallel.test_tensor_parallel import assembled
+from tests.ranks import Rank, run_ranks
+from tests.tiny import gpt_spec, optim_spec
+
+FREE = optim_spec(clip_grad_norm=None)
+DELAYED = Fp8Recipe(amax_history_len=4)
+IN_FP8 = replace(DELAYED, params_in_fp8=True)
+ODD = gpt_spec(hidden_size=28, ffn_hidden_size=52)  # shards that are no multiple of a cache line
+RECOMPUTED = gpt_spec(recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1))
+TENSORWISE: RecipeName = "tensorwise"
+
+
+def fsdp(strategy: str = "full", **changes: object) -> ParallelSpec:
+    return ParallelSpec(fsdp=FsdpSpec(strategy=strategy), **changes)  # type: ignore[arg-type]
+
+
+def job(compute: str, fp8: Fp8Recipe | None = None, **changes: object) -> Job:
+    """One microbatch a rank unless more are asked for: then sums have the same two addends."""
+    names = {"loss_scale", "backend", "spoiled", "grows"}
+    of_job = {name: value for name, value in changes.items() if name in names}
+    of_case = {name: value for name, value in changes.items() if name not in names}
+    case = Case(compute, fp8, **({"steps": 3, "optim": FREE} | of_case))  # type: ignore[arg-type]
+    return Job(case, **of_job)  # type: ignore[arg-type]
+
+
+def sharded(whole: Job, spec: ParallelSpec) -> Job:
+    return replace(whole, case=replace(whole.case, parallel=spec))
+
+
+WHOLE = {
+    "FP32": job("fp32", model=ODD, num_microbatches=4, grows=True),
+    "FP8": job("fp32", DELAYED, model=ODD),
+    "FP8 weights": job("fp32", IN_FP8, model=ODD),
+    "FP8 tensorwise weights": job("fp32", Fp8Recipe(name=TENSORWISE, params_in_fp8=True)),
+    "BF16, one NaN": job("bf16", spoiled=1),
+    "BF16, FP8": job("bf16", DELAYED, num_microbatches=4),
+    "BF16, FP8 weights": job("bf16", IN_FP8, num_microbatches=4),
+    "FP16": job("fp16", steps=10, loss_scale=LossScaleSpec(init_scale=2.0**24, hysteresis=1)),
+    "torchao": job("bf16", Fp8Recipe(name=TENSORWISE), backend="torchao"),
+}
+SLOW = pytest.mark.slow
+DEFAULT = ("FP32", "FP8 weights", "BF16, FP8")  # the others are slow: `pytest -m slow` runs them
+JOBS = {f"{name}/whole": whole for name, whole in WHOLE.items()}
+JOBS |= {f"{name}/full": sharded(whole, fsdp()) for name, whole in WHOLE.items()}
+JOBS |= {f"{name}/grad": sharded(WHOLE[name], fsdp("grad")) for name in ("FP32", "BF16, FP8")}
+JOBS["BF16, FP8/recomputed"] = sharded(
+    replace(WHOLE["BF16, FP8"], case=replace(WHOLE["BF16, FP8"].case, model=RECOMPUTED)), fsdp()
+)
+JOBS["FP32/bf16 sums"] = sharded(
+    WHOLE["FP32"], ParallelSpec(fsdp=FsdpSpec(grad_reduce_dtype="bf16"))
+)
+SAVED = WHOLE["FP8 weights"].case
+SHARDED = replace(SAVED, parallel=fsdp())
+
+
+Runs = dict[str, list[Run]]
+
+
+def marked(*names: str) -> list[Any]:
+    return [n if n in DEFAULT else pytest.param(n, marks=SLOW) for n in names]
+
+
+@dataclass(frozen=True)
+class Two:
+    """What two ranks did: runs by name and rank; states saved and loaded, likewise."""
+
+    root: Path
+    runs: Runs
+    before: dict[str, list[Loaded]]
+    after: dict[str, list[Loaded]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
+    root = tmp_path_factory.mktemp("checkpoints")
+    alone = save(Rank(0, 1), {"alone": SAVED}, root)
+    saves = {"whole": SAVED, "sharded": SHARDED}
+    zero = replace(SAVED, optim=replace(SAVED.optim, name="distributed_fused_adam"))
+    loads = {
+        "whole to sharded": (path_of(root, "whole"), SHARDED),
+        "sharded to whole": (path_of(root, "sharded"), SAVED),
+        "sharded to sharded": (path_of(root, "sharded"), SHARDED),
+        "sharded to ZeRO-1": (path_of(root, "sharded"), zero),
+        "alone to sharded": (path_of(root, "alone"), SHARDED),
+    }
+    jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] in DEFAULT}
+    arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
+    ranks = run_ranks("tests.optim.sharded_work:everything", 2, arguments, timeout=300)
+    runs, before, after = (
+        {name: [rank[part][name] for rank in ranks] for name in names}
+        for part, names in enumerate((jobs, saves, loads))
+    )
+    return Two(root, runs, before | {"alone": [alone["alone"]]}, after)
+
+
+@pytest.fixture(scope="module")
+def more() -> Runs:
+    """The slow ones."""
+    jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] not in DEFAULT}
+    ranks = run_ranks("tests.optim.sharded_work:runs", 2, {"jobs": jobs}, timeout=900)
+    return {name: [rank[name] for rank in ranks] for name in jobs}
+
+
+def runs_of(name: str, request: pytest.FixtureRequest) -> Runs:
+    if name in DEFAULT:
+        runs: Runs = request.getfixturevalue("two").runs
+        return runs
+    found: Runs = request.getfixturevalue("more")
+    return found
+
+
+def path_of(root: Path, name: str) -> Path:
+    return root / name / "step_00000003"
+
+
+def assert_same_on_all(ranks: list[Run]) -> None:
+    for rank in ranks[1:]:
+        assert [r.grad_norm for r in rank.results] == [r.grad_norm for r in ranks[0].results]
+        assert rank.losses == ranks[0].losses and rank.validation == ranks[0].validation
+        assert_same_tables(rank, ranks[0])
+
+
+def assert_same_tables(one: Run | Loaded, other: Run | Loaded) -> None:
+    for direction, fields in other.tables.items():
+        for name, tensor in fields.items():
+            assert torch.equal(one.tables[direction][name], tensor), (direction, name)
+
+
+def assert_close(ours: list[Run], theirs: list[Run], bound: float) -> None:
+    """Masters and moments, relative to each tensor's largest element."""
+    found, expected = (assembled([rank.saved for rank in ranks]) for ranks in (ours, theirs))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not name.endswith(".key.bias"):  # its gradient is 0 but for rounding
+            assert (found[name] - tensor).abs().max() <= bound * tensor.abs().max() + 1e-12, name
+
+
+@pytest.mark.parametrize("how", ["full", "grad"])
+def test_fp32_with_accumulation(two: Two, how: str) -> None:
+    """FSDP adds up ranks before microbatches."""
+    ours, whole = two.runs[f"FP32/{how}"], two.runs["FP32/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-6)
+    norms = [result.grad_norm for result in whole[0].results]
+    assert [result.grad_norm for result in ours[0].results] == pytest.approx(norms, rel=1e-6)
+    assert_close(ours, whole, 2e-4)  # Adam makes whole steps of near-zero gradients' rounding
+    assert ours[0].losses == two.runs["FP32/full"][0].losses, "ZeRO-2 gathers less, and no more"
+
+
+@pytest.mark.parametrize("name", marked("FP8", "FP8 weights", "FP8 tensorwise weights"))
+def test_fp8_has_the_scales_and_losses_of_whole_weights(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """Bit for bit, also where weights cross as FP8 bytes: scales, histories, losses."""
+    runs = runs_of(name, request)
+    ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses == whole[0].losses
+    assert ours[0].validation == whole[0].validation
+    assert_same_tables(ours[0], whole[0])
+
+
+@pytest.mark.parametrize("name", marked("BF16, FP8", "BF16, FP8 weights"))
+def test_bf16_within_a_rounding_of_gradients(name: str, request: pytest.FixtureRequest) -> None:
+    """A block's gradients leave autograd in BF16; without FSDP sums of biases and rows do not."""
+    runs = runs_of(name, request)
+    ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses[0] == whole[0].losses[0]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+    for direction, fields in whole[0].tables.items():
+        updates = fields["num_updates"]
+        assert torch.equal(ours[0].tables[direction]["num_updates"], updates), "once a step"
+
+
+@pytest.mark.parametrize("other", ["grad", "recomputed"])
+def test_weights_quantized_again_are_the_same(two: Two, other: str) -> None:
+    """Two microbatches a rank: the second one's weights have the first one's scale, and leave no
+    amax; so have those of a recomputed forward pass."""
+    full, same = two.runs["BF16, FP8/full"][0], two.runs[f"BF16, FP8/{other}"][0]
+    assert full.losses == same.losses
+    assert_same_tables(full, same)
+
+
+def test_gradients_summed_in_bf16(two: Two) -> None:
+    exact, rounded = two.runs["FP32/full"][0], two.runs["FP32/bf16 sums"][0]
+    assert exact.losses[0] == rounded.losses[0] and exact.losses[1:] != rounded.losses[1:]
+    assert rounded.losses == pytest.approx(exact.losses, rel=1e-3)
+
+
+@SLOW
+def test_a_step_that_is_not_finite_on_one_rank_is_none_on_all(more: Runs) -> None:
+    ours = more["BF16, one NaN/full"]
+    for rank in (*ours, *more["BF16, one NaN/whole"]):
+        assert [r.is_finite for r in rank.results] == [True, False, True]
+    for rank in ours:
+        assert rank.named is not None and rank.named.startswith("gradient of layers.0.")
+    assert_same_on_all([replace(rank, results=rank.results[::2]) for rank in ours])
+
+
+@SLOW
+def test_fp16_overflows_are_agreed_on(more: Runs) -> None:
+    """Gradients leave autograd in FP16, so that the scale has to fall further."""
+    first, second = more["FP16/full"]
+    finite = [result.is_finite for result in first.results]
+    assert finite == [result.is_finite for result in second.results]
+    assert not finite[0] and finite[-1]
+    scales = [result.loss_scale for result in first.results]
+    assert scales == [result.loss_scale for result in second.results]
+    assert first.losses[0] == more["FP16/whole"][0].losses[0]
+
+
+@SLOW
+def test_torchaos_linears(more: Runs) -> None:
+    ours, whole = more["torchao/full"], more["torchao/whole"]
+    assert_same_on_all(ours)
+    assert ours[0].losses[0] == whole[0].losses[0]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", marked("FP32", "FP8 weights", "BF16, FP8", "torchao"))
+def test_bytes_of_a_rank(name: str, request: pytest.FixtureRequest) -> None:
+    """Rows of each parameter over the ranks, the last ones padded: 4 bytes each of master and
+    gradient, 8 of moments."""
+    runs = runs_of(name, request)
+    shapes = {p.name: p.global_shape for p in runs[f"{name}/whole"][0].saved if "model/" in p.name}
+    for rank in runs[f"{name}/full"]:
+        rows = sum(-(-shape[0] // 2) * torch.Size(shape[1:]).numel() for shape in shapes.values())
+        assert rank.held.weights == rank.held.masters == 4 * rows
+        assert rank.held.gradients == 4 * rows
+        assert rank.held.moments == 8 * sum(
+            p.tensor.numel() for p in rank.saved if p.name.startswith("model/")
+        )
+
+
+@pytest.mark.parametrize("name", ["FP32", "FP8 weights"])
+def test_what_is_gathered(two: Two, name: str) -> None:
+    """This rank's rows, each microbatch: of the blocks twice in `full`, once in `grad`, of the rest
+    once. Linears' weights as 1 byte each where they are kept in FP8. Gradients always in FP32."""
+    run = two.runs[f"{name}/full"][0]
+    count = 4 if name == "FP32" else 1  # microbatches of the last step, here
+    bytes_of = {True: 0, False: 0}  # in a block or not
+    elements = 0
+    for p in two.runs[f"{name}/whole"][0].saved:
+        if p.name.startswith("model/"):
+            rows = -(-p.global_shape[0] // 2) * torch.Size(p.global_shape[1:]).numel()
+            is_block, is_matrix = ".layers." in f".{p.name[6:]}", len(p.global_shape) == 2
+            in_fp8 = name == "FP8 weights" and is_block and is_matrix
+            bytes_of[is_block] += rows * (1 if in_fp8 else 4)
+            elements += rows
+    gathered = {key: n for key, n in run.traffic.items() if key[1] == "all_gather"}
+    assert sum(gathered.values()) == count * (bytes_of[False] + 2 * bytes_of[True])
+    assert run.traffic["dp", "reduce_scatter_sum", "float32"] == count * 2 * 4 * elements
+    if name == "FP32":
+        once = two.runs["FP32/grad"][0].traffic["dp", "all_gather", "float32"]
+        assert once == count * (bytes_of[False] + bytes_of[True])
+    else:
+        assert run.traffic["dp", "all_reduce_max", "float32"] == 4 * 4 * ODD.num_layers
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("how", "saved"),
+    [
+        ("whole to sharded", "whole"),
+        ("sharded to whole", "sharded"),
+        ("sharded to sharded", "sharded"),
+        ("sharded to ZeRO-1", "sharded"),
+        ("alone to sharded", "alone"),
+    ],
+)
+def test_checkpoints_load_in_any_layout(two: Two, how: str, saved: str) -> None:
+    assert_loaded(two.after[how], two.before[saved])
+
+
+def assert_loaded(after: list[Loaded], before: list[Loaded]) -> None:
+    """Masters, moments and scales bit for bit; the next losses as parallel layouts agree."""
+    ours, theirs = (assembled([rank.saved for rank in ranks]) for ranks in (after, before))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for rank in after:
+        assert_same_tables(rank, before[0])
+        assert rank.next_losses == pytest.approx(before[0].next_losses, rel=1e-3)
+
+
+def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
+    loaded = load_all(Rank(0, 1), {"alone": (path_of(two.root, "sharded"), SAVED)})
+    assert_loaded([loaded["alone"]], two.before["sharded"])
+
+
+# ---- four ranks
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    """Alone, hybrid over two nodes of two, and with tensor and sequence parallelism."""
+    deep = {"num_microbatches": 4}
+    tp, hybrid = job("fp32", IN_FP8, **deep), fsdp("hybrid", num_nodes=2)
+    of = {
+        "FP32": (job("fp32", model=ODD, **deep), ParallelSpec(), fsdp(), 1e-6),
+        "hybrid": (job("fp32", model=ODD, **deep), ParallelSpec(), hybrid, 1e-6),
+        "hybrid FP8": (tp, ParallelSpec(), hybrid, 1e-3),
+        "tp": (tp, ParallelSpec(tp=2), fsdp(tp=2), 1e-3),
+        "tp, sequence": (
+            tp, ParallelSpec(tp=2, sequence_parallel=True),
+            fsdp("grad", tp=2, sequence_parallel=True), 1e-3,
+        ),
+        "tp, FP32": (job("fp32", **deep), ParallelSpec(tp=2), fsdp(tp=2), 1e-6),
+    }  # fmt: skip
+    jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
+    jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
+    ranks = run_ranks("tests.optim.sharded_work:runs", 4, {"jobs": jobs}, timeout=1200)
+    for name, (_, _, _, bound) in of.items():
+        ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
+        assert_same_on_all(ours)
+        assert ours[0].losses == pytest.approx(whole[0].losses, rel=bound), name
+        norms = [result.grad_norm for result in whole[0].results]
+        found = [result.grad_norm for result in ours[0].results]
+        assert found == pytest.approx(norms, rel=max(bound, 1e-5) * 10), name
+        assembled([rank.saved for rank in ours])  # every element is saved once
+    held = {name: ranks[0][f"{name}/full"].held.moments for name in of}
+    assert held["hybrid"] == pytest.approx(2 * held["FP32"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
+    cases = {"sharded": (path_of(two.root, "sharded"), replace(SHARDED, num_microbatches=4))}
+    ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=900)
+    after = assembled([rank["sharded"].saved for rank in ranks])
+    before = assembled([rank.saved for rank in two.before["sharded"]])
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# ---- refusals
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    words = ["model.data.data_prefix=builtin", "model.global_batch_size=64", "trainer.devices=4"]
+    found, problems = read_values(load_config(words))
+    assert not problems
+    return found
+
+
+HYBRID = {"model.fsdp_sharding_strategy": "hybrid"}
+FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "said"),
+    [
+        ({"trainer.devices": 1}, "model.fsdp", "one replica"),
+        ({"model.pipeline_model_parallel_size": 2}, "model.fsdp", "pipeline stages"),
+        ({"model.fp8_backend": "te"}, "model.fsdp", "Transformer Engine"),
+        ({"model.compile": "block"}, "model.fsdp", "model.compile=block"),
+        ({"model.optim.name": "distributed_fused_adam"}, "model.optim.name", "already"),
+        ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP sums"),
+        ({"model.megatron_amp_O2": False}, "model.megatron_amp_O2", "one dtype"),
+        (HYBRID, "model.fsdp_sharding_strategy", "one node"),
+        (
+            {**HYBRID, "trainer.devices": 1, "trainer.num_nodes": 2},
+            "model.fsdp_sharding_strategy",
+            "one replica on each node",
+        ),
+        ({**FP8_WEIGHTS, "trainer.precision": 16}, "model.fp8_params", "FP16's range"),
+        (
+            {"model.fsdp": False, "model.fsdp_sharding_strategy": "grad"},
+            "model.fsdp_sharding_strategy",
+            "means nothing without model.fsdp",
+        ),
+        (
+            {"model.fsdp": False, "model.fsdp_grad_reduce_dtype": "bf16"},
+            "model.fsdp_grad_reduce_dtype",
+            "means nothing without model.fsdp",
+        ),
+        ({"model.fsdp_grad_reduce_dtype": 8}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),
+        ({"model.fsdp_grad_reduce_dtype": True}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    values: dict[str, Any], given: dict[str, Any], key: str, said: str
+) -> None:
+    assert not check_values(values | {"model.fsdp": True})
+    problems = check_values(values | {"model.fsdp": True} | given)
+    assert [p for p in problems if p.key == key and said in f"{p.reason} {p.way_out}"], problems
