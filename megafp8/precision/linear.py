@@ -9,6 +9,7 @@ grad_weight = grad_output.T @ input
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from megafp8.precision.quantizers.base import Operand, Role
 from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
 from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.traced import TracedLinear
 from megafp8.specs.precision import GemmName
 
 KEEP_NUMBERS_BELOW = 4096
@@ -46,6 +48,10 @@ class LinearComm(Protocol):
     @property
     def sums_output(self) -> bool: ...
 
+    def tokens_out(self, tokens_in: int) -> int:
+        """Of the output, given those of this rank's input."""
+        ...
+
     def gather_input(self, input_TI: Operand) -> Operand: ...
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor: ...
@@ -70,6 +76,9 @@ class NoComm:
     """A linear that lives on one rank."""
 
     sums_output = False
+
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
         return input_TI
@@ -114,14 +123,18 @@ class Linear(nn.Module):
         self._stored_weight: Fp8Tensor | None = None
         self._cached_weight: Operands | None = None
         self._cached_version = -1
+        self.traced: TracedLinear | None = None  # set where layers are compiled
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
         them, the first dim is that many times longer or shorter."""
         flat_TI = input.flatten(0, -2)
-        output_TO: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
-        )
+        if self.traced is not None and torch.compiler.is_compiling():
+            output_TO = self.traced(flat_TI)
+        else:
+            output_TO = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
+            )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
@@ -205,7 +218,73 @@ def _without_numbers(weight: Operands) -> Operands:
     return Operands(last, last if weight.along_first is weight.along_last else first)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """What a forward pass made: the output, and the operands that backward will read."""
+
+    output_TO: torch.Tensor
+    input: Operand
+    weight: Operand
+
+
+def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
+    """Casts, the product, and what crosses ranks around it; no autograd."""
+    input = layer.input_operands(input_TI, with_first=for_backward)
+    weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
+    bias_O, sums_output = layer.bias, layer.comm.sums_output
+    output_TO = layer.product(
+        "output",
+        layer.comm.gather_input(input.along_last),
+        weight.along_last,
+        input_TI.dtype,
+        transpose_b=True,
+        bias=None if sums_output else bias_O,
+    )
+    output_TO = layer.comm.reduce_output(output_TO)
+    if bias_O is not None and sums_output:
+        output_TO = output_TO + bias_O
+    return Forward(output_TO, input.along_first, weight.along_first)
+
+
+class Gradients(NamedTuple):
+    """Of a linear's input, weight and bias; None for what nobody asked for or the sink has taken."""
+
+    input_TI: torch.Tensor | None
+    weight_OI: torch.Tensor | None
+    bias_O: torch.Tensor | None
+
+
+def backward(
+    layer: Linear,
+    grad_output_TO: torch.Tensor,
+    input: Operand,
+    weight: Operand,
+    *,
+    needs_input: bool = True,
+) -> Gradients:
+    """`input` and `weight` as `Forward` has them."""
+    work = grad_output_TO.dtype
+    grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
+    along_last, along_first = _gathered(layer.comm, grad_output)
+    pending = None
+    if needs_input:
+        grad_input_TI = layer.product("grad_input", along_last, weight, work)
+        pending = layer.comm.reduce_grad_input(grad_input_TI)
+
+    def compute_grad_weight() -> torch.Tensor:
+        return layer.product(
+            "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
+        )
+
+    grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
+    bias = layer.bias
+    grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
+    return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+
+
 class _LinearFunction(torch.autograd.Function):
+    """`weight_OI` and `bias_O` are the layer's: here for autograd to see them."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -215,48 +294,17 @@ class _LinearFunction(torch.autograd.Function):
         layer: Linear,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        input = layer.input_operands(input_TI, with_first=is_grad_enabled)
-        weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
-        sums_output = layer.comm.sums_output
-        output_TO = layer.product(
-            "output",
-            layer.comm.gather_input(input.along_last),
-            weight.along_last,
-            input_TI.dtype,
-            transpose_b=True,
-            bias=None if sums_output else bias_O,
-        )
-        output_TO = layer.comm.reduce_output(output_TO)
-        if bias_O is not None and sums_output:
-            output_TO = output_TO + bias_O
+        done = forward(layer, input_TI, for_backward=is_grad_enabled)
         if is_grad_enabled:
-            _save(ctx, input.along_first)
-        ctx.layer, ctx.weight_along_first = layer, weight.along_first
-        return output_TO
+            _save(ctx, done.input)
+        ctx.layer, ctx.weight = layer, done.weight
+        return done.output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_output_TO,) = grads
-        layer: Linear = ctx.layer
-        input = _saved(ctx)
-        work = grad_output_TO.dtype
-        grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
-        along_last, along_first = _gathered(layer.comm, grad_output)
-        pending = None
-        if ctx.needs_input_grad[0]:
-            grad_input_TI = layer.product("grad_input", along_last, ctx.weight_along_first, work)
-            pending = layer.comm.reduce_grad_input(grad_input_TI)
-
-        def compute_grad_weight() -> torch.Tensor:
-            return layer.product(
-                "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
-            )
-
-        grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
-        bias = layer.bias
-        grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
-        grad_input = None if pending is None else pending.wait()
-        return grad_input, grad_weight_OI, grad_bias, None, None
+        needs_input = ctx.needs_input_grad[0]
+        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight, needs_input=needs_input)
+        return *found, None, None
 
 
 def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.quantizers.base import Fp8Operands, Need
-from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm
+from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum, saved_form
 from megafp8.precision.scaling import ScalingState, Slot
 
 
@@ -25,6 +25,9 @@ class DelayedQuantizer:
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         slot, engine = self.slot, self.state.engine
         return cast_whole_and_sum(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
+
+    def saved_form(self) -> SavedForm:
+        return saved_form(self.slot.fmt, self.state.engine)
 
     @property
     def _amax(self) -> torch.Tensor | None:

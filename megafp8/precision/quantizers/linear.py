@@ -14,6 +14,7 @@ from megafp8.precision.quantizers.base import (
     Need,
     Operand,
     Role,
+    SavedForm,
     TensorQuantizer,
     column_sum,
 )
@@ -63,6 +64,12 @@ class LinearQuantizer:
             return Operands(x_MN, x_MN), column_sum(x_MN)
         quantized, total_N = self.tensors[role].quantize_and_sum(x_MN, need)
         return self._chosen(role, x_MN, quantized), total_N
+
+    def saved_form(self) -> SavedForm:
+        """Of the input between forward and backward."""
+        if not self.is_fp8("grad_weight"):
+            return SavedForm()
+        return self.tensors["input"].saved_form()
 
     def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
         """A weight that is to be kept in FP8 alone."""

@@ -6,7 +6,7 @@ import torch
 
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, both
 from megafp8.precision.tensor import Fp8Tensor
 
 
@@ -41,6 +41,11 @@ def cast_whole_and_sum(
         return operands, total_N
     x_fp8, total_N = Fp8Tensor.quantize_and_sum(x_MN, quant_scale, fmt, amax=amax)
     return both(x_fp8, need), total_N
+
+
+def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:
+    """One cast serves both products, or the second one's lies transposed."""
+    return SavedForm("tensor", fmt.dtype, is_transposed=engine.orients("tensor"))
 
 
 def _cast_by_triton(
