@@ -130,7 +130,8 @@ class AttentionCore(nn.Module):
             k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
         causal_flops = None
         if not torch.compiler.is_compiling():  # else who compiled the layer counts, outside of it
-            causal_flops = self.count_forward(*q_BHSE.shape[:3], num_keys=k_BGSE.shape[2])
+            batch, _, seq, _ = q_BHSE.shape
+            causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2])
         if self.training and self.dropout > 0:
             with self.streams.keyed(self.site, qkv_BSF.device, sharded=True):
                 out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, self.dropout)

@@ -275,9 +275,9 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         if self.traced_mask is not None and torch.compiler.is_compiling():
-            scale: float | torch.Tensor = 1 / (1 - self.p)
-            if x.device.type == "cpu":  # where torch rounds it to x's dtype
-                scale = torch.full((), scale, dtype=x.dtype)
-            return torch.where(self.traced_mask(x), x * scale, 0.0)
+            scale = 1 / (1 - self.p)
+            on_cpu = x.device.type == "cpu"  # where torch rounds it to x's dtype
+            kept = x * (torch.full((), scale, dtype=x.dtype) if on_cpu else scale)
+            return torch.where(self.traced_mask(x), kept, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):
             return F.dropout(x, self.p)

@@ -222,7 +222,7 @@ def _without_numbers(weight: Operands) -> Operands:
 class Forward:
     """What a forward pass made: the output, and the operands that backward will read."""
 
-    output_TO: torch.Tensor
+    output: torch.Tensor
     input: Operand
     weight: Operand
 
@@ -247,11 +247,11 @@ def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> For
 
 
 class Gradients(NamedTuple):
-    """Of a linear's input, weight and bias; None for what nobody asked for or the sink has taken."""
+    """None for what nobody asked for and what the sink has taken."""
 
-    input_TI: torch.Tensor | None
-    weight_OI: torch.Tensor | None
-    bias_O: torch.Tensor | None
+    input: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 def backward(
@@ -298,7 +298,7 @@ class _LinearFunction(torch.autograd.Function):
         if is_grad_enabled:
             _save(ctx, done.input)
         ctx.layer, ctx.weight = layer, done.weight
-        return done.output_TO
+        return done.output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

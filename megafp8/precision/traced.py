@@ -1,10 +1,10 @@
 """The linear as torch.compile sees it: one operation of a graph, and no break of it.
 
-Casts and products are kernels already, so all that a graph needs to know is what goes in, what comes
-out and what is kept for backward. The rest of a linear (amaxes, the weight that is quantized once a
-step, observers, counts, the sink, what crosses ranks) happens when the operation runs, with the live
-objects: the linear itself is an input of the graph. So layers share their graphs, and no scale and
-no microbatch's number is compiled in.
+Casts and products are kernels already, so all that a graph needs to know is what goes in, what
+comes out and what is kept for backward. The rest of a linear (amaxes, the weight that is quantized
+once a step, observers, counts, the sink, what crosses ranks) happens when the operation runs, with
+the live objects: the linear itself is an input of the graph. So layers share their graphs, and no
+scale and no microbatch's number is compiled in.
 """
 
 # T tokens (batch x sequence)   I in features   O out features

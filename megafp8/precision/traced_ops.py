@@ -20,7 +20,7 @@ from megafp8.precision.traced import TracedLinear
 MakeFp8 = Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]
 
 
-class Handle(OpaqueBase):  # type: ignore[misc]
+class Handle(OpaqueBase):
     """A linear as an input of a graph."""
 
     def __init__(self, linear: Linear, saved: SavedForm) -> None:
@@ -52,11 +52,11 @@ def _linear(
     kept = done.input
     if handle.saved.scales is None:  # the input itself: an operation may not return it
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
-        return done.output_TO, nothing, input_TI.new_empty(0, dtype=torch.float32)
+        return done.output, nothing, input_TI.new_empty(0, dtype=torch.float32)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
     payload = kept.payload.t() if handle.saved.is_transposed else kept.payload
     handle.remakes[payload.shape] = kept.factory()
-    return done.output_TO, payload, kept.dequant_scale.contiguous()
+    return done.output, payload, kept.dequant_scale.contiguous()
 
 
 @_linear.register_fake
@@ -88,9 +88,9 @@ def _linear_backward(
     # The same weight that forward read: it changes between steps alone.
     weight = linear.weight_operands(grad_output_TO.dtype, input_shape[0]).along_first
     found = eager.backward(linear, grad_output_TO, input, weight)
-    assert found.input_TI is not None
-    assert found.weight_OI is None and found.bias_O is None, "the sink keeps gradients itself"
-    return found.input_TI
+    assert found.input is not None
+    assert found.weight is None and found.bias is None, "the sink keeps gradients itself"
+    return found.input
 
 
 @_linear_backward.register_fake
