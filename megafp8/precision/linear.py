@@ -18,6 +18,7 @@ from torch import nn
 from megafp8.precision.engine import EMULATED
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
+from megafp8.precision.producers import Producer
 from megafp8.precision.quantizers.base import Operand, Role
 from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
 from megafp8.precision.scaling import ReduceMax
@@ -137,6 +138,31 @@ class Linear(nn.Module):
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
+    def after(self, producer: Producer, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """`forward` of what `producer` makes of `x`, in `dtype`; it writes the FP8 input itself.
+
+        None where it may not: the caller then computes that and calls `forward`.
+        """
+        with_first = torch.is_grad_enabled()
+        is_fused = (
+            not torch.compiler.is_compiling()
+            and self.quantizer is not None
+            and self.quantizer.fuses(with_first=with_first)
+        )
+        if not is_fused:
+            return None
+        output_TO: torch.Tensor = _ProducedFunction.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, -2).contiguous(),
+            self.weight,
+            self.bias,
+            self,
+            producer,
+            dtype,
+            with_first,
+            *producer.params,
+        )
+        return output_TO.view(-1, *x.shape[1:-1], output_TO.shape[-1])
+
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
         if self.quantizer is None:
             return Operands(input_TI, input_TI)
@@ -230,13 +256,18 @@ class Forward:
 def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
     """Casts, the product, and what crosses ranks around it; no autograd."""
     input = layer.input_operands(input_TI, with_first=for_backward)
-    weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
+    return forward_of(layer, input, input_TI.dtype, input_TI.shape[0])
+
+
+def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: int) -> Forward:
+    """`forward` with the input as the products read it."""
+    weight = layer.weight_operands(work, num_tokens)
     bias_O, sums_output = layer.bias, layer.comm.sums_output
     output_TO = layer.product(
         "output",
         layer.comm.gather_input(input.along_last),
         weight.along_last,
-        input_TI.dtype,
+        work,
         transpose_b=True,
         bias=None if sums_output else bias_O,
     )
@@ -307,6 +338,38 @@ class _LinearFunction(torch.autograd.Function):
         return *found, None, None
 
 
+class _ProducedFunction(torch.autograd.Function):
+    """A norm or an activation, and the linear that reads it in FP8: `producer.params` follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TX: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        layer: Linear,
+        producer: Producer,
+        dtype: torch.dtype,
+        is_grad_enabled: bool,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        assert layer.quantizer is not None
+        input, kept = layer.quantizer.produce(producer, x_TX, with_first=is_grad_enabled)
+        done = forward_of(layer, input, dtype, x_TX.shape[0])
+        if is_grad_enabled:
+            _save(ctx, done.input, x_TX, *kept)
+        ctx.layer, ctx.weight, ctx.producer = layer, done.weight, producer
+        return done.output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight)
+        assert found.input is not None
+        x_TX, *kept = ctx.saved_tensors[2:]  # after payload and scale
+        grad_x, *of_params = ctx.producer.backward(found.input.contiguous(), x_TX, tuple(kept))
+        return grad_x, found.weight, found.bias, None, None, None, None, *of_params
+
+
 def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
     """All ranks' tokens; one gather where one quantization serves both products."""
     along_last = comm.gather_grad_output(grad_output.along_last)
@@ -315,17 +378,17 @@ def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
     return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
 
 
-def _save(ctx: Any, input: Operand) -> None:
+def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
     """Through autograd, so that its hooks (offloading, recomputation) see the tensors."""
     if isinstance(input, Fp8Tensor):
         ctx.remake = input.factory()
-        ctx.save_for_backward(input.payload, input.dequant_scale)
+        ctx.save_for_backward(input.payload, input.dequant_scale, *others)
     else:
         ctx.remake = None
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(input, *others)
 
 
 def _saved(ctx: Any) -> Operand:
     tensors = ctx.saved_tensors
-    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
+    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors[:2])
     return operand
