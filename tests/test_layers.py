@@ -146,7 +146,7 @@ def test_every_room_has_a_floor() -> None:
         ("megafp8/models/gpt.py", "import megafp8.attic"),
         ("megafp8/__init__.py", "from megafp8.train import loop"),
         ("megafp8/train/loop.py", "import pytest, tests.helpers"),
-        ("megafp8/config/schema.py", "import torch"),
+        ("megafp8/config/schema/model.py", "import torch"),
         ("megafp8/plan/memory.py", "def late():\n    from torch import nn"),
         ("megafp8/specs/model.py", "import torch.nn.functional as F"),
         ("megafp8/precision/linear.py", "import transformer_engine.pytorch as te"),

@@ -21,7 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as O
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, Setting, flatten, setting_problem
 from megafp8.config.problems import PRESET, SettingError
-from megafp8.config.schema import Config
+from megafp8.config.schema import schema_tree
 
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
@@ -105,7 +105,8 @@ def register(source: Source) -> None:
     group, _, option = source.name.rpartition("/")
     yaml: Any = {f"/{group}@_global_": option} if group else source.name
     store = ConfigStore.instance()
-    store.store(name=_SCHEMA, node=schema_tree())
+    if f"{_SCHEMA}.yaml" not in store.repo:
+        store.store(name=_SCHEMA, node=tree_with_nemo_keys())
     hydra_settings = {
         "run": {"dir": "."},
         "output_subdir": None,
@@ -120,13 +121,12 @@ def register(source: Source) -> None:
     store.store(name=ROOT_CONFIG, node=root)
 
 
-def schema_tree() -> DictConfig:
+def tree_with_nemo_keys() -> DictConfig:
     """The schema, and NeMo's keys that do nothing here, which `load` checks and takes out."""
-    schema = OmegaConf.structured(Config)
+    tree = schema_tree()
     for path, key in nemo_keys().items():
-        OmegaConf.update(schema, path, key.ours, force_add=True)
-    assert isinstance(schema, DictConfig)
-    return schema
+        OmegaConf.update(tree, path, key.ours, force_add=True)
+    return tree
 
 
 def compose(source: Source, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:

@@ -18,7 +18,7 @@ from megafp8.config.compose import (
     find_source,
     has_hydra_settings,
     preset_settings,
-    schema_tree,
+    tree_with_nemo_keys,
     yaml_presets,
     yaml_problems,
     yaml_settings,
@@ -34,7 +34,7 @@ from megafp8.config.overrides import (
     unknown_key,
 )
 from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
-from megafp8.config.schema import Config, all_keys
+from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.validate import check_values, read_value, read_values
 from megafp8.config.values import one_line
@@ -138,7 +138,7 @@ def _problems_beside(
     """What else is wrong where Hydra cannot compose: of the keys that the user gave, alone."""
     bad = {problem.key for problem in known}
     given = [*yaml_settings(source), *(s for override in good for s in override.settings)]
-    tree = schema_tree()
+    tree = tree_with_nemo_keys()
     unfit = [put_in(tree, setting) for setting in given if setting.key not in bad]
     origins = find_origins(source, good)
     values, problems = read_values(tree, origins)
@@ -172,8 +172,9 @@ def _nemo_settings(
 def _typed(composed: DictConfig) -> DictConfig:
     """The tree of the schema alone, closed to new keys."""
     try:
-        cfg: Any = OmegaConf.structured(Config)
-        cfg = OmegaConf.merge(cfg, OmegaConf.masked_copy(composed, list(cfg)))
+        cfg: Any = OmegaConf.merge(
+            schema_tree(), OmegaConf.masked_copy(composed, list(schema_tree()))
+        )
         for path in nemo_keys():
             _delete(cfg, path)
         _fill_in(cfg, composed)

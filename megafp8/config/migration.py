@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped,unused-ignore]
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.compose import schema_tree
+from megafp8.config.compose import tree_with_nemo_keys
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import Setting, flatten, put_in, setting_problem
 from megafp8.config.problems import SettingError
@@ -111,7 +111,7 @@ def _from_nemo(tree: dict[Any, Any], m: Migration) -> None:
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
     settings = [_with_number(setting, m) for setting in flatten("", ours, "")]
-    whole = schema_tree()
+    whole = tree_with_nemo_keys()
     wrong: dict[str, SettingError] = {}
     for setting in settings:
         problem = setting_problem(setting) or put_in(whole, setting)

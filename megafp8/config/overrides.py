@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.problems import COMMAND_LINE, SettingError
-from megafp8.config.schema import Config, all_keys, all_sections
+from megafp8.config.schema import all_keys, all_sections, schema_tree
 from megafp8.config.secrets import is_secret_name
 
 PRESET_GROUPS = ("model", "precision")
@@ -307,7 +307,7 @@ def known_sections() -> frozenset[str]:
 @cache
 def _scratch() -> Any:
     """A tree whose nodes take values of the right type only; what it holds does not matter."""
-    return OmegaConf.structured(Config)
+    return schema_tree()
 
 
 def _show(value: Any) -> str:

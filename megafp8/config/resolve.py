@@ -21,6 +21,7 @@ from megafp8.config.schema import (
     Sched,
     Trainer,
     all_keys,
+    schema_tree,
 )
 from megafp8.config.validate import FP8_DETAILS, read_values, validate
 from megafp8.config.values import (
@@ -59,7 +60,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     """The run that a tree asks for. `accelerator_available` is asked only where it matters."""
     validate(cfg)
     resolved = canonical(cfg, accelerator_available)
-    tree = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), resolved))
+    tree = OmegaConf.to_object(OmegaConf.merge(schema_tree(), resolved))
     assert isinstance(tree, Config)
     trainer, model = tree.trainer, tree.model
     return RunSpec(

@@ -141,7 +141,7 @@ def test_table_says_who_said_what(tmp_path: Path) -> None:
         "model.encoder_seq_length = 512 (command line; default job: 256)",
         "model.max_position_embeddings = 512 (default, from ${.encoder_seq_length}; "
         "default job: 256)",
-        "model.seed = 7 (mine.yaml; default job: 1234)",
         "model.fp8 = True (preset precision=fp8_delayed_hybrid; default job: False)",
+        "model.seed = 7 (mine.yaml; default job: 1234)",
         "model.data.seq_length = 512 (default, from ${model.encoder_seq_length}; default job: 256)",
     ]

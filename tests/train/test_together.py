@@ -141,8 +141,8 @@ def test_two_tensor_parallel_ranks_recompute_in_every_recipe() -> None:
         alone = run_case(plain, single_rank())
         for rank in ranks:
             assert rank[name].losses == pytest.approx(alone.losses, rel=3e-3), name
-            # The first step's weights are equal; later norms part as the losses do, most under
-            # blockwise, whose blocks of a fused weight are a rank's own.
+            # The first step's weights are equal; later norms part as the losses do, and more in
+            # blockwise's wider model: there rowwise parts by 5 %, tensorwise by 2, BF16 by 1.
             later = 1e-1 if name.startswith("blockwise") else 1e-2
             assert rank[name].norms[0] == pytest.approx(alone.norms[0], rel=5e-3), name
             assert rank[name].norms == pytest.approx(alone.norms, rel=later), name

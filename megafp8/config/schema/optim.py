@@ -1,0 +1,122 @@
+"""`model.optim`: the optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from megafp8.config.keys import Valid, above, at_least, between, key, one_of, or_null
+from megafp8.config.values import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS, SCHEDULES
+
+
+def _are_betas(value: list[float]) -> bool:
+    return len(value) == 2 and all(0 <= beta < 1 for beta in value)
+
+
+@dataclass
+class Sched:
+    """The learning rate over the run."""
+
+    name: str = key(
+        "CosineAnnealing",
+        "NeMo's schedule of this name: a linear warm-up, then what its name says.",
+        nemo="CosineAnnealing",
+        kind="optim",
+        valid=one_of(
+            *SCHEDULES,
+            later=LATER_SCHEDULES,
+            suggestion=f"Use {', '.join(list(SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",
+        ),
+    )
+    warmup_steps: int | None = key(
+        None,
+        "Steps of linear warm-up; null for a tenth of `trainer.max_steps`.",
+        nemo=500,
+        kind="optim",
+        valid=or_null(at_least(0)),
+    )
+    warmup_ratio: float | None = key(
+        None,
+        "Instead of `warmup_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    constant_steps: int = key(
+        0,
+        "CosineAnnealing's last steps, all at `min_lr`; with them its warm-up starts at 0.",
+        nemo=0,
+        kind="optim",
+        valid=at_least(0),
+    )
+    constant_ratio: float | None = key(
+        None,
+        "Instead of `constant_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    hold_steps: int | None = key(
+        None,
+        "Steps at `model.optim.lr` after the warm-up, for PolynomialHoldDecayAnnealing and "
+        "NoamHoldAnnealing.",
+        kind="optim",
+        valid=or_null(at_least(0)),
+    )
+    hold_ratio: float | None = key(
+        None,
+        "Instead of `hold_steps`, their share of `trainer.max_steps`.",
+        kind="optim",
+        valid=or_null(between(0, 1)),
+    )
+    power: float = key(
+        1.0, "The polynomial schedules' exponent; 1 is a line.", kind="optim", valid=above(0)
+    )
+    decay_rate: float = key(
+        0.5, "NoamHoldAnnealing's exponent of the decay.", kind="optim", valid=above(0)
+    )
+    d_model: int | None = key(
+        None,
+        "NoamAnnealing divides the rate by its root; null for `model.hidden_size`.",
+        kind="optim",
+        valid=or_null(at_least(1)),
+    )
+    min_lr: float = key(
+        MISSING, "Lowest learning rate.", nemo=2e-5, kind="optim", valid=at_least(0)
+    )
+
+
+@dataclass
+class Optim:
+    """The optimizer."""
+
+    name: str = key(
+        "adamw",
+        "`adamw` has decoupled weight decay, `adam` adds it to the gradient (L2). `fused_adam` is "
+        "adamw by Apex's or Transformer Engine's kernel where there is one.",
+        nemo="fused_adam",
+        kind="optim",
+        valid=one_of(
+            *OPTIMIZERS,
+            later=LATER_OPTIMIZERS,
+            suggestion="Use adamw, or fused_adam, which is the same (decoupled weight decay)",
+        ),
+    )
+    lr: float = key(MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", valid=above(0))
+    weight_decay: float = key(
+        0.01, "Weight decay of matrices.", nemo=0.01, kind="optim", valid=at_least(0)
+    )
+    betas: list[float] = key(
+        [0.9, 0.98],
+        "Decay rates of the first and second moments.",
+        nemo=[0.9, 0.98],
+        kind="optim",
+        valid=Valid("two numbers, each from 0 to below 1", _are_betas),
+    )
+    eps: float = key(1e-8, "Added to the root of the second moment.", kind="optim", valid=above(0))
+    grad_sync_dtype: str = key(
+        "fp32",
+        "In which gradients are summed over replicas; `bf16` sends half as much.",
+        kind="optim",
+        valid=one_of("fp32", "bf16"),
+    )
+    sched: Sched = field(default_factory=Sched)
