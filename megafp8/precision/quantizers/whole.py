@@ -85,6 +85,4 @@ def cast_operands(
     last = None if payload is None else Fp8Tensor(payload, dequant_scale, fmt)
     if payload_t is not None:
         return Fp8Operands(last, Fp8Tensor(payload_t.t(), dequant_scale, fmt))
-    assert last is not None or not need.last
-    orients_first = need.first and payload is not None
-    return Fp8Operands(last if need.last else None, last if orients_first else None)
+    return Fp8Operands(last if need.last else None, last if need.first else None)
