@@ -44,6 +44,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8 delayed": FP8,
     "fp8 delayed compiled": (*FP8, "model.compile=block"),
     "fp8 tensorwise": (*FP8, "model.fp8_recipe=tensorwise"),
+    "fp8 tensorwise compiled": (*FP8, "model.fp8_recipe=tensorwise", "model.compile=block"),
+    "fp8 params": (*FP8, "model.fp8_params=True"),
     "fp8 rowwise": (*FP8, "model.fp8_recipe=rowwise"),
     "fp8 blockwise": (*FP8, "model.fp8_recipe=blockwise"),
     "te bf16": ("model.fp8_backend=te",),
@@ -178,6 +180,10 @@ def main() -> None:
         base = rows.get("bf16")
         ratio = None if base is None else base["median_seconds"] / row["median_seconds"]
         row["times_bf16"] = ratio
+        row["bf16_share_of_peak"] = None if base is None else base["share_of_bf16_peak_causal"]
+        row["memory_over_bf16"] = None
+        if base is not None and base["peak_memory_bytes"]:
+            row["memory_over_bf16"] = row["peak_memory_bytes"] / base["peak_memory_bytes"]
         quotient = "" if ratio is None else f"{ratio:.2f} x bf16"
         print(
             f"{what:>24}  {1e3 * row['median_seconds']:9.3f} ms  "

@@ -63,7 +63,15 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8": ("model.fp8=True",),
     "fp8 compiled": ("model.fp8=True", "model.compile=block"),
     "fp8 params": ("model.fp8=True", "model.fp8_params=True"),
+    "fp8 tensorwise": ("model.fp8=True", "model.fp8_recipe=tensorwise"),
+    "te bf16": ("model.fp8_backend=te",),
     "te fp8": ("model.fp8=True", "model.fp8_backend=te"),
+    "te fp8 params": ("model.fp8=True", "model.fp8_backend=te", "model.fp8_params=True"),
+    "torchao fp8": (
+        "model.fp8=True",
+        "model.fp8_backend=torchao",
+        "model.fp8_recipe=tensorwise",
+    ),
 }
 
 
@@ -140,6 +148,18 @@ def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) 
     }
 
 
+def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, float | None]:
+    """Speed and memory as multiples of BF16's, and BF16's own share of its peak: a ratio over a
+    slow control would say little."""
+    if base is None:
+        return {"times_bf16": None, "memory_over_bf16": None, "bf16_share_of_peak": None}
+    return {
+        "times_bf16": row["tokens_per_second"] / base["tokens_per_second"],
+        "memory_over_bf16": row["peak_memory_bytes"] / base["peak_memory_bytes"],
+        "bf16_share_of_peak": base["share_of_bf16_peak_causal"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["1.3b"])
@@ -168,9 +188,7 @@ def main() -> None:
                     continue
             rows[f"{preset} {variant}"] = row
             base = rows.get(f"{preset} bf16")
-            row["times_bf16"] = (
-                None if base is None else row["tokens_per_second"] / base["tokens_per_second"]
-            )
+            row |= beside_bf16(row, base)
             ratio = "" if row["times_bf16"] is None else f"{row['times_bf16']:.2f} x bf16"
             print(
                 f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "

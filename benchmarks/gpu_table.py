@@ -30,8 +30,13 @@ def line(subject: str, what: str, row: dict[str, Any]) -> str:
         figures = f"{row['flops_per_second_full'] / 1e12:9.0f} TFLOP/s full"
     else:
         figures = f"{row['tokens_per_second']:9.0f} tokens/s"
-    ratio = row.get("times_bf16")
-    return f"{subject:<6} {what:<28} {figures:<26} " + (f"{ratio:.2f} x bf16" if ratio else "")
+    ratio, memory = row.get("times_bf16"), row.get("memory_over_bf16")
+    beside = f"{ratio:.2f} x bf16" if ratio else ""
+    if control := row.get("bf16_share_of_peak"):
+        beside += f" (itself at {control:.0%} of its peak)"
+    if memory:
+        beside += f", {memory:.2f} x its memory"
+    return f"{subject:<6} {what:<28} {figures:<26} {beside}"
 
 
 def main() -> None:

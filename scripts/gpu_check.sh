@@ -19,7 +19,7 @@ part() { # name, seconds, command: one failing part does not keep the others fro
 part tests 240 "$python" -m pytest -q -m gpu tests
 part gemm 30 "$python" benchmarks/gpu_gemm.py --size 8192
 part layer 120 "$python" benchmarks/gpu_layer.py
-part step 150 "$python" benchmarks/gpu_step.py --presets 1.3b
+part step 150 "$python" benchmarks/gpu_step.py --presets 1.3b --variants bf16 fp8 "fp8 compiled"
 if [ -f benchmarks/gpu_trace.py ]; then
     part traces 60 "$python" benchmarks/gpu_trace.py --engine "${TRACE_ENGINE:-te}" --out "${TRACE_OUT:-benchmarks/results/trace}"
 fi

@@ -128,18 +128,17 @@ class AttentionCore(nn.Module):
             q_BHSE, k_BGSE = context.rotary(q_BHSE), context.rotary(k_BGSE)
         if context.cache is not None:
             k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
-        causal_flops = self._count_forward(q_BHSE, num_keys=k_BGSE.shape[2])
+        causal_flops = None
+        if not torch.compiler.is_compiling():  # else who compiled the layer counts, outside of it
+            batch, _, seq, _ = q_BHSE.shape
+            causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2])
         if self.training and self.dropout > 0:
             with self.streams.keyed(self.site, qkv_BSF.device, sharded=True):
                 out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, self.dropout)
         else:
             out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, 0.0)
-        if out_BHSE.requires_grad:
-
-            def count_backward(grad: torch.Tensor) -> None:
-                self.count_flops(2 * causal_flops)
-
-            out_BHSE.register_hook(count_backward)
+        if causal_flops is not None and out_BHSE.requires_grad:
+            self.count_backward(out_BHSE, causal_flops)
         return out_BHSE.transpose(1, 2).flatten(2)
 
     def _attend(
@@ -176,13 +175,20 @@ class AttentionCore(nn.Module):
             enable_gqa=self.queries_per_group > 1,
         )
 
-    def _count_forward(self, q_BHSE: torch.Tensor, num_keys: int) -> int:
+    def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
         """Two products, half of each because the mask is causal; backward has four.
 
         Counted before they run: computing them again for backward stops within the last.
         """
-        batch, heads, seq, size = q_BHSE.shape
         seen = seq * (2 * num_keys - seq)  # twice the mean number of keys that a query sees
-        causal_flops = 2 * batch * heads * seen * size
+        causal_flops = 2 * batch * heads * seen * self.head_size
         self.count_flops(causal_flops)
         return causal_flops
+
+    def count_backward(self, out: torch.Tensor, causal_flops: int) -> None:
+        """When the gradient of `out`, attention's or what was made of it, is there."""
+
+        def count(grad: torch.Tensor) -> None:
+            self.count_flops(2 * causal_flops)
+
+        out.register_hook(count)

@@ -269,9 +269,16 @@ class Dropout(nn.Module):
     def __init__(self, p: float, site: str, streams: RandomStreams, sharded: bool) -> None:
         super().__init__()
         self.p, self.site, self.streams, self.sharded = p, site, streams, sharded
+        # Where layers are compiled: which elements stay, True or False in x's shape.
+        self.traced_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.traced_mask is not None and torch.compiler.is_compiling():
+            scale = 1 / (1 - self.p)
+            on_cpu = x.device.type == "cpu"  # where torch rounds it to x's dtype
+            kept = x * (torch.full((), scale, dtype=x.dtype) if on_cpu else scale)
+            return torch.where(self.traced_mask(x), kept, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):
             return F.dropout(x, self.p)

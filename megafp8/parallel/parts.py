@@ -12,7 +12,7 @@ from torch import nn
 
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Dropout, Parts, Rows, fused_name
+from megafp8.models.parts import Dropout, Norm, Parts, Rows, ToDtype, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.ring import RingAttentionCore
@@ -33,6 +33,7 @@ from megafp8.precision.formats import FORMATS
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.linear import Linear, LinearComm, NoComm
+from megafp8.precision.producers import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.quantizers.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
@@ -88,7 +89,19 @@ class NativeParts(Parts):
         name = fused_name(rows)
         comm = self._comm(ColumnParallel, SequenceColumnParallel)
         linear = self._linear(name, (share, in_features), weights, biases, std, comm)
-        return self._after_norm(norm, linear)
+        before = None if norm is None else self.norm(norm)
+        if not isinstance(before, Norm):
+            return nn.Sequential(before or ToDtype(self.dtype), linear)
+        producer = NormProducer(before.weight, before.bias, before.epsilon, self.dtype)
+        return FusedLinear(producer, self.dtype, before, linear)
+
+    def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
+        modules = super().act_linear(rows, in_features, std)
+        assert isinstance(modules, nn.Sequential)
+        kind = KINDS.get(self.spec.activation)
+        if kind is None:
+            return modules
+        return FusedLinear(ActivationProducer(kind), self.dtype, *modules)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
         weights, biases = row_pieces(rows, in_features, self.tp)
@@ -189,6 +202,27 @@ class NativeParts(Parts):
             torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
         }[self.dtype]  # fmt: skip
         self.counter.add(precision, "attention", flops)
+
+
+class FusedLinear(nn.Sequential):
+    """A norm or an activation, dropout perhaps, and a linear; one after the other, or, where the
+    linear reads FP8 whose scale is known and Triton runs, one pass of what is before it that casts.
+    """
+
+    def __init__(self, producer: Producer, dtype: torch.dtype, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.producer, self.dtype = producer, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *before, linear = self
+        assert isinstance(linear, Linear)
+        drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
+        out = None if drops else linear.after(self.producer, x, self.dtype)
+        if out is None:
+            for module in self:
+                x = module(x)
+            return x
+        return out
 
 
 @contextmanager

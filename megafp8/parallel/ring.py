@@ -75,9 +75,9 @@ class RingAttentionCore(AttentionCore):
 
         return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of)
 
-    def _count_forward(self, q_BHSE: torch.Tensor, num_keys: int) -> int:
+    def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
         """A rank's share of the whole sequence's, the same for all."""
-        return super()._count_forward(q_BHSE, num_keys * (self.cp.size + 1) // 2)
+        return super().count_forward(batch, heads, seq, num_keys * (self.cp.size + 1) // 2)
 
 
 def seen(cp: Axis, turn: int, seq: int) -> tuple[slice, slice]:

@@ -31,6 +31,9 @@ from megafp8.precision.tensor import Fp8Tensor
 class SequenceColumnParallel(ColumnParallel):
     """Gathers its input; each rank gets its part of the input gradient's sum."""
 
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in * self.tp.size
+
     def gather_input(self, input_TI: Operand) -> Operand:
         return gather_tokens(input_TI, self.tp)
 
@@ -44,6 +47,9 @@ class SequenceColumnParallel(ColumnParallel):
 @dataclass(frozen=True)
 class SequenceRowParallel(RowParallel):
     """Each rank gets its part of the output's sum; gathers the output gradient."""
+
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in // self.tp.size
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
         return gather_tokens(grad_output_TO, self.tp)

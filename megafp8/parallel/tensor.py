@@ -26,6 +26,9 @@ class ColumnParallel:
     tp: Axis
     sums_output = False
 
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in
+
     def gather_input(self, input_TI: Operand) -> Operand:
         return input_TI
 
@@ -48,6 +51,9 @@ class RowParallel:
 
     tp: Axis
     sums_output = True
+
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
         return input_TI

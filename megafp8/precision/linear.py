@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,10 +21,12 @@ from megafp8.precision.engine import EMULATED
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
+from megafp8.precision.producers import Producer
 from megafp8.precision.quantizers.base import Operand, Role
 from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
 from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.traced import TracedLinear
 from megafp8.specs.precision import GemmName
 
 KEEP_NUMBERS_BELOW = 4096
@@ -49,6 +52,10 @@ class LinearComm(Protocol):
     @property
     def sums_output(self) -> bool: ...
 
+    def tokens_out(self, tokens_in: int) -> int:
+        """Of the output, given those of this rank's input."""
+        ...
+
     def gather_input(self, input_TI: Operand) -> Operand: ...
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor: ...
@@ -73,6 +80,9 @@ class NoComm:
     """A linear that lives on one rank."""
 
     sums_output = False
+
+    def tokens_out(self, tokens_in: int) -> int:
+        return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
         return input_TI
@@ -120,15 +130,44 @@ class Linear(nn.Module):
         self.keeps_weight = True  # False: it is gathered for each use, and so is its FP8 copy made
         self._weight_again: AbstractContextManager[None] | None = None
         self._gathered_scale: tuple[torch.Tensor, Fp8Format] | None = None
+        self.traced: TracedLinear | None = None  # set where layers are compiled
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
         them, the first dim is that many times longer or shorter."""
         flat_TI = input.flatten(0, -2)
-        output_TO: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
-            flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
-        )
+        if self.traced is not None and torch.compiler.is_compiling():
+            output_TO = self.traced(flat_TI)
+        else:
+            output_TO = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
+            )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
+
+    def after(self, producer: Producer, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """`forward` of what `producer` makes of `x`, in `dtype`; it writes the FP8 input itself.
+
+        None where it may not: the caller then computes that and calls `forward`.
+        """
+        with_first = torch.is_grad_enabled()
+        is_fused = (
+            not torch.compiler.is_compiling()
+            and self.quantizer is not None
+            and self.quantizer.fuses(with_first=with_first)
+        )
+        if not is_fused:
+            return None
+        output_TO: torch.Tensor = _ProducedFunction.apply(  # type: ignore[no-untyped-call]
+            x.flatten(0, -2).contiguous(),
+            self.weight,
+            self.bias,
+            self,
+            producer,
+            dtype,
+            with_first,
+            *producer.params,
+        )
+        return output_TO.view(-1, *x.shape[1:-1], output_TO.shape[-1])
 
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
         if self.quantizer is None:
@@ -268,7 +307,81 @@ def _without_numbers(weight: Operands) -> Operands:
     return Operands(last, last if weight.along_first is weight.along_last else first)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """What a forward pass made: the output, and the operands that backward will read; None for a
+    weight that is gathered again then."""
+
+    output: torch.Tensor
+    input: Operand
+    weight: Operand | None
+
+
+def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
+    """Casts, the product, and what crosses ranks around it; no autograd."""
+    input = layer.input_operands(input_TI, with_first=for_backward)
+    return forward_of(layer, input, input_TI.dtype, input_TI.shape[0])
+
+
+def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: int) -> Forward:
+    """`forward` with the input as the products read it."""
+    weight = layer.weight_operands(work, num_tokens)
+    bias_O, sums_output = layer.bias, layer.comm.sums_output
+    output_TO = layer.product(
+        "output",
+        layer.comm.gather_input(input.along_last),
+        weight.along_last,
+        work,
+        transpose_b=True,
+        bias=None if sums_output else bias_O,
+    )
+    output_TO = layer.comm.reduce_output(output_TO)
+    if bias_O is not None and sums_output:
+        output_TO = output_TO + bias_O
+    return Forward(output_TO, input.along_first, weight.along_first if layer.keeps_weight else None)
+
+
+class Gradients(NamedTuple):
+    """None for what nobody asked for and what the sink has taken."""
+
+    input: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def backward(
+    layer: Linear,
+    grad_output_TO: torch.Tensor,
+    input: Operand,
+    weight: Operand | None,
+    *,
+    needs_input: bool = True,
+) -> Gradients:
+    """`input` and `weight` as `Forward` has them."""
+    work = grad_output_TO.dtype
+    grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
+    along_last, along_first = _gathered(layer.comm, grad_output)
+    pending = None
+    if needs_input:
+        if weight is None:
+            weight = layer.weight_operands(work).along_first
+        grad_input_TI = layer.product("grad_input", along_last, weight, work)
+        pending = layer.comm.reduce_grad_input(grad_input_TI)
+
+    def compute_grad_weight() -> torch.Tensor:
+        return layer.product(
+            "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
+        )
+
+    grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
+    bias = layer.bias
+    grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
+    return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+
+
 class _LinearFunction(torch.autograd.Function):
+    """`weight_OI` and `bias_O` are the layer's: here for autograd to see them."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -278,52 +391,49 @@ class _LinearFunction(torch.autograd.Function):
         layer: Linear,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        input = layer.input_operands(input_TI, with_first=is_grad_enabled)
-        weight = layer.weight_operands(input_TI.dtype, input_TI.shape[0])
-        sums_output = layer.comm.sums_output
-        output_TO = layer.product(
-            "output",
-            layer.comm.gather_input(input.along_last),
-            weight.along_last,
-            input_TI.dtype,
-            transpose_b=True,
-            bias=None if sums_output else bias_O,
-        )
-        output_TO = layer.comm.reduce_output(output_TO)
-        if bias_O is not None and sums_output:
-            output_TO = output_TO + bias_O
+        done = forward(layer, input_TI, for_backward=is_grad_enabled)
         if is_grad_enabled:
-            _save(ctx, input.along_first)
-        ctx.layer = layer
-        ctx.weight_along_first = weight.along_first if layer.keeps_weight else None
-        return output_TO
+            _save(ctx, done.input)
+        ctx.layer, ctx.weight = layer, done.weight
+        return done.output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_output_TO,) = grads
-        layer: Linear = ctx.layer
-        input = _saved(ctx)
-        work = grad_output_TO.dtype
-        grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
-        along_last, along_first = _gathered(layer.comm, grad_output)
-        pending = None
-        if ctx.needs_input_grad[0]:
-            weight = ctx.weight_along_first
-            if weight is None:
-                weight = layer.weight_operands(work).along_first
-            grad_input_TI = layer.product("grad_input", along_last, weight, work)
-            pending = layer.comm.reduce_grad_input(grad_input_TI)
+        needs_input = ctx.needs_input_grad[0]
+        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight, needs_input=needs_input)
+        return *found, None, None
 
-        def compute_grad_weight() -> torch.Tensor:
-            return layer.product(
-                "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
-            )
 
-        grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
-        bias = layer.bias
-        grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
-        grad_input = None if pending is None else pending.wait()
-        return grad_input, grad_weight_OI, grad_bias, None, None
+class _ProducedFunction(torch.autograd.Function):
+    """A norm or an activation, and the linear that reads it in FP8: `producer.params` follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TX: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        layer: Linear,
+        producer: Producer,
+        dtype: torch.dtype,
+        is_grad_enabled: bool,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        assert layer.quantizer is not None
+        input, kept = layer.quantizer.produce(producer, x_TX, with_first=is_grad_enabled)
+        done = forward_of(layer, input, dtype, x_TX.shape[0])
+        if is_grad_enabled:
+            _save(ctx, done.input, x_TX, *kept)
+        ctx.layer, ctx.weight, ctx.producer = layer, done.weight, producer
+        return done.output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight)
+        assert found.input is not None
+        x_TX, *kept = ctx.saved_tensors[2:]  # after payload and scale
+        grad_x, *of_params = ctx.producer.backward(found.input.contiguous(), x_TX, tuple(kept))
+        return grad_x, found.weight, found.bias, None, None, None, None, *of_params
 
 
 def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
@@ -334,17 +444,17 @@ def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
     return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
 
 
-def _save(ctx: Any, input: Operand) -> None:
+def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
     """Through autograd, so that its hooks (offloading, recomputation) see the tensors."""
     if isinstance(input, Fp8Tensor):
         ctx.remake = input.factory()
-        ctx.save_for_backward(input.payload, input.dequant_scale)
+        ctx.save_for_backward(input.payload, input.dequant_scale, *others)
     else:
         ctx.remake = None
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(input, *others)
 
 
 def _saved(ctx: Any) -> Operand:
     tensors = ctx.saved_tensors
-    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
+    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors[:2])
     return operand

@@ -42,13 +42,37 @@ def test_a_tiny_layer(tmp_path: Path) -> None:
 
 
 def test_tiny_steps(tmp_path: Path) -> None:
-    done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), "--variants", "fp8")
+    variants = ("bf16", "fp8")
+    done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), "--variants", *variants)
     assert done.returncode == 0, done.stderr + done.stdout
     (path,) = tmp_path.glob("*_step-tiny.json")
-    row = json.loads(path.read_text())["rows"]["tiny fp8"]
+    rows = json.loads(path.read_text())["rows"]
+    row, base = rows["tiny fp8"], rows["tiny bf16"]
+    assert row["times_bf16"] == row["tokens_per_second"] / base["tokens_per_second"]
+    assert row["memory_over_bf16"] == row["peak_memory_bytes"] / base["peak_memory_bytes"]
+    assert row["bf16_share_of_peak"] == base["share_of_bf16_peak_causal"] > 0
     assert row["steps"] == 2 and row["precision"].startswith("FP8 delayed")
     assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["step_seconds"])
     assert row["tflops_full"] > row["tflops_causal"] > 0 and row["last_loss"] > 0
+
+
+def test_products_of_grouped_queries_and_gates_are_in_the_floor() -> None:
+    """The Llama-3-8B shape: Q and projection 4096 x 4096, K and V 1024 x 4096, three of 14336."""
+    script = (
+        "import sys; sys.path.insert(0, 'benchmarks');"
+        "import argparse, gpu_step as g;"
+        "spec = g.spec_of('llama-8b-shape', 'bf16', argparse.Namespace(accumulation=1));"
+        "print(g.linear_flops_per_token(spec))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    weights = 8 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert float(done.stdout) == 6 * weights, done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

@@ -11,13 +11,14 @@ last dim, in the other along its first:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.precision import GemmName
+from megafp8.specs.precision import BLOCK, GemmName
 
 Operand = torch.Tensor | Fp8Tensor
 Role = Literal["input", "weight", "grad_output"]
@@ -48,6 +49,32 @@ class Need(NamedTuple):
         return self.last or self.first
 
 
+@dataclass(frozen=True)
+class SavedForm:
+    """How an input [T, I] is kept for the weight gradient: as it is (`scales` None), or in FP8 of
+    `dtype` with one scale, one for each column, or one for each 128 elements of a column.
+
+    `is_transposed`: its bytes lie in memory as [I, T].
+    """
+
+    scales: Literal["tensor", "row", "block"] | None = None
+    dtype: torch.dtype = torch.uint8
+    is_transposed: bool = False
+
+    def payload_shape(self, tokens: int, features: int) -> list[int]:
+        """As it lies in memory; nothing where the input itself is kept."""
+        if self.scales is None:
+            return [0]
+        return [features, tokens] if self.is_transposed else [tokens, features]
+
+    def scale_shape(self, tokens: int, features: int) -> list[int]:
+        if self.scales is None:
+            return [0]
+        if self.scales == "tensor":
+            return []
+        return [1 if self.scales == "row" else -(-tokens // BLOCK), features]
+
+
 class TensorQuantizer(Protocol):
     """Quantizes one tensor of one linear; what it keeps between calls is in the `ScalingState`."""
 
@@ -55,6 +82,10 @@ class TensorQuantizer(Protocol):
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         """With the FP32 sum of each column of the tensor that was not quantized, [N]."""
+        ...
+
+    def saved_form(self) -> SavedForm:
+        """Of what the product that sums along the first dim reads."""
         ...
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from megafp8.precision.cast import quantize_scaled
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, both, column_sum
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, both, column_sum
 from megafp8.precision.quantizers.scales import finite_or_inf, scale_of_amax
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, times_scale
@@ -42,6 +42,9 @@ class BlockwiseQuantizer:
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         return self.quantize(x_MN, need), column_sum(x_MN)
+
+    def saved_form(self) -> SavedForm:
+        return SavedForm("block", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _blocks(self, x_MN: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
         amax = amax_of_blocks(x_MN, block)

@@ -9,16 +9,19 @@ import torch
 
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
+from megafp8.precision.producers import Producer
 from megafp8.precision.quantizers.base import (
     READERS,
     Fp8Operands,
     Need,
     Operand,
     Role,
+    SavedForm,
     StoringQuantizer,
     TensorQuantizer,
     column_sum,
 )
+from megafp8.precision.quantizers.delayed import DelayedQuantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.precision import GEMMS, GemmName
@@ -66,6 +69,33 @@ class LinearQuantizer:
         quantized, total_N = self.tensors[role].quantize_and_sum(x_MN, need)
         return self._chosen(role, x_MN, quantized), total_N
 
+    def saved_form(self) -> SavedForm:
+        """Of the input between forward and backward."""
+        if not self.is_fp8("grad_weight"):
+            return SavedForm()
+        return self.tensors["input"].saved_form()
+
+    def fuses(self, *, with_first: bool) -> bool:
+        """Whether what makes the input may cast it in the same pass."""
+        need = self._need("input", with_first)
+        is_whole = need.last and need.first == with_first  # else a product reads it as it is
+        of_input = self.tensors["input"]
+        return is_whole and isinstance(of_input, DelayedQuantizer) and self.state.engine.uses_triton
+
+    def produce(
+        self, producer: Producer, x_MX: torch.Tensor, *, with_first: bool
+    ) -> tuple[Operands, tuple[torch.Tensor, ...]]:
+        """The input as `producer` makes it of `x_MX`, and what its backward needs."""
+        of_input = self.tensors["input"]
+        assert isinstance(of_input, DelayedQuantizer)
+        need, watched = self._need("input", with_first), bool(self.state.observers)
+        quantized, made = of_input.produce(producer, x_MX, need, with_plain=watched)
+        if made.plain is not None:
+            self._observe("input", made.plain, quantized)
+        last, first = quantized
+        assert last is not None
+        return Operands(last, last if first is None else first), made.kept
+
     def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
         """A weight that is to be kept in FP8 alone."""
         quantized = self.tensors["weight"].quantize(weight_OI, Need(True, True))
@@ -88,10 +118,13 @@ class LinearQuantizer:
             observe(f"{self.name}.weight", part_MN, stored, stored)
 
     def _chosen(self, role: Role, x_MN: torch.Tensor, quantized: Fp8Operands) -> Operands:
-        for observe in self.state.observers:
-            observe(f"{self.name}.{role}", x_MN, quantized.along_last, quantized.along_first)
+        self._observe(role, x_MN, quantized)
         last, first = quantized
         return Operands(x_MN if last is None else last, x_MN if first is None else first)
+
+    def _observe(self, role: Role, x_MN: torch.Tensor, quantized: Fp8Operands) -> None:
+        for observe in self.state.observers:
+            observe(f"{self.name}.{role}", x_MN, quantized.along_last, quantized.along_first)
 
     def _need(self, role: Role, with_first: bool) -> Need:
         last, first = READERS[role]

@@ -11,7 +11,7 @@ import torch
 
 from megafp8.precision.cast import amax_along, amax_of, quantize_scaled
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, column_sum
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, column_sum
 from megafp8.precision.quantizers.scales import scale_of_amax_torchao
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
@@ -39,6 +39,9 @@ class RowwiseQuantizer:
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         return self.quantize(x_MN, need), column_sum(x_MN)
+
+    def saved_form(self) -> SavedForm:
+        return SavedForm("row", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _along(self, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
         """Quantized with one scale for all elements along `dim`."""

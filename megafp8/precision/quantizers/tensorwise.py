@@ -8,9 +8,9 @@ import torch
 
 from megafp8.precision.cast import amax_of
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm
 from megafp8.precision.quantizers.scales import scale_of_amax
-from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum
+from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum, saved_form
 from megafp8.precision.scaling import ReduceMax, ScalingState
 
 
@@ -31,6 +31,9 @@ class TensorwiseQuantizer:
 
     def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
         return cast_whole_and_sum(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
+
+    def saved_form(self) -> SavedForm:
+        return saved_form(self.fmt, self.state.engine)
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
         return self.store_scale(amax_of(x_MN))[0]

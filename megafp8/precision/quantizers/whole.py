@@ -6,7 +6,7 @@ import torch
 
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, both
+from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, both
 from megafp8.precision.tensor import Fp8Tensor
 
 
@@ -43,6 +43,11 @@ def cast_whole_and_sum(
     return both(x_fp8, need), total_N
 
 
+def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:
+    """One cast serves both products, or the second one's lies transposed."""
+    return SavedForm("tensor", fmt.dtype, is_transposed=engine.orients("tensor"))
+
+
 def _cast_by_triton(
     x_MN: torch.Tensor,
     quant_scale: torch.Tensor,
@@ -55,24 +60,29 @@ def _cast_by_triton(
     """One pass; each orientation that is needed, or one that serves both products."""
     from megafp8.precision.kernels.triton_cast import cast
 
-    if not engine.orients("tensor"):
-        payload, _, total_N = cast(
-            x_MN.contiguous(), quant_scale, fmt, amax=amax, with_sums=with_sum
-        )
-        assert payload is not None
-        return both(Fp8Tensor(payload, quant_scale.reciprocal(), fmt), need), total_N
+    orients = engine.orients("tensor")
     payload, payload_t, total_N = cast(
         x_MN.contiguous(),
         quant_scale,
         fmt,
         amax=amax,
-        with_rows=need.last,
-        with_columns=need.first,
+        with_rows=need.last or not orients,
+        with_columns=need.first and orients,
         with_sums=with_sum,
     )
+    return cast_operands(payload, payload_t, quant_scale, fmt, need), total_N
+
+
+def cast_operands(
+    payload: torch.Tensor | None,
+    payload_t: torch.Tensor | None,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    need: Need,
+) -> Fp8Operands:
+    """Of one cast: `payload` [M, N] serves both products where there is no `payload_t` [N, M]."""
     dequant_scale = quant_scale.reciprocal()
-    operands = Fp8Operands(
-        None if payload is None else Fp8Tensor(payload, dequant_scale, fmt),
-        None if payload_t is None else Fp8Tensor(payload_t.t(), dequant_scale, fmt),
-    )
-    return operands, total_N
+    last = None if payload is None else Fp8Tensor(payload, dequant_scale, fmt)
+    if payload_t is not None:
+        return Fp8Operands(last, Fp8Tensor(payload_t.t(), dequant_scale, fmt))
+    return Fp8Operands(last if need.last else None, last if need.first else None)

@@ -1,0 +1,152 @@
+"""What stands before a linear and can write its FP8 input itself: a norm or an activation.
+
+Under `delayed` the scale is known beforehand, so one pass makes payload, transposed payload and
+amax of what norm or activation compute, which never lies in memory in high precision. Values are
+rounded to the linear's dtype before the cast, as if it had been there.
+"""
+
+# T tokens   I features of the linear's input   X features of what it is made of (2 I: gate and up)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import nn
+
+from megafp8.precision.formats import Fp8Format
+
+Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
+KINDS: dict[str, Kind] = {
+    "gelu": "gelu", "gelu-tanh": "gelu_tanh", "swiglu": "swiglu", "geglu": "geglu"
+}  # fmt: skip
+"""The activations that have a kernel, by the model's names."""
+
+
+class _Options(TypedDict):
+    amax: torch.Tensor | None
+    with_rows: bool
+    with_columns: bool
+    with_plain: bool
+
+
+@dataclass(frozen=True)
+class CastInto:
+    """The cast that is wanted; `amax` as in `cast.quantize`, orientations as in `triton_cast`."""
+
+    quant_scale: torch.Tensor
+    fmt: Fp8Format
+    amax: torch.Tensor | None
+    with_rows: bool
+    with_columns: bool
+    with_plain: bool
+
+
+class Produced(NamedTuple):
+    """`payload` [T, I], `payload_t` [I, T], `plain` [T, I]; None where not asked for. `kept`: what
+    backward needs beside the producer's input."""
+
+    payload: torch.Tensor | None
+    payload_t: torch.Tensor | None
+    plain: torch.Tensor | None
+    kept: tuple[torch.Tensor, ...] = ()
+
+
+class Producer(Protocol):
+    """Computes without autograd, in Triton."""
+
+    @property
+    def params(self) -> tuple[torch.Tensor, ...]: ...
+
+    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced: ...
+
+    def backward(
+        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of x and of `params`, each in the dtype of its tensor."""
+        ...
+
+
+@dataclass(frozen=True)
+class NormProducer:
+    """LayerNorm, or RMSNorm without a bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    epsilon: float
+    dtype: torch.dtype  # of the linear's input
+
+    @property
+    def params(self) -> tuple[torch.Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        from megafp8.precision.kernels.triton_norm import norm_cast
+
+        done = norm_cast(
+            x_TX,
+            self.weight.detach(),
+            None if self.bias is None else self.bias.detach(),
+            self.epsilon,
+            into.quant_scale,
+            into.fmt,
+            out_dtype=self.dtype,
+            amax=into.amax,
+            with_rows=into.with_rows,
+            with_columns=into.with_columns,
+            with_plain=into.with_plain,
+        )
+        mean, rstd = done.statistics
+        kept = (rstd,) if mean is None else (rstd, mean)
+        return Produced(done.payload, done.payload_t, done.plain, kept)
+
+    def backward(
+        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
+
+        statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
+        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.weight.detach(), statistics)
+        pairs = zip(self.params, of_params, strict=False)  # RMSNorm has no bias
+        return grad_x, *(grad.to(param.dtype) for param, grad in pairs)
+
+
+@dataclass(frozen=True)
+class ActivationProducer:
+    """An activation without parameters."""
+
+    kind: Kind
+    params: tuple[torch.Tensor, ...] = ()
+
+    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        payload, payload_t, _, plain = _activation(x_TX, None, self.kind, into)
+        return Produced(payload, payload_t, plain)
+
+    def backward(
+        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        from megafp8.precision.formats import E4M3
+
+        nothing = CastInto(x_TX.new_ones((), dtype=torch.float32), E4M3, None, False, False, True)
+        grad_x = _activation(x_TX, grad_TI, self.kind, nothing)[3]
+        assert grad_x is not None
+        return (grad_x,)
+
+
+def _activation(
+    x_TX: torch.Tensor, grad_TI: torch.Tensor | None, kind: Kind, into: CastInto
+) -> tuple[torch.Tensor | None, ...]:
+    from megafp8.precision.kernels.triton_activation import activation_cast
+    from megafp8.precision.kernels.triton_gated import gated_cast
+
+    wanted = (into.quant_scale, into.fmt)
+    options = _Options(
+        amax=into.amax,
+        with_rows=into.with_rows,
+        with_columns=into.with_columns,
+        with_plain=into.with_plain,
+    )
+    if kind == "swiglu" or kind == "geglu":
+        return gated_cast(x_TX, grad_TI, kind, *wanted, **options)
+    return activation_cast(x_TX, grad_TI, kind, *wanted, **options)
