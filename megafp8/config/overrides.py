@@ -132,8 +132,14 @@ def _similar(wrong: str, keys: list[str]) -> list[str]:
     close = difflib.get_close_matches(wrong[:200], keys, n=2, cutoff=0.75)
     names = {key.rpartition(".")[2]: key for key in reversed(keys)}
     close_names = difflib.get_close_matches(last[:200], list(names), n=2, cutoff=0.75)
+    close = [key for key in close if _is_close(last, key.rpartition(".")[2])]
     candidates = same_name + close + [names[name] for name in close_names]
     return list(dict.fromkeys(candidates))[:3]
+
+
+def _is_close(name: str, other: str) -> bool:
+    """Sections in common make long paths alike whose keys are not."""
+    return difflib.SequenceMatcher(None, name[:200], other).ratio() >= 0.6
 
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:

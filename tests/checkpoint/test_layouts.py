@@ -91,6 +91,7 @@ def check_round(precision: str, round_: list[Layout], folder: Path) -> None:
         assert found[round_[-1].name][0].losses == expected, "bit for bit where it began"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["FP8"])
 def test_a_quick_round(tmp_path: Path, precision: str) -> None:
     """The whole one is `slow`: `python -m pytest -m slow tests/checkpoint/test_layouts.py`."""

@@ -87,15 +87,16 @@ def test_two_ranks_train_as_one(on_tiny_data: list[str]) -> None:
         assert float(two_ranks) == pytest.approx(float(one_rank), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_layouts_train_as_one_rank(on_tiny_data: list[str]) -> None:
     """Those of two ranks; a pipeline in FP8 has one process's scales."""
     script = str(ROOT / "examples/06_layouts.py")
     output = run([sys.executable, script, "ranks=2", *on_tiny_data])
     rows = [line.split() for line in output.splitlines()]
-    assert rows[0] == ["step", "alone", "pp2", "pp2-zbv"]
+    assert rows[0] == ["step", "alone", "cp2", "pp2", "pp2-zbv"]
     assert [row[0] for row in rows[1:]] == ["1", "2", "3", "4", "5"]
     for _, alone, *others in rows[1:]:
-        assert [float(loss) for loss in others] == pytest.approx([float(alone)] * 2, abs=1e-3)
+        assert [float(loss) for loss in others] == pytest.approx([float(alone)] * 3, abs=2e-3)
 
 
 @pytest.mark.kill

@@ -42,6 +42,9 @@ RESUMED = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")

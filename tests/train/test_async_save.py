@@ -164,6 +164,7 @@ def test_an_infinite_weight_ends_the_run_a_step_later(place: Place) -> None:
     assert place.steps() == [3]
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_apart_from_training(place: Place) -> None:
     """A full disk at the second rank costs that save on both; the others are whole."""
     fault = ["in_rank", 1, "both", ["slow_saves", 0.3], ["full_disk_at", 2]]

@@ -97,7 +97,7 @@ def test_the_launcher_is_killed(place: Place, two_undisturbed: Place) -> None:
     assert_same(place, two_undisturbed)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: str) -> None:
     number = signal.Signals[name]
     process = place.command(*TWO_RANKS)

@@ -126,7 +126,10 @@ def test_one_rank_holds_what_the_dry_run_says(name: str) -> None:
     share, (held, kept, most) = rank_share(spec, 0), alone(spec)
     check_held(share, held, name)
     assert share.step.kept == {0: pytest.approx(kept, rel=0.01)}
-    assert share.step.one_microbatch == pytest.approx(most, rel=0.25)
+    if name == "recomputed":  # what a second forward holds is counted till its layer's end
+        assert most <= share.step.one_microbatch <= 1.5 * most
+    else:
+        assert share.step.one_microbatch == pytest.approx(most, rel=0.25)
 
 
 def compare(parallel: ParallelSpec, names: list[str]) -> None:
@@ -144,6 +147,7 @@ def compare(parallel: ParallelSpec, names: list[str]) -> None:
             assert share.step.kept == expected, where
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_what_the_dry_run_says() -> None:
     compare(layout(tp=2), list(CASES))
 

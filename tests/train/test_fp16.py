@@ -139,7 +139,8 @@ def test_growth_interval_and_hysteresis_of_a_run(place: Place) -> None:
     assert scales == [1024, 1024, 2048, 2048, 2048, 1024, 512, 512]
 
 
-@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
 def test_tensor_parallel_ranks_skip_the_same_steps(fp8: bool, place: Place) -> None:
     """An overflow on either rank is one on both: the scale and the losses are one process's."""
     flags = [*([] if fp8 else ["model.fp8=False", HISTORY]), "trainer.precision=16"]

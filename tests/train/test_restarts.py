@@ -72,6 +72,7 @@ def finish(job: subprocess.Popen[bytes], place: Place, dead: Sequence[int]) -> N
     wait_until(lambda: not any(map(is_alive, last)), "no orphans", 5)
 
 
+@pytest.mark.slow
 def test_a_killed_rank(place: Place, undisturbed: tuple[Place, Done]) -> None:
     """One rank, twice: the second start dies too."""
     job = place.command("trainer.max_restarts=2")
