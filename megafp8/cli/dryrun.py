@@ -16,6 +16,7 @@ import torch
 from megafp8.config.app import report
 from megafp8.config.load import load_all
 from megafp8.config.options import parse_options
+from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
 from megafp8.config.table import resolved_table
 from megafp8.data.prepare import prepare
@@ -55,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
         spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
         rundirs.check(spec)
         backends.check(spec, torch.device("cpu"))
+        if spec.parallel.fsdp is not None:
+            raise SettingError(
+                "model.fsdp",
+                True,
+                "is not simulated: FSDP puts whole weights together and takes them apart",
+                "Use model.optim.name=distributed_fused_adam, or try a small job",
+            )
         spec = with_vocabulary(spec, options.vocab_size)
         ranks = chosen_ranks(spec, options.rank)
         for line in [*resolved_table(loaded), *loaded.inert_lines()]:

@@ -34,7 +34,7 @@ def attend(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([B, H, S, E] in the queries' dtype, log-sum-exp of the scores [B, H, S] in FP32 or FP64)."""
-    if block.keep is None and q_BHSE.device.type == "cpu":
+    if block.keep is None and q_BHSE.device.type in ("cpu", "meta"):
         out_BHSE, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHSE, k_BGKE, v_BGKE, 0.0, block.is_causal, scale=block.scale
         )
@@ -64,7 +64,7 @@ def attend_backward(
 ) -> Grads:
     """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys."""
     saved = (out_BHSE, lse_BHS)
-    if block.keep is None and q_BHSE.device.type == "cpu":
+    if block.keep is None and q_BHSE.device.type in ("cpu", "meta"):
         grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHSE, q_BHSE, k_BGKE, v_BGKE, *saved, 0.0, block.is_causal, scale=block.scale
         )

@@ -71,6 +71,12 @@ def test_ranks_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp0 cp0 dp1 pp3" in capsys.readouterr().out
 
 
+def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    two = ["trainer.devices=2", "model.context_parallel_size=2"]
+    assert main([*SMALL, *two, "--vocab-size=300"]) == 0
+    assert "context 2" in capsys.readouterr().out
+
+
 def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = make_dataset(tmp_path / "tiny")
     assert main([*SMALL, f"model.data.data_prefix={prefix}"]) == 0
@@ -89,6 +95,7 @@ def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["model.fp8=True", "model.fp8_modules=['*:high_precision']"],
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
+        (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: is not simulated"),
         (["--rank=1"], "there are ranks 0 to 0"),
         (["--nonsense"], "--nonsense"),
     ],
