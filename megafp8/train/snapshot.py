@@ -38,6 +38,8 @@ class Snapshot:
         The state may change as soon as this returns; the copies hold until the next call.
         """
         own = [p for p in placements if _is_written(p)]
+        if not own:  # a replica, which writes nothing
+            return []
         taken = [self._copies[p.name, p.offset] for p in own]
         sources = [p.tensor.detach() for p in own]
         # One call for all: most of them are rows of FP8 tables, a few bytes each.
