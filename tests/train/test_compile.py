@@ -46,7 +46,8 @@ def gradients(choice: str, **choices: Any) -> tuple[TrainState, float, torch.Ten
     return state, (loss / count).item(), state.masters.flat_grad.clone()
 
 
-@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_compiled_layer_is_the_eager_one(compute: str) -> None:
     """FP32: another order of sums. With FP8 a last bit of BF16 may move a code to its neighbour,
     2**-4 of it; gradients are compared by their norm."""
