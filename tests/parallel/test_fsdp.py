@@ -135,12 +135,15 @@ def assert_same_on_all(ranks: list[Run]) -> None:
     for rank in ranks[1:]:
         assert [r.grad_norm for r in rank.results] == [r.grad_norm for r in ranks[0].results]
         assert rank.losses == ranks[0].losses and rank.validation == ranks[0].validation
-        assert_same_tables(rank, ranks[0])
+        assert_same_tables(rank, ranks[0], pending="amax")
 
 
-def assert_same_tables(one: Run | Loaded, other: Run | Loaded) -> None:
+def assert_same_tables(one: Run | Loaded, other: Run | Loaded, pending: str = "") -> None:
+    """`pending`: the field that ranks have yet to agree on, at the next update."""
     for direction, fields in other.tables.items():
         for name, tensor in fields.items():
+            if name == pending:
+                continue  # parts of a weight on tensor-parallel ranks have amaxes of their own
             assert torch.equal(one.tables[direction][name], tensor), (direction, name)
 
 
