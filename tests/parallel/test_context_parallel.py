@@ -230,7 +230,8 @@ def test_with_other_axes(alone: dict[str, Outcome], layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_zero_bubble_is_bitwise_1f1b() -> None:
+def test_zero_bubble_trains_as_1f1b() -> None:
+    """But for the order in which stages sum the gradient norm that clips."""
     model = gpt_spec(num_layers=4)
     case = Case(steps=3, model=model, num_microbatches=4)
     cases = {
@@ -238,7 +239,8 @@ def test_zero_bubble_is_bitwise_1f1b() -> None:
         "zero bubble": replace(case, parallel=ParallelSpec(cp=2, pp=2, pipeline=ZERO_BUBBLE)),
     }
     found = on_ranks(4, cases, 300)
-    assert found["1f1b"][0].losses == found["zero bubble"][0].losses
+    expected = pytest.approx(found["1f1b"][0].losses, rel=1e-6)
+    assert found["zero bubble"][0].losses == expected
     check(found["zero bubble"], case, run_case(case, single_rank()))
 
 
