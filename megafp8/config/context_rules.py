@@ -83,22 +83,23 @@ def _scores_have_no_bias(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.fp8_backend")
-def _backend_has_the_ring(v: Values) -> Iterator[Finding]:
-    if v[KEY] > 1 and v["model.fp8_backend"] not in ("native", "auto"):
-        yield Finding(
-            KEY,
-            f"model.fp8_backend={v['model.fp8_backend']} has not been wired to it",
-            f"Use model.fp8_backend=native, or {KEY}=1",
-        )
+def _is_split(size: int) -> bool:
+    return size > 1
 
 
-@rule(KEY, "model.compile")
-def _layers_are_not_compiled(v: Values) -> Iterator[Finding]:
-    if v[KEY] > 1 and v["model.compile"] != "off":
-        yield Finding(
-            KEY,
-            f"model.compile={v['model.compile']} has not been shown to be right with messages "
-            "inside attention",
-            f"Leave model.compile out, or use {KEY}=1",
-        )
+rule.excludes(
+    KEY,
+    "model.fp8_backend",
+    ("native", "auto"),
+    "has not been wired to it",
+    f"use {KEY}=1",
+    _is_split,
+)
+rule.excludes(
+    KEY,
+    "model.compile",
+    ("off",),
+    "has not been shown to be right with messages inside attention",
+    f"use {KEY}=1",
+    _is_split,
+)

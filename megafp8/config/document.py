@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 
 from megafp8.config.compose import conf_dir
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
-from megafp8.config.nemo import NOT_YET, nemo_keys
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.schema import all_keys
 from megafp8.config.values import plain
@@ -103,8 +103,8 @@ _NEMO_PART = """\
 ## NeMo's keys that do nothing here
 
 These are accepted with NeMo's default, or with the value that says what megafp8 does, and are then
-listed at the start of a run as *inert*. Any other value is refused, with the reason and a way out:
-for good, or *not yet*. `—` marks keys of later versions of NeMo, or of Megatron.
+listed at the start of a run as *inert*. Any other value is refused, with the reason and a way out.
+`—` marks keys of later versions of NeMo, or of Megatron.
 """
 
 
@@ -155,8 +155,7 @@ def _nemo_part() -> list[str]:
     parts += ["| key | NeMo | passes | other values | here |", "|---|---|---|---|---|"]
     for key in nemo_keys().values():
         nemo = _code(key.nemo) if key.in_megatron_gpt_config else "—"
-        other = "not yet" if key.status == NOT_YET else "refused"
-        other = "pass too" if key.any_text else other
+        other = "pass too" if key.any_text else "refused"
         passes = "any text" if key.any_text else ", ".join(_code(value) for value in key.accepts)
         if key.same_as is not None:
             passes += ", and what follows from other keys"

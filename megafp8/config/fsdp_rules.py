@@ -50,24 +50,20 @@ def _stages_are_not_sharded(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.fp8_backend")
-def _backend_is_sharded(v: Values) -> Iterator[Finding]:
-    if v[KEY] and v["model.fp8_backend"] == "te":
-        yield Finding(
-            KEY,
-            "Transformer Engine's layers have not been shown to be right with gathered weights",
-            f"Use model.fp8_backend=native or torchao, {_LEAVE}",
-        )
-
-
-@rule(KEY, "model.compile")
-def _layers_are_not_compiled(v: Values) -> Iterator[Finding]:
-    if v[KEY] and v["model.compile"] != "off":
-        yield Finding(
-            KEY,
-            f"model.compile={v['model.compile']} has not been shown to be right with it",
-            f"Leave model.compile out, {_LEAVE}",
-        )
+rule.excludes(
+    KEY,
+    "model.fp8_backend",
+    ("native", "torchao", "auto"),
+    "has layers that have not been shown to be right with gathered weights",
+    f"leave {KEY} out",
+)
+rule.excludes(
+    KEY,
+    "model.compile",
+    ("off",),
+    "has not been shown to be right with it",
+    f"leave {KEY} out",
+)
 
 
 @rule(KEY, "model.megatron_amp_O2", "trainer.precision")

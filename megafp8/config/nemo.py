@@ -2,8 +2,7 @@
 
 A key here is *inert* where NeMo's own default is among the values that pass: given so, it is
 accepted and named at the start of the run. Any other value is refused with the reason and the way
-out. *Not yet* are keys whose feature is planned; *refused* are those whose feature will not come.
-The keys that do something are in the schema.
+out. The keys that do something are in the schema.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from megafp8.config.problems import SettingError
 from megafp8.config.values import plain
 
-Status = Literal["inert", "not yet"]
 Values = Mapping[str, Any]
-
-INERT: Status = "inert"
-NOT_YET: Status = "not yet"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +25,6 @@ class NemoKey:
     path: str
     nemo: Any
     accepts: tuple[Any, ...]  # first the value that says what megafp8 does
-    status: Status  # of the values that do not pass: never, or not yet
     why: str  # of any other value: "… " after "key=value (origin): "
     way_out: str
     note: str  # what megafp8 does
@@ -88,7 +82,6 @@ class _Table:
         *,
         also: tuple[Any, ...] = (),
         ours: tuple[Any, ...] | None = None,
-        status: Status = INERT,
         why: str = "",
         way_out: str = "",
         same_as: Callable[[Values], Any] | None = None,
@@ -97,7 +90,7 @@ class _Table:
     ) -> None:
         accepts = (nemo, *also) if ours is None else ours
         path = f"{self.prefix}.{name}" if self.prefix else name
-        reason = why or ("is not supported yet" if status == NOT_YET else "would change nothing")
+        reason = why or "would change nothing"
         if not any_text:
             reason += f": {note}" if not why else f"; {note}"
         default_way = f"Leave it out, or give {path}={plain(accepts[0])}"
@@ -105,7 +98,6 @@ class _Table:
             path=path,
             nemo=nemo,
             accepts=accepts,
-            status=status,
             why=reason,
             way_out=way_out or default_way,
             note=note,

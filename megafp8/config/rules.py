@@ -6,7 +6,7 @@ value is reported once and not again by every rule that it would break.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Values = Mapping[str, Any]
@@ -36,6 +36,29 @@ class Rules:
             return check
 
         return register
+
+    def excludes(
+        self,
+        key: str,
+        other: str,
+        allowed: Sequence[str],
+        reason: str,
+        way_out: str,
+        is_on: Callable[[Any], bool] = bool,
+    ) -> None:
+        """Registers that `key`, where it is on, leaves `other` no value but the `allowed` ones.
+
+        `reason` follows "other=value"; `way_out` is what to do about `key` instead.
+        """
+
+        def check(values: Values) -> Iterator[Finding]:
+            if is_on(values[key]) and values[other] not in allowed:
+                good = " or ".join(value for value in allowed if value != "auto")
+                yield Finding(
+                    key, f"{other}={values[other]} {reason}", f"Use {other}={good}, or {way_out}"
+                )
+
+        self(key, other)(check)
 
     def findings(self, values: Values) -> Iterator[Finding]:
         """What the rules say whose keys are all in `values`."""

@@ -69,21 +69,6 @@ def _one_scale_serves_all_parts(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.fp8_backend")
-def _backend_shares_sequences(v: Values) -> Iterator[Finding]:
-    if v[KEY] and v["model.fp8_backend"] not in ("native", "auto"):
-        yield Finding(
-            KEY,
-            f"model.fp8_backend={v['model.fp8_backend']} has not been wired to it",
-            f"Use model.fp8_backend=native, or leave {KEY} out",
-        )
-
-
-@rule(KEY, "model.compile")
-def _layers_are_not_compiled(v: Values) -> Iterator[Finding]:
-    if v[KEY] and v["model.compile"] != "off":
-        yield Finding(
-            KEY,
-            f"model.compile={v['model.compile']} has not been shown to be right with it",
-            f"Leave model.compile out, or leave {KEY} out",
-        )
+_LEAVE = f"leave {KEY} out"
+rule.excludes(KEY, "model.fp8_backend", ("native", "auto"), "has not been wired to it", _LEAVE)
+rule.excludes(KEY, "model.compile", ("off",), "has not been shown to be right with it", _LEAVE)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.config.identity import differences, flat, identity
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
-from megafp8.config.nemo import NOT_YET, NemoKey, nemo_keys
+from megafp8.config.nemo import NemoKey, nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
@@ -92,9 +92,7 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
     assert set(LATER_KEYS) <= all_keys().keys() | nemo_keys().keys()
 
 
-def test_none_is_not_yet() -> None:
-    not_yet = {path for path, key in nemo_keys().items() if key.status == NOT_YET}
-    assert not not_yet
+def test_features_that_will_not_come_are_refused() -> None:
     for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
                   "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",
                   "model.position_embedding_type=kerple"):  # fmt: skip
@@ -144,7 +142,6 @@ def test_any_other_value_is_refused_by_name(key: NemoKey, refused_all: dict[str,
     text = str(problem)
     assert text.startswith(f"{key.path}={another(key)} (command line): ")
     assert key.note in text and text.endswith(key.way_out)
-    assert ("not supported yet" in text) == (key.status == NOT_YET)
 
 
 def test_inert_keys_leave_no_trace() -> None:
