@@ -57,6 +57,13 @@ class Run:
     nonfinite_in_a_row: int = 0
     rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
 
+    def close(self) -> None:
+        """The files that this process writes beside the checkpoints."""
+        if self.metrics is not None:
+            self.metrics.close()
+        self.health.close()
+        self.trackers.close()
+
 
 def train(run: Run) -> bool:
     """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""

@@ -17,8 +17,10 @@ from megafp8.parallel.te_parts import TeLayer
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.backends.torchao_linear import TorchaoLinear
 from megafp8.precision.linear import Linear
-from megafp8.specs import GPTSpec
+from megafp8.specs import GPTSpec, RunSpec
 from megafp8.specs.precision import GEMMS, Fp8Recipe
+from megafp8.train import saving
+from megafp8.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,20 @@ def share_of_ranks(
     higher += [f"{_names(list(dict.fromkeys(n)))} ({why})" for why, n in reasons.items()]
     fp8 = sum(part.fp8 for part in parts) // num_replicas
     return PrecisionShare(fp8, total + head, tuple(higher))
+
+
+def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
+    """How much of a step is FP8, where it was asked for; raises if it is nothing.
+
+    All ranks together.
+    """
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return None
+    parts = saving.gather(state.mesh, linear_flops(state.model, recipe))
+    share = share_of_ranks(parts, spec.model, state.mesh.data.size)
+    require_fp8(share)
+    return share
 
 
 def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:

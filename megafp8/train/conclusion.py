@@ -1,0 +1,156 @@
+"""What a run says of itself at its end: the summary, how to continue it, a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from megafp8.data.prepare import PreparedData
+from megafp8.observe.memory import peak_memory_bytes
+from megafp8.observe.summary import RunSummary
+from megafp8.specs import RunSpec
+from megafp8.train.description import fp8_kernel, precision_of
+from megafp8.train.generate import sample
+from megafp8.train.loop import Run, validate
+from megafp8.train.precision_share import share_of
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """What the user gave, beside the spec: see `megafp8.train.pretrain.pretrain`."""
+
+    command: Sequence[str]
+    settings: tuple[str, ...]
+    record: Mapping[str, object]
+
+
+def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
+    """The last validation beside what simple predictors reach on its text, and what really ran."""
+    spec, state, data = run.spec, run.state, run.data
+    val_loss = unigram = xz = None
+    validates = finished and spec.train.limit_val_batches > 0
+    if validates and spec.train.fast_dev_run:
+        val_loss = validate(run)
+    elif validates:
+        run.console.event(f"validating on {_coverage(data)}")
+        val_loss = validate(run, whole=True)
+        text = data.validation_text()
+        unigram = unigram_bits_per_byte(
+            data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
+        )
+        xz = xz_bits_per_byte(text)
+    report, counter, share = run.last_report, state.counter, share_of(spec, state)
+    name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    if run.stopped_by_time:
+        name = "trainer.max_time"
+    totals = counter.by_precision()
+    attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
+    gemms = sum(totals.values()) - attention
+    return RunSummary(
+        status="finished" if finished else f"saved on {name}",
+        step=state.step,
+        total_steps=spec.train.max_steps,
+        log_dir=str(path),
+        continue_command=(
+            None  # a trial leaves nothing to continue
+            if spec.train.fast_dev_run
+            else continue_command(spec, path, typed.command, finished)
+        ),
+        val_loss=val_loss,
+        bytes_per_token=run.bytes_per_token,
+        val_tokens=_num_validated(run) if validates else None,
+        val_tokens_in_all=data.num_validation_tokens if validates else None,
+        unigram_bits_per_byte=unigram,
+        xz_bits_per_byte=xz,
+        train_loss=run.last_loss,
+        consumed_samples=state.consumed_samples,
+        consumed_tokens=state.consumed_samples * spec.data.seq_length,
+        wall_seconds=time.monotonic() - began,
+        tokens_per_second=report.tokens_per_second if report else None,
+        tflops_causal=report.tflops_causal if report else None,
+        tflops_full=report.tflops_full if report else None,
+        peak_memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
+        precision=precision_of(spec, state),
+        metrics_file=str(path / "metrics.jsonl"),
+        checkpoint=_newest_checkpoint(run),
+        tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
+        extra={
+            **typed.record,
+            # Counted where the products are called, in this process and on this rank.
+            "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+            "fp8_share_planned": 0.0 if share is None else share.share,
+            "higher_precision": [] if share is None else list(share.higher),
+            "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
+            "fp8_share_by_kernel": (
+                {f"native {kind}": n / max(1, gemms) for kind, n in counter.fp8_backends.items()}
+                if spec.precision.backend == "native"
+                else {fp8_kernel(spec, state): totals.get("fp8", 0) / max(1, gemms)}
+            ),
+            "fp8_share_with_attention": counter.share("fp8"),
+            "fp8_flops_by_backend": dict(counter.fp8_backends),
+            "num_skipped_steps": state.num_skipped,
+            "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
+            "traffic_bytes": {
+                " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
+            },
+        },
+    )
+
+
+def _coverage(data: PreparedData) -> str:
+    if data.num_final_tokens == data.num_validation_tokens:
+        return "the whole validation text"
+    return (
+        f"{data.num_final_tokens} of {data.num_validation_tokens} validation tokens, in evenly "
+        "spread documents"
+    )
+
+
+def _num_validated(run: Run) -> int:
+    """Tokens that the last validation read."""
+    train, data = run.spec.train, run.data
+    if not train.fast_dev_run:
+        return data.num_final_tokens
+    samples = train.limit_val_batches * train.global_batch_size
+    return min(samples * run.spec.data.seq_length, data.num_final_tokens)
+
+
+def continue_command(
+    spec: RunSpec, path: Path, command: Sequence[str], finished: bool
+) -> str | None:
+    """The same command continues a run that was stopped; a finished one needs more steps."""
+    words = [word for word in command if not word.startswith("trainer.max_steps=")]
+    named = any("exp_manager.name=" in w or "exp_manager.explicit_log_dir=" in w for w in words)
+    if finished:
+        if not named:
+            words.append(f"exp_manager.name={path.name}")
+        words.append(f"trainer.max_steps={2 * spec.train.max_steps}")
+        return shlex.join(words)
+    return shlex.join(command)
+
+
+def sample_text(run: Run) -> str:
+    """A short continuation by the model as it stands."""
+    tokenizer = run.data.tokenizer
+    prompt = tokenizer.encode(SAMPLE_PROMPT)
+    drawn = sample(
+        run.state,
+        prompt,
+        SAMPLE_TOKENS,
+        vocab_size=run.data.vocab_size,
+        temperature=0.7,
+        seed=run.spec.train.seed,
+    )
+    return SAMPLE_PROMPT + tokenizer.decode(drawn)
+
+
+def _newest_checkpoint(run: Run) -> str | None:
+    step = run.saver.last_step
+    return None if step is None else str(run.saver.path_of(step))

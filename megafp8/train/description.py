@@ -1,0 +1,135 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megafp8.data.prepare import PreparedData
+from megafp8.models.init import pieces_of
+from megafp8.specs import RunSpec, TrainSpec
+from megafp8.train import backends
+from megafp8.train.build import COMPUTE_DTYPES
+from megafp8.train.precision_means import means_of
+from megafp8.train.precision_share import PrecisionShare
+from megafp8.train.state import TrainState
+from megafp8.train.state_bytes import bytes_of
+
+
+def describe(
+    spec: RunSpec, state: TrainState, data: PreparedData, share: PrecisionShare | None
+) -> list[str]:
+    """What this run is, in a few lines; `share` is what of it will be FP8, where that is asked."""
+    model, train = spec.model, spec.train
+    # Fused and sharded parameters count once, by their logical shapes; so do two stages' copies.
+    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
+    own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
+    count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
+    num_params = int(state.mesh.pp.all_reduce_sum(count).item())
+    layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
+    layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
+    layout += " with sequence parallelism" if state.sequence_parallel else ""
+    layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
+    if spec.parallel.pp > 1:
+        layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
+    return [
+        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
+        f"data: {data.num_train_tokens / 1e6:.2f} M training tokens, "
+        f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
+        f"precision: {precision_of(spec, state)}",
+        f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
+        f"{train.micro_batch_size}{_rampup(train)}; {layout}",
+        f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
+        f"learning rate: {spec.optim.schedule.name}",
+        *shares_of(spec, state),
+        *smoke_options(spec),
+        *_fp8_share(spec, state, share),
+    ]
+
+
+def _fp8_share(spec: RunSpec, state: TrainState, share: PrecisionShare | None) -> list[str]:
+    if share is None:
+        return []
+    return [
+        f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention "
+        f"({fp8_kernel(spec, state)}); higher: {'; '.join(share.higher)}"
+    ]
+
+
+def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
+    """What a rank holds of a sharded state, counted from its tensors."""
+    fsdp = spec.parallel.fsdp
+    if fsdp is None and not spec.optim.shards_states:
+        return []
+    held = bytes_of(state)
+    whole = 12 * sum(param.numel() for param in state.masters.params)
+    name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
+    kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
+    gradients = "gradients whole" if fsdp is None else "gradients likewise"
+    return [
+        f"{name} over {state.masters.shards.size} rank(s): this one keeps {kept} of FP32 weights "
+        f"and moments, {gradients}"
+    ]
+
+
+def _rampup(train: TrainSpec) -> str:
+    ramp = train.rampup
+    if ramp is None:
+        return ""
+    return f", from {ramp.start} in steps of {ramp.increment} over {ramp.samples} samples"
+
+
+def smoke_options(spec: RunSpec) -> list[str]:
+    """A line for each option that makes this run other than an ordinary one."""
+    train, lines = spec.train, []
+    if train.fast_dev_run:
+        steps = f"fast_dev_run: {train.max_steps} step(s)"
+        short = f"validation on {train.limit_val_batches} global batch(es)"
+        lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
+    if not train.limit_val_batches:
+        lines.append("limit_val_batches=0: no validation")
+    if train.overfit_batches:
+        lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
+    if train.gc_interval:
+        lines.append(f"gc_interval: garbage is collected every {train.gc_interval} step(s) only")
+    if train.deterministic:
+        lines.append("deterministic: operations without a deterministic algorithm are errors")
+    return lines
+
+
+def precision_of(spec: RunSpec, state: TrainState) -> str:
+    """The formats, and the means by which they run here."""
+    compute = spec.precision.compute.upper()
+    if not spec.precision.half_weights:
+        compute += " GEMMs over FP32 weights and residual stream"
+    elif spec.precision.compute != "fp32" and spec.precision.fp8 is None:
+        compute += ", FP32 masters"
+    if spec.precision.loss_scale is not None:
+        compute += ", dynamic loss scale"
+    recipe = spec.precision.fp8
+    if recipe is None:
+        if spec.precision.backend == "te":
+            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
+        return compute
+    formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    device = state.mesh.device
+    if spec.precision.backend != "native":
+        what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
+        return f"{what}; {backends.describe(spec, device)}"
+    work = COMPUTE_DTYPES[spec.precision.compute]
+    return (
+        f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
+        f"{means_of(recipe, state.scaling.engine, device, work)}"
+    )
+
+
+def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
+    """Backend and kernel of the FP8 products: `native emulated`, `te tensor cores`, …"""
+    recipe, device = spec.precision.fp8, state.mesh.device
+    if spec.precision.backend != "native" or recipe is None:
+        return backends.fp8_kernel(spec, device)
+    means = means_of(recipe, state.scaling.engine, device, COMPUTE_DTYPES[spec.precision.compute])
+    kinds = [kind for kind in ("tensor cores", "emulated") if kind in means]
+    return f"native {' and '.join(kinds)}"

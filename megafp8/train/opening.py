@@ -1,0 +1,122 @@
+"""A run made ready: its data, its model, what it continues from, and all that watches it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megafp8.checkpoint.best import Best
+from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
+from megafp8.data.prepare import PreparedData, prepare
+from megafp8.errors import UserError
+from megafp8.observe.console import Console
+from megafp8.observe.metrics import MetricsFile
+from megafp8.observe.trackers import CompositeTracker, open_trackers
+from megafp8.parallel.mesh import Mesh
+from megafp8.specs import RunSpec
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train import restarts, resume, saving
+from megafp8.train.background import BackgroundSaver
+from megafp8.train.build import build
+from megafp8.train.description import describe
+from megafp8.train.health import HealthLog
+from megafp8.train.loop import Run
+from megafp8.train.precision_share import share_of
+from megafp8.train.profiling import StepProfiler
+from megafp8.train.room import require_room
+from megafp8.train.signals import StopRequest
+from megafp8.train.state import TrainState
+from megafp8.train.timelimit import TimeLimit
+from megafp8.train.tokenizer_files import save_tokenizer
+from megafp8.train.weights import start_from
+
+
+def open_run(
+    path: Path, spec: RunSpec, mesh: Mesh, console: Console, stop: StopRequest, began: float
+) -> Run:
+    """All that `spec` asks for, in the directory `path`, at the step where it goes on.
+
+    Args:
+        began: When the process began to work, on the monotonic clock.
+
+    Raises:
+        UserError: Something asked for cannot be had: no step has been trained.
+    """
+    data = prepare(spec.data, console.event)
+    spec = with_vocabulary(spec, data)
+    state = build(spec, mesh)
+    share = share_of(spec, state)
+    saver = _start(path, spec, state, data, console)
+    _check_progress_on_main(path, state)
+    metrics, trackers = _open_logs(path, spec, state, data, console)
+    files_of_health = path if mesh.is_main else None
+    run = Run(
+        spec=spec,
+        state=state,
+        data=data,
+        saver=saver,
+        console=console,
+        metrics=metrics,
+        trackers=trackers,
+        stop=stop,
+        limit=TimeLimit(spec.train.max_time_seconds, began),
+        health=HealthLog(state, spec.observe.health, files_of_health, state.step, console.warn),
+        profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
+        bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
+        background=BackgroundSaver(saver, state) if spec.checkpoint.async_save else None,
+    )
+    console.header(describe(spec, state, data, share))
+    if state.step >= spec.train.max_steps:
+        console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
+    require_room(saver, spec.checkpoint, state, spec.train.max_steps)
+    console.start(spec.train.max_steps, state.step)
+    return run
+
+
+def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
+    """The spec with the size of the vocabulary that the data's tokenizer has, padded."""
+    size = padded_vocab_size(data.vocab_size, spec.vocab_divisible_by)
+    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=size))
+
+
+def _start(
+    path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
+) -> saving.Saver:
+    """Fill `state` from the run's own checkpoint or from what the settings name."""
+    kept = spec.checkpoint
+    meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
+    best = Best(kept.save_top_k, kept.monitor, kept.mode)
+    saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
+    resume.load_newest(saver, state, data, console)
+    if saver.last_step is None and spec.resume_from_checkpoint is not None:
+        named = Path(spec.resume_from_checkpoint)
+        resume.resume_from(named, spec, saver, state, data, console)
+    if saver.last_step is None and spec.restore_from_path is not None:
+        start_from(spec, state, console.event)
+    return saver
+
+
+def _open_logs(
+    path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
+) -> tuple[MetricsFile | None, CompositeTracker]:
+    """The main rank's; the others write none."""
+    if not state.mesh.is_main:
+        return None, CompositeTracker([])
+    save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
+    metrics = MetricsFile(path / "metrics.jsonl", resume_step=state.step, warn=console.warn)
+    trackers = open_trackers(
+        spec.observe, path, resume_step=state.step, config=spec.resolved, warn=console.warn
+    )
+    return metrics, trackers
+
+
+def _check_progress_on_main(path: Path, state: TrainState) -> None:
+    error: UserError | None = None
+    if state.mesh.is_main:
+        try:
+            restarts.check_progress(path, state.step)
+        except UserError as failure:
+            error = failure
+    error = saving.from_main(state.mesh, error)
+    if error is not None:
+        saving.raise_on_all(error)
