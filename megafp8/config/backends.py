@@ -134,14 +134,19 @@ def _torchao_is_not_tensor_parallel(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.fp8", "model.fp8_health")
-def _health_is_native(v: Values) -> Iterator[Finding]:
-    """The default, `scales`, gives way; a run's header says so."""
-    if v[KEY] in ("te", "torchao") and v["model.fp8"] and v["model.fp8_health"] == "full":
+@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_health")
+def _te_shows_scales_alone(v: Values) -> Iterator[Finding]:
+    """What lasts of its casts: the amaxes and scales of delayed scaling."""
+    asked, recipe = v["model.fp8_health"], v["model.fp8_recipe"]
+    if v[KEY] != "te" or not v["model.fp8"] or asked in ("auto", "off"):
+        return
+    if asked == "full" or recipe != "delayed":
+        shown = "auto or off" if recipe != "delayed" else "scales"
         yield Finding(
             "model.fp8_health",
-            f"the casts of model.fp8_backend={v[KEY]} are not seen",
-            f"Use model.fp8_health=off. {NATIVE}",
+            f"Transformer Engine does not show its casts, and keeps amaxes and scales of "
+            f"model.fp8_recipe=delayed alone (here {recipe})",
+            f"Use model.fp8_health={shown}. {NATIVE}",
         )
 
 

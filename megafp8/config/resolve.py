@@ -39,6 +39,7 @@ from megafp8.specs import (
     DataSpec,
     Fp8Recipe,
     FsdpSpec,
+    HealthMode,
     HealthSpec,
     LossScaleSpec,
     ObserveSpec,
@@ -377,12 +378,20 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
         health=HealthSpec(
-            mode=model.fp8_health,  # type: ignore[arg-type]  # validated
+            mode=_health_mode(model),
             max_underflow=model.fp8_health_max_underflow,
             max_overflow=model.fp8_health_max_overflow,
             min_snr_db=model.fp8_health_min_snr_db,
         ),
     )
+
+
+def _health_mode(model: Model) -> HealthMode:
+    """`auto` is `scales`, but for Transformer Engine's recipes that keep none."""
+    if model.fp8_health != "auto":
+        return model.fp8_health  # type: ignore[return-value]  # validated
+    keeps_none = model.fp8_backend == "te" and model.fp8_recipe != "delayed"
+    return "off" if keeps_none else "scales"
 
 
 def _validation_batches(trainer: Trainer) -> int:

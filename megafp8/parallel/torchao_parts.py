@@ -9,6 +9,8 @@ from megafp8.models.init import constant, parameter
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.backends.torchao_linear import TorchaoLinear, make_config
 from megafp8.precision.linear import LinearComm
+from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.placement import Piece
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
@@ -21,10 +23,12 @@ class TorchaoParts(NativeParts):
     recipe names them; embedding and head always do.
     """
 
-    def __init__(self, *args: Any, recipe: Fp8Recipe, emulate: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recipe: Fp8Recipe, seen_by: ScalingState, emulate: bool, **kwargs: Any
+    ) -> None:
         super().__init__(*args, scaling=None, **kwargs)
         assert self.tp.size == 1, "torchao's linears are not tensor-parallel"
-        self.recipe, self.emulate = recipe, emulate
+        self.recipe, self.seen_by, self.emulate = recipe, seen_by, emulate
 
     def _linear(
         self,
@@ -46,6 +50,7 @@ class TorchaoParts(NativeParts):
             self.counter,
             name=name,
             fp8_in_evaluation=self.recipe.fp8_in_evaluation,
+            witness=linear_quantizer(self.seen_by, name),
         )
 
 

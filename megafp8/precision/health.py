@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.precision.cast import amax_of
-from megafp8.precision.scaling import ScalingState
+from megafp8.precision.scaling import Direction, ScalingState
 from megafp8.precision.tensor import Fp8Tensor, spread
 from megafp8.specs.observe import HealthMode, TensorHealth
 
@@ -78,6 +78,41 @@ class HealthProbe:
             overflow=_share(sums.overflow, sums.elements) if is_full else None,
             snr_db=_decibel(sums.worst_snr.item()) if is_full else None,
         )
+
+
+class TableProbe:
+    """`scales` from the tables of delayed scaling, where the casts themselves are not seen.
+
+    The amax is the largest of the updates since `attach`, as many of them as the history holds; the
+    scale the smaller one of before and after.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self._state = state
+        self._before: dict[Direction, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attach(self) -> None:
+        self._before = {
+            direction: (table.quant_scale.clone(), table.num_updates.clone())
+            for direction, table in self._state.tables.items()
+        }
+
+    def detach(self) -> dict[str, TensorHealth]:
+        found: dict[str, TensorHealth] = {}
+        for direction, table in self._state.tables.items():
+            scales, updates = self._before[direction]
+            for index, name in enumerate(table.names):
+                num_new = int(table.num_updates[index] - updates[index])
+                if num_new == 0:
+                    continue
+                scale = table.quant_scale[index]
+                recent = table.history[index, -num_new:]
+                if recent.numel() == 0:  # a history of one update is kept in its scale alone
+                    recent = table.fmt.max * 2.0**-self._state.recipe.margin / scale[None]
+                smallest = torch.minimum(scales[index], scale)
+                found[name] = TensorHealth(amax=recent.max().item(), quant_scale=smallest.item())
+        self._before = {}
+        return found
 
 
 def num_nonfinite(state: ScalingState) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
-from megafp8.specs.observe import HealthSpec, ObserveSpec, TensorHealth
+from megafp8.specs.observe import HealthMode, HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
@@ -16,6 +16,7 @@ __all__ = [
     "Fp8Recipe",
     "FsdpSpec",
     "GPTSpec",
+    "HealthMode",
     "HealthSpec",
     "LossScaleSpec",
     "ObserveSpec",

@@ -97,15 +97,13 @@ def make(
         return Engine(parts, scaling)
     if spec.precision.backend == "torchao":
         assert recipe is not None
-        return Engine(
-            TorchaoParts(
-                *given,
-                recipe=recipe,
-                emulate=mesh.device.type == "cpu",
-                **shared,
-            ),
-            NoScaling(),
+        seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
+        seen_by.to(mesh.device)
+        emulate = mesh.device.type == "cpu"
+        parts_of_torchao = TorchaoParts(
+            *given, recipe=recipe, seen_by=seen_by, emulate=emulate, **shared
         )
+        return Engine(parts_of_torchao, seen_by)
     return Engine(
         NativeParts(
             *given,
@@ -128,8 +126,8 @@ def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Which other engine runs, its version, and how: for a run's header and summary."""
     if spec.precision.backend == "te":
-        return f"Transformer Engine {te_names.load().version} layers; FP8 health is not measured"
+        return f"Transformer Engine {te_names.load().version} layers"
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
     version = torchao_linear.version()
-    return f"torchao {version}{emulated}; {kept}; FP8 health is not measured"
+    return f"torchao {version}{emulated}; {kept}"

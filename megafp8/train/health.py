@@ -8,7 +8,8 @@ from megafp8.observe.files import Warn
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
-from megafp8.precision.health import HealthProbe, num_nonfinite
+from megafp8.precision.backends.te_state import TeScaling
+from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import HealthSpec
 from megafp8.train.saving import gather
@@ -25,8 +26,10 @@ class HealthLog:
     ) -> None:
         """`run_dir` is None on ranks that do not write; `step`: that training continues from."""
         self._state, self._spec, self._warn = state, spec, warn
-        self._probe: HealthProbe | None = None
-        if isinstance(state.scaling, ScalingState) and spec.mode != "off":
+        self._probe: HealthProbe | TableProbe | None = None
+        if isinstance(state.scaling, TeScaling) and spec.mode != "off":
+            self._probe = TableProbe(state.scaling)
+        elif isinstance(state.scaling, ScalingState) and spec.mode != "off":
             self._probe = HealthProbe(state.scaling, spec.mode)
         self._file: MetricsFile | None = None
         if self._probe is not None and run_dir is not None:

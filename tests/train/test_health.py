@@ -11,14 +11,19 @@ from megafp8.observe.trackers import CompositeTracker
 from megafp8.specs import Fp8Recipe, HealthSpec
 from megafp8.specs.observe import HealthMode
 from megafp8.train.health import HealthLog
+from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch
 
 
 def run(
-    directory: Path, mode: HealthMode, steps: int = 3, **limits: float
+    directory: Path,
+    mode: HealthMode,
+    steps: int = 3,
+    state: TrainState | None = None,
+    **limits: float,
 ) -> tuple[list[float], list[str]]:
-    state = build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4))
+    state = state or build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4))
     warnings: list[str] = []
     spec = HealthSpec(mode=mode, **limits)
     log = HealthLog(state, spec, directory, 0, warnings.append)

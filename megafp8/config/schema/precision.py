@@ -140,12 +140,12 @@ class Precision:
         True, "Validate in FP8 too, with the scales of training.", kind="model"
     )
     fp8_health: str = key(
-        "scales",
+        "auto",
         "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
         "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the "
-        "trackers.",
+        "trackers. `auto`: `scales` where the backend shows them.",
         kind="logging",
-        valid=one_of("off", "scales", "full"),
+        valid=one_of("auto", "off", "scales", "full"),
     )
     fp8_health_max_underflow: float = key(
         0.5,

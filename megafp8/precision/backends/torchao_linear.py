@@ -21,6 +21,8 @@ from torch import nn
 
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.quantizers.base import Role
+from megafp8.precision.quantizers.linear import LinearQuantizer
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, GemmName
 
@@ -113,7 +115,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class TorchaoLinear(nn.Module):
-    """torchao's linear over our parameters, its GEMMs counted."""
+    """torchao's linear over our parameters, its GEMMs counted.
+
+    `witness` is our own quantizer of this linear, whose casts are torchao's bit for bit: while
+    something observes it, it repeats them, and torchao's are used.
+    """
 
     def __init__(
         self,
@@ -124,6 +130,7 @@ class TorchaoLinear(nn.Module):
         *,
         name: str,
         fp8_in_evaluation: bool,
+        witness: LinearQuantizer | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -132,6 +139,7 @@ class TorchaoLinear(nn.Module):
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
         self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
+        self.witness = witness
         disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
         casts = {
             "output": config.cast_config_input,
@@ -147,18 +155,35 @@ class TorchaoLinear(nn.Module):
             output: torch.Tensor = self.linear(input)
         else:
             output = F.linear(input, self.linear.weight, self.linear.bias)
+        is_seen = in_fp8 and self._is_observed()
+        if is_seen:
+            self._show("input", input)
+            self._show("weight", self.linear.weight)
         flops = 2 * input.numel() * self.linear.out_features
         self._count("output", flops, input.dtype, in_fp8)
         if output.requires_grad:
             dtype, needs_input = input.dtype, input.requires_grad
 
             def count_backward(grad: torch.Tensor) -> None:
+                if is_seen:
+                    self._show("grad_output", grad)
                 if needs_input:
                     self._count("grad_input", flops, dtype, in_fp8)
                 self._count("grad_weight", flops, dtype, in_fp8)
 
             output.register_hook(count_backward)
         return output
+
+    def _is_observed(self) -> bool:
+        if self.witness is None or torch.compiler.is_compiling():
+            return False
+        state = self.witness.state
+        return state.recording and bool(state.observers)
+
+    @torch.no_grad()
+    def _show(self, role: Role, x: torch.Tensor) -> None:
+        assert self.witness is not None
+        self.witness.operands(role, x.detach().flatten(0, -2))
 
     def planned(self) -> PlannedGemms:
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)

@@ -13,6 +13,7 @@ from torch import nn
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
+from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel import te_parts
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
@@ -34,6 +35,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from tests.precision.backends.te_double import VERSIONS, Double, signature
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
+from tests.train.test_health import run as health_run
 
 EACH_VERSION = pytest.mark.parametrize("version", VERSIONS)
 MODEL = gpt_spec(activation="gelu-tanh")
@@ -472,3 +474,21 @@ def test_a_trace_of_it_replays(double: Double, recipe: Fp8Recipe) -> None:
     assert replay(trace) == []
     trace.amax["backward"][3][0] *= 1.01
     assert replay(trace)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_health_reads_the_tables(double: Double, length: int, tmp_path: Path) -> None:
+    """The amax of a step's two microbatches, and the smallest of the scales that it met."""
+    recipe = dataclasses.replace(DELAYED, amax_history_len=length)
+    health_run(tmp_path, "scales", steps=2, state=(state := te_run(recipe)))
+    first, second = read_health(tmp_path / HEALTH_FILE)
+    table = state.scaling.tables["forward"]
+    row = table.names.index("layers.0.mlp.fc1.input")
+    health = second.tensors["layers.0.mlp.fc1.input"]
+    if length == 1:
+        assert health.amax == pytest.approx(448 / table.quant_scale[row].item(), rel=1e-6)
+    else:
+        assert health.amax == table.history[row, -2:].max().item() > 0
+    assert health.quant_scale <= table.quant_scale[row].item()
+    assert first.tensors["layers.0.mlp.fc1.input"].quant_scale > 0
+    assert set(second.tensors) == {name for t in state.scaling.tables.values() for name in t.names}

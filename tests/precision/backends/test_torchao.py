@@ -13,12 +13,14 @@ from torch import nn
 pytest.importorskip("torchao.float8")
 
 from megafp8.models.init import pieces_of
+from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.torchao_parts import first_and_last
 from megafp8.precision.backends.torchao_linear import TorchaoLinear, load, make_config, why_not
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.observe import HealthMode
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
 from megafp8.train import saving
 from megafp8.train.build import build
@@ -27,6 +29,7 @@ from megafp8.train.precision_share import precision_share, require_fp8
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import SEQ, build_run, gpt_spec, microbatch, run_spec
+from tests.train.test_health import run as health_run
 
 CPU = torch.device("cpu")
 RECIPES = {
@@ -140,7 +143,7 @@ def test_it_trains(recipe: Fp8Recipe, compute: str) -> None:
         state.step += 1
         losses.append(result.loss)
     assert losses[-1] < losses[0] - 0.2
-    assert state.scaling.tables == {}
+    assert not any(table.names for table in state.scaling.tables.values())
 
 
 def test_first_and_last_linear_stay_in_high_precision() -> None:
@@ -255,3 +258,36 @@ def test_a_linear_in_high_precision_evaluation_is_torch_s() -> None:
         weight, None, config, GemmCounter(), name="linear", fp8_in_evaluation=False
     ).eval()
     assert torch.equal(layer(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("mode", ["scales", "full"])
+@EACH
+def test_health_is_measured_and_training_is_untouched(
+    recipe: Fp8Recipe, mode: HealthMode, tmp_path: Path
+) -> None:
+    """Amaxes and scales are those of the tensors that torchao was given."""
+    plain, _ = health_run(tmp_path, "off", state=run_of(recipe))
+    assert not (tmp_path / HEALTH_FILE).exists()
+    state = run_of(recipe)
+    seen: dict[str, float] = {}
+
+    def look(module: TorchaoLinear, given: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if module.training:
+            amax = given[0].detach().abs().max().item()
+            seen[module.name] = max(amax, seen.get(module.name, 0.0))
+
+    linears = [module for module in state.model.modules() if isinstance(module, TorchaoLinear)]
+    for linear in linears:
+        linear.register_forward_hook(look)
+    losses, _ = health_run(tmp_path, mode, steps=1, state=state)
+    assert losses == plain[:1]
+    (record,) = read_health(tmp_path / HEALTH_FILE)
+    roles = ("input", "weight", "grad_output")
+    assert set(record.tensors) == {f"{ln.name}.{role}" for ln in linears for role in roles}
+    for linear in linears:
+        of_input = record.tensors[f"{linear.name}.input"]
+        assert of_input.amax == seen[linear.name]
+        if recipe.name == "tensorwise":
+            assert of_input.quant_scale == pytest.approx(448 / of_input.amax, rel=1e-6)
+        assert (of_input.snr_db is not None) == (mode == "full")
+        assert record.tensors[f"{linear.name}.grad_output"].amax > 0
