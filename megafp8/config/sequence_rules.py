@@ -70,5 +70,5 @@ def _one_scale_serves_all_parts(v: Values) -> Iterator[Finding]:
 
 
 _LEAVE = f"leave {KEY} out"
-rule.excludes(KEY, "model.fp8_backend", ("native", "auto"), "has not been wired to it", _LEAVE)
+rule.excludes(KEY, "model.fp8_backend", ("native", "te", "auto"), "is not tensor-parallel", _LEAVE)
 rule.excludes(KEY, "model.compile", ("off",), "has not been shown to be right with it", _LEAVE)

@@ -99,9 +99,9 @@ class TransformerEngineParts(NativeParts):
         sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, scaling=None, **kwargs)
+        super().__init__(*args, scaling=None, sequence_parallel=sequence_parallel, **kwargs)
         self.region, self.te_scaling, self.device = region, te_scaling, device
-        self.recipe, self.sequence_parallel = recipe, sequence_parallel
+        self.recipe = recipe
 
     def layer(self, index: int) -> nn.Module:
         names, recipe = self.region.names, self.recipe
@@ -150,7 +150,8 @@ class TransformerEngineParts(NativeParts):
             "activation": ACTIVATIONS[spec.activation],
             "normalization": NORMALIZATIONS[spec.normalization],
             "device": self.device,
-            "attn_input_format": "bshd",
+            # Its linears gather and scatter along the first dim, so parts of sequences lead there.
+            "attn_input_format": "sbhd" if self.sequence_parallel else "bshd",
         }
 
     @torch.no_grad()
@@ -224,17 +225,23 @@ class TeLayer(nn.Module):
         ]
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]. It knows causal attention over whole sequences alone."""
-        if context is not None and (context.mask is not None or context.cache is not None):
-            raise NotImplementedError(
-                "documents and caches do not reach Transformer Engine's layer"
-            )
+        """[B, S, D] -> [B, S, D], of S/tp tokens with sequence parallelism. It knows causal
+        attention over whole sequences alone."""
+        # Settings that lead to either are refused, and generation builds layers of our own.
+        assert context is None or (context.mask is None and context.cache is None)
         with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
-            out_BSD: torch.Tensor = self.layer(
-                x_BSD, is_first_microbatch=self.region.is_first_microbatch
-            )
+            out_BSD = self._run(x_BSD)
         self._count(x_BSD, out_BSD)
         return out_BSD
+
+    def _run(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        is_first = self.region.is_first_microbatch
+        if not self.sequence_parallel:
+            out_BSD: torch.Tensor = self.layer(x_BSD, is_first_microbatch=is_first)
+            return out_BSD
+        x_SBD = x_BSD.transpose(0, 1).contiguous()
+        out_SBD: torch.Tensor = self.layer(x_SBD, is_first_microbatch=is_first)
+        return out_SBD.transpose(0, 1).contiguous()
 
     @contextmanager
     def _dropout(self, device: torch.device) -> Iterator[None]:
@@ -260,9 +267,10 @@ class TeLayer(nn.Module):
 
     def _count(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
         """The FLOPs of four linears and of causal attention on this rank, by their shapes."""
-        tokens = x_BSD.shape[0] * x_BSD.shape[1]
+        seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
+        tokens = x_BSD.shape[0] * seq
         flops = tokens * self.planned().flops
-        causal = 2 * tokens * x_BSD.shape[1] * self.spec.query_size // self.tp_size
+        causal = 2 * tokens * seq * self.spec.query_size // self.tp_size
         in_fp8 = self.in_fp8 and self.region.in_fp8
         backward = "fp8" if in_fp8 and self.backward_in_fp8 else self.wide
         self.counter.add("fp8" if in_fp8 else self.wide, "output", flops)

@@ -92,6 +92,7 @@ def make(
             te_scaling=scaling if isinstance(scaling, TeScaling) else None,
             device=mesh.device,
             recipe=recipe,
+            sequence_parallel=spec.parallel.sequence_parallel,
             **shared,
         )
         return Engine(parts, scaling)

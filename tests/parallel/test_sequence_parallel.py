@@ -203,7 +203,11 @@ def test_the_key_reaches_the_layout() -> None:
         (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
         (["model.compile=block"], "model.sequence_parallel", "not been shown"),
-        (["model.fp8=True", "model.fp8_backend=te"], "model.sequence_parallel", "not been wired"),
+        (
+            ["model.fp8=True", "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"],
+            "model.sequence_parallel",
+            "not tensor-parallel",
+        ),
     ],
 )
 def test_refusals(settings: list[str], key: str, message: str) -> None:

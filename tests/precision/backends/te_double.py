@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.precision.backends import te_ranks
+
 SIGNATURES: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(
     Path(__file__).with_name("te_signatures.json").read_text("utf-8")
 )
@@ -237,9 +239,9 @@ class State:
 class Module(nn.Module):
     """What LayerNormLinear, Linear and LayerNormMLP share: FP8 state and its methods."""
 
-    def __init__(self, double: Double, num_gemms: int) -> None:
+    def __init__(self, layer: Layer, num_gemms: int) -> None:
         super().__init__()
-        self.double, self.num_gemms = double, num_gemms
+        self.double, self.num_gemms, self.ranks = layer.double, num_gemms, layer.ranks
         self.fp8_meta: dict[str, Any] = {}
         self.cached: dict[int, torch.Tensor] = {}
 
@@ -272,10 +274,22 @@ class Module(nn.Module):
         number: int,
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
+        """Column-parallel unless it is its layer's projection or FC2."""
+        is_row = isinstance(self, Linear) or number == 2
+        if not is_row:
+            x = te_ranks.into_columns(x, self.ranks)
+        out = self._product(x, weight, number, is_first_microbatch)
+        if is_row:
+            out = te_ranks.out_of_rows(out, self.ranks)
+        return out if bias is None else out + bias
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, number: int, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
         double = self.double
         delayed = double.enabled and hasattr(double.fp8_recipe, "amax_history_len")
         if not delayed:
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight)
         if "scaling_fwd" not in self.fp8_meta:
             self.fp8_meta["num_gemms"] = self.num_gemms
             self.init_fp8_meta_tensors(double.fp8_recipe)
@@ -290,7 +304,7 @@ class Module(nn.Module):
             if is_first_microbatch is True:
                 self.cached[number] = w_q
         out: torch.Tensor = Gemm.apply(x, weight, x_q, w_q, self, number, is_first)
-        return out if bias is None else out + bias
+        return out
 
 
 class Gemm(torch.autograd.Function):
@@ -321,7 +335,7 @@ class Normed(Module):
     """A module that begins with a norm over `width`."""
 
     def __init__(self, layer: Layer, num_gemms: int) -> None:
-        super().__init__(layer.double, num_gemms)
+        super().__init__(layer, num_gemms)
         width, dtype = layer.given["hidden_size"], layer.given["params_dtype"]
         self.epsilon = layer.given["layernorm_epsilon"]
         self.layer_norm_weight = nn.Parameter(torch.ones(width, dtype=dtype))
@@ -347,7 +361,7 @@ class LayerNormLinear(Normed):
 
 class Linear(Module):
     def __init__(self, layer: Layer, width: int) -> None:
-        super().__init__(layer.double, 1)
+        super().__init__(layer, 1)
         out = layer.given["hidden_size"]
         self.weight = normal(out, width, layer.given["params_dtype"])
         self.bias = layer.bias(out)
@@ -371,13 +385,18 @@ ACTIVATIONS = {
 
 
 class Layer(nn.Module):
-    """`TransformerLayer`: a pre-norm layer over [B, S, D] (`attn_input_format="bshd"`)."""
+    """`TransformerLayer`: a pre-norm layer over [B, S, D] (`attn_input_format="bshd"`), or over
+    [S, B, D] ("sbhd"), whose first dim is what sequence parallelism gathers and scatters."""
 
     def __init__(self, double: Double, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         given = double.record("TransformerLayer.__init__", *args, **kwargs)
         self.double, self.given = double, given
-        assert given["attn_input_format"] == "bshd" and given["layer_number"] >= 1
+        is_parallel = given["set_parallel_mode"] and given["tp_size"] > 1
+        splits_sequence = is_parallel and given["sequence_parallel"]
+        assert given["attn_input_format"] == ("sbhd" if splits_sequence else "bshd")
+        assert given["layer_number"] >= 1
+        self.ranks = te_ranks.Ranks(given["tp_group"], splits_sequence) if is_parallel else None
         assert not given["apply_residual_connection_post_layernorm"]
         heads = given["num_attention_heads"]
         size = given["kv_channels"] or given["hidden_size"] // heads
@@ -408,7 +427,10 @@ class Layer(nn.Module):
         qkv, proj, mlp = (self.self_attention.layernorm_qkv, self.self_attention.proj,
                           self.layernorm_mlp)  # fmt: skip
         mixed = qkv.gemm(qkv.norm(x_BSD), qkv.weight, qkv.bias, 1, first)
-        attended = self.attend(mixed)
+        if self.given["attn_input_format"] == "sbhd":
+            attended = self.attend(mixed.transpose(0, 1)).transpose(0, 1)
+        else:
+            attended = self.attend(mixed)
         x_BSD = x_BSD + proj.gemm(attended, proj.weight, proj.bias, 1, first)
         inner = mlp.gemm(mlp.norm(x_BSD), mlp.fc1_weight, mlp.fc1_bias, 1, first)
         return x_BSD + mlp.gemm(self.activation(inner), mlp.fc2_weight, mlp.fc2_bias, 2, first)

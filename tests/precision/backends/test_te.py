@@ -34,6 +34,7 @@ from megafp8.train.precision_share import precision_share
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from tests.precision.backends.te_double import VERSIONS, Double, signature
+from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
 from tests.train.test_health import run as health_run
 
@@ -387,6 +388,16 @@ def test_a_rank_s_share_is_ours(double: Double, rank: int) -> None:
         reference = ours.pop(pieces_of(param)[0].name)
         assert pieces_of(param) == pieces_of(reference) and torch.equal(param, reference)
     assert not ours
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_train_as_ours_do(sequence_parallel: bool) -> None:
+    """Whole runs in FP32, where the stand-in's linears gather and sum as Transformer Engine's."""
+    arguments = {"backends": ["native", "te"], "sequence_parallel": sequence_parallel, "steps": 4}
+    work = "tests.precision.backends.te_rank_work:losses_and_norms"
+    for found in run_ranks(work, 2, arguments):
+        for ours, theirs in zip(found["native"], found["te"], strict=True):
+            assert theirs == pytest.approx(ours, rel=2e-5)
 
 
 def test_attention_dropout_differs_by_rank_and_leaves_the_generator(double: Double) -> None:
