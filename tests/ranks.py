@@ -3,16 +3,17 @@
     results = run_ranks("tests.parallel.rank_work:train", 2, {"steps": 20})
 
 The function gets `ranks.Rank` and the arguments; it lives in a module that the ranks can import.
-A rank takes seconds to import torch: put several cases into one function.
+Ranks are forked from a process that has imported torch and megafp8 already.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
+import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,10 +21,16 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+PRELOADED = ["megafp8.train.pretrain", "tests.tiny"]
 
 
 @dataclass(frozen=True)
@@ -55,33 +62,41 @@ def run_ranks(
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
 
 
-def _start(rank: int, size: int, port: int, folder: str) -> subprocess.Popen[bytes]:
-    with Path(folder, f"stderr{rank}").open("wb") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", folder],
-            cwd=ROOT,
-            env={**os.environ, **_environment(rank, size, port)},
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        )
+def _start(rank: int, size: int, port: int, folder: str) -> ForkServerProcess:
+    environment = _environment(rank, size, port)
+    process = _server().Process(target=main, args=(folder, environment), daemon=True)
+    process.start()
+    return process
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: str, timeout: float) -> None:
+@cache
+def _server() -> ForkServerContext:
+    """Imports once what every rank needs, and forks. Torch has started no thread there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # read at torch's import
+        patch.chdir(ROOT)
+        forkserver.ensure_running()
+    return context
+
+
+def _wait(processes: list[ForkServerProcess], folder: str, timeout: float) -> None:
     end = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    while any(process.exitcode is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
         if failed or time.monotonic() > end + 10:
             break
         time.sleep(0.02)
-    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
     if failed:
         errors = [Path(folder, f"stderr{rank}").read_text(errors="replace") for rank in failed]
         reports = [f"rank {r} failed:\n{error}" for r, error in zip(failed, errors, strict=True)]
         raise RuntimeError("\n".join(reports))
-    running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     if running:
         raise TimeoutError(f"ranks {running} were still running after {timeout} s")
 
@@ -97,14 +112,21 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONPATH": str(ROOT),
     }
 
 
-def main(folder: str) -> None:
+def main(folder: str, environment: Mapping[str, str]) -> None:
     """One rank."""
     import torch.distributed as dist
 
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    with Path(folder, f"stderr{environment['RANK']}").open("wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    with Path(os.devnull).open("wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's may be in its place
+    gc.freeze()
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     target, arguments, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
     module, _, name = target.partition(":")
@@ -120,7 +142,3 @@ def main(folder: str) -> None:
     if dist.is_initialized():
         dist.monitored_barrier(timeout=timedelta(seconds=60))
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
