@@ -91,9 +91,7 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
         str(ROOT / "pretrain_gpt.py"),
         *settings_of(preset, variant, args),
         f"trainer.max_steps={steps}",
-        f"trainer.val_check_interval={steps}",
-        "trainer.limit_val_batches=1",
-        "model.data.splits_string='980,10,10'",  # little to validate on at the end
+        "trainer.limit_val_batches=0",
         "trainer.log_every_n_steps=1",
         "exp_manager.create_checkpoint_callback=False",
         "exp_manager.create_tensorboard_logger=False",

@@ -200,7 +200,7 @@ OVERRIDES = st.one_of(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(st.lists(OVERRIDES, max_size=4))
 def test_any_overrides_end_in_a_spec_or_a_user_error(overrides: list[str]) -> None:
     try:

@@ -199,7 +199,8 @@ def test_a_locale_that_cannot_show_a_path() -> None:
 # ---- on a pseudo-terminal
 
 LOOP = """
-import dataclasses, sys, time
+import dataclasses, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
 sys.path.insert(0, {root!r})
 from tests.observe.test_console import REPORT
 from megafp8.observe import open_console

@@ -56,7 +56,9 @@ def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
     ("fault", "said"),
     [
         ("fail", "rank 1 died (exit code 1): ValueError: the number is 42; the other ranks"),
-        ("killed", "rank 1 died (signal SIGKILL); the other ranks"),
+        pytest.param(
+            "killed", "rank 1 died (signal SIGKILL); the other ranks", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_when_a_rank_dies_all_end_and_it_is_named(place: Place, fault: str, said: str) -> None:

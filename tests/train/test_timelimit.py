@@ -36,7 +36,8 @@ def test_it_leaves_time_for_one_more_step_and_a_save() -> None:
 
 
 def test_max_time_saves_and_leaves(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    done = place.run("trainer.max_time=00:00:00:01", "trainer.max_steps=12")
+    limit = ["trainer.max_time=00:00:00:01", "trainer.max_steps=12"]
+    done = place.run(*limit, fault=["slow", 0.2])
     assert done.code == 75, done.output
     summary = place.summary()
     assert summary["status"] == "saved on trainer.max_time"

@@ -23,8 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 def test_values_and_their_cast(
     device: torch.device, kind: Literal["gelu", "gelu_tanh"], dtype: torch.dtype, backward: bool
 ) -> None:
-    x = (3 * torch.randn(67, 131)).to(dtype).to(device)
-    grad = torch.randn(67, 131).to(dtype).to(device)
+    generator = torch.Generator().manual_seed(7)
+    x = (3 * torch.randn(67, 131, generator=generator)).to(dtype).to(device)
+    grad = torch.randn(67, 131, generator=generator).to(dtype).to(device)
     amax, scale = torch.zeros((), device=device), torch.tensor(37.0, device=device)
     name = "e5m2" if backward else "e4m3"
     result = activation_cast(
@@ -39,7 +40,8 @@ def test_values_and_their_cast(
     if backward:
         (expected,) = torch.autograd.grad(expected, x64, grad.double())
     unit = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    assert ((plain.double() - expected).abs() <= unit * expected.abs() + 4e-6).all()
+    size = grad.double().abs().clamp_min(1) if backward else 1.0  # a derivative's terms cancel
+    assert ((plain.double() - expected).abs() <= unit * expected.abs() + 4e-6 * size).all()
     assert_payload(payload, floats(plain), np.float32(37), name)
     assert np.array_equal(codes(payload_t), codes(payload).T)
     assert amax.item() == amax_of(floats(plain))
