@@ -127,7 +127,7 @@ def _torchao_block(block: dict[str, Any], m: Migration) -> None:
         elif key == "pad_inner_dim":
             m.change(path, value, {"model.pad_inner_dim": bool(value)})
         elif key == "enable_fsdp_float8_all_gather" and value:
-            m.decide(path, value, "torchao's weights are gathered in BF16", "Leave it out")
+            m.change(path, value, {"model.fsdp": True, "model.enable_fsdp_float8_all_gather": True})
         elif key in _TE_KEYS:
             m.drop(path, value, "the backend AO does not read it")
         else:

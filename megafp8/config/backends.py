@@ -11,6 +11,7 @@ from typing import Any
 from megafp8.config.fp8_rules import recipes_in
 from megafp8.config.problems import SettingError
 from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.values import PRECISIONS
 from megafp8.specs.precision import BackendName
 
 rule = Rules()
@@ -150,11 +151,34 @@ def _te_shows_scales_alone(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.enable_fsdp_float8_all_gather")
-def _gathers_in_compute_dtype(v: Values) -> Iterator[Finding]:
-    if v["model.enable_fsdp_float8_all_gather"]:
+@rule(
+    KEY,
+    "model.enable_fsdp_float8_all_gather",
+    "model.fsdp",
+    "model.fp8",
+    "model.fp8_recipe",
+    "model.fp8_modules",
+    "trainer.precision",
+)
+def _torchaos_weights_cross_in_fp8(v: Values) -> Iterator[Finding]:
+    key = "model.enable_fsdp_float8_all_gather"
+    if not v[key]:
+        return
+    if v[KEY] != "torchao":
+        other = "model.fp8_backend=native gathers FP8 with model.fp8_params=True"
+        yield Finding(key, f"is torchao's, and {KEY}={v[KEY]}", f"Leave it out; {other}")
+    elif not v["model.fsdp"]:
+        yield Finding(key, "without model.fsdp=True nothing is gathered", "Leave it out")
+    elif recipes_in(v) != {"tensorwise"}:
+        found = " and ".join(sorted(recipes_in(v)))
         yield Finding(
-            "model.enable_fsdp_float8_all_gather",
-            "with FSDP torchao's weights are gathered in the compute dtype",
-            "Leave it out; model.fp8_backend=native gathers FP8 with model.fp8_params=True",
+            key,
+            f"one scale serves a weight that is put together from parts; {found} has several",
+            "Use model.fp8_recipe=tensorwise, or leave it out",
+        )
+    elif PRECISIONS[v["trainer.precision"]] == "fp16":
+        yield Finding(
+            key,
+            "weights that have crossed in FP8 do not all fit into FP16's range",
+            "Use trainer.precision=bf16, or leave it out",
         )

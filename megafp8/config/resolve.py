@@ -198,6 +198,7 @@ def _fsdp(model: Model) -> FsdpSpec | None:
     return FsdpSpec(
         strategy=model.fsdp_sharding_strategy,  # type: ignore[arg-type]  # validated
         grad_reduce_dtype=PRECISIONS[model.fsdp_grad_reduce_dtype],
+        torchao_in_fp8=model.enable_fsdp_float8_all_gather,
     )
 
 

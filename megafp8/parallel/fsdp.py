@@ -4,14 +4,14 @@ FSDP keeps FP32 shards of the parameters along their first dim: they are the mas
 block's weights in the compute dtype before they are used and reduce-scatters its gradients after
 each microbatch, in FP32 unless asked otherwise. Sums, never means: one division comes later.
 
-With `fp8_params` the linears' weights cross as FP8 bytes, by a scale that the ranks have agreed on,
-and are put down in the compute dtype for the time of their use.
+With `fp8_params`, or where torchao is asked to, the linears' weights cross as FP8 bytes, by a scale
+that the ranks have agreed on, and are put down in the compute dtype for the time of their use.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,22 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import linears_of
+from megafp8.precision.backends.torchao_linear import TorchaoLinear
 from megafp8.precision.linear import Linear
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import ParallelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class CrossesInFp8(Protocol):
+    """A linear whose weight is put together from FP8 parts."""
+
+    weight_compute_dtype: torch.dtype | None  # None: it is not
+
+    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None: ...
+
+    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class ShardedModel:
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
-    gathered_in_fp8: dict[nn.Parameter, Linear]  # of `params`, those of linears
+    gathered_in_fp8: dict[nn.Parameter, CrossesInFp8]  # of `params`, those of linears
 
 
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
@@ -83,17 +93,16 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
         module.set_custom_reduce_scatter(_CountedReduceScatter(shards))
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
-    in_fp8 = {
-        linear.weight: linear
-        for linear in linears_of(model)
-        if linear.weight_compute_dtype is not None
+    linears = [m for m in model.modules() if isinstance(m, Linear | TorchaoLinear)]
+    in_fp8: dict[nn.Parameter, CrossesInFp8] = {
+        linear.weight: linear for linear in linears if linear.weight_compute_dtype is not None
     }
     for param, linear in in_fp8.items():
         _gather_in_fp8(local_of(param), linear, -(-param.shape[0] // shards.size))
     return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
 
 
-def _gather_in_fp8(local_RI: Any, linear: Linear, padded_rows: int) -> None:
+def _gather_in_fp8(local_RI: Any, linear: CrossesInFp8, padded_rows: int) -> None:
     """Hang FSDP's two hooks around an all-gather on a shard, which stays an ordinary tensor."""
 
     def before(

@@ -24,11 +24,18 @@ class TorchaoParts(NativeParts):
     """
 
     def __init__(
-        self, *args: Any, recipe: Fp8Recipe, seen_by: ScalingState, emulate: bool, **kwargs: Any
+        self,
+        *args: Any,
+        recipe: Fp8Recipe,
+        seen_by: ScalingState,
+        emulate: bool,
+        gathers_in_fp8: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, scaling=None, **kwargs)
         assert self.tp.size == 1, "torchao's linears are not tensor-parallel"
         self.recipe, self.seen_by, self.emulate = recipe, seen_by, emulate
+        self.gathers_in_fp8 = gathers_in_fp8
 
     def _linear(
         self,
@@ -51,6 +58,7 @@ class TorchaoParts(NativeParts):
             name=name,
             fp8_in_evaluation=self.recipe.fp8_in_evaluation,
             witness=linear_quantizer(self.seen_by, name),
+            weight_compute_dtype=self.dtype if self.gathers_in_fp8 else None,
         )
 
 

@@ -56,11 +56,12 @@ class FsdpSpec:
 
     `full`: weights are gathered for a block's forward and again for its backward pass (ZeRO-3);
     `grad`: they stay from one to the other (ZeRO-2); `hybrid`: as `full` within a node, and nodes
-    are replicas (HSDP).
+    are replicas (HSDP). `torchao_in_fp8`: the weights of torchao's linears cross as FP8 bytes.
     """
 
     strategy: Literal["full", "grad", "hybrid"] = "full"
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    torchao_in_fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,8 +101,14 @@ def make(
         seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
         seen_by.to(mesh.device)
         emulate = mesh.device.type == "cpu"
+        fsdp = spec.parallel.fsdp
         parts_of_torchao = TorchaoParts(
-            *given, recipe=recipe, seen_by=seen_by, emulate=emulate, **shared
+            *given,
+            recipe=recipe,
+            seen_by=seen_by,
+            emulate=emulate,
+            gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
+            **shared,
         )
         return Engine(parts_of_torchao, seen_by)
     return Engine(

@@ -140,8 +140,10 @@ def test_torchao_is_a_backend(tmp_path: Path) -> None:
     spec = run_spec(**write(tmp_path, m))
     assert spec.precision.backend == "torchao" and spec.precision.fp8 is not None
     assert spec.precision.fp8.name == "tensorwise" and spec.precision.fp8.pad_inner_dim
-    sharded = migrate(start + "  enable_fsdp_float8_all_gather: true\n", "x")
-    assert keys_of(sharded.undecided) == {"fp8_config.enable_fsdp_float8_all_gather"}
+    sharded = migrate(start + "  enable_fsdp_float8_all_gather: true\nnum_processes: 2\n", "x")
+    assert not sharded.undecided
+    fsdp = run_spec(**write(tmp_path, sharded)).parallel.fsdp
+    assert fsdp is not None and fsdp.torchao_in_fp8
 
 
 def test_keys_of_other_backends_are_inert_under_te() -> None:

@@ -10,6 +10,7 @@ from tests.config.helpers import problems, run_spec, the_problem
 FP8 = "model.fp8=True"
 TE, TORCHAO = "model.fp8_backend=te", "model.fp8_backend=torchao"
 RECIPE = "model.fp8_recipe=tensorwise"
+GATHER = "model.enable_fsdp_float8_all_gather=True"
 
 
 @pytest.mark.parametrize(
@@ -33,8 +34,15 @@ RECIPE = "model.fp8_recipe=tensorwise"
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
         ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not show its casts"),
         ([TE, FP8, RECIPE, "model.fp8_health=scales"], "model.fp8_health", "here tensorwise"),
-        (["model.enable_fsdp_float8_all_gather=True"],
-         "model.enable_fsdp_float8_all_gather", "FSDP"),
+        ([GATHER], "model.enable_fsdp_float8_all_gather", "is torchao's"),
+        ([GATHER, TORCHAO, FP8, RECIPE],
+         "model.enable_fsdp_float8_all_gather", "nothing is gathered"),
+        ([GATHER, TORCHAO, FP8, "model.fp8_recipe=rowwise", "model.fsdp=True",
+          "trainer.devices=2"],
+         "model.enable_fsdp_float8_all_gather", "rowwise has several"),
+        ([GATHER, TORCHAO, FP8, RECIPE, "trainer.precision=16", "model.fsdp=True",
+          "trainer.devices=2"],
+         "model.enable_fsdp_float8_all_gather", "range"),
     ],
 )  # fmt: skip
 def test_refused_with_the_reason(overrides: list[str], key: str, word: str) -> None:

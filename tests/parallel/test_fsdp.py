@@ -11,6 +11,7 @@ import torch
 
 from megafp8.config.load import load as load_config
 from megafp8.config.validate import check_values, read_values
+from megafp8.parallel.torchao_parts import first_and_last
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
@@ -67,6 +68,7 @@ JOBS["BF16, FP8/recomputed"] = sharded(
 JOBS["FP32/bf16 sums"] = sharded(
     WHOLE["FP32"], ParallelSpec(fsdp=FsdpSpec(grad_reduce_dtype="bf16"))
 )
+JOBS["torchao/in FP8"] = sharded(WHOLE["torchao"], ParallelSpec(fsdp=FsdpSpec(torchao_in_fp8=True)))
 SAVED = WHOLE["FP8 weights"].case
 SHARDED = replace(SAVED, parallel=fsdp())
 
@@ -237,6 +239,29 @@ def test_torchaos_linears(more: Runs) -> None:
     assert_same_on_all(ours)
     assert ours[0].losses[0] == whole[0].losses[0]
     assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-3)
+
+
+@SLOW
+def test_torchaos_weights_cross_in_fp8(more: Runs) -> None:
+    """Its own cast finds their scale and their numbers again: the same losses, bit for bit."""
+    ours, in_bf16 = more["torchao/in FP8"], more["torchao/full"]
+    assert_same_on_all(ours)
+    assert ours[0].losses == in_bf16[0].losses
+    saved, before = (
+        {key: n for key, n in runs[0].traffic.items() if key[1] == "all_gather"}
+        for runs in (ours, in_bf16)
+    )
+    first, last = (f"model/{name}" for name in first_and_last(ODD.num_layers))
+    elements = sum(
+        -(-p.global_shape[0] // 2) * p.global_shape[1]
+        for p in more["torchao/whole"][0].saved
+        if p.name.startswith("model/layers.") and len(p.global_shape) == 2
+        # QKV is three logical tensors
+        if not p.name.startswith((first.replace("qkv", ""), last)) or "projection" in p.name
+    )
+    # Forward and backward of a microbatch, 1 byte in place of 2.
+    assert sum(before.values()) - sum(saved.values()) == 2 * elements > 0
+    assert ours[0].traffic["dp", "all_reduce_max", "float32"] > 0
 
 
 @pytest.mark.parametrize("name", marked("FP32", "FP8 weights", "BF16, FP8", "torchao"))

@@ -282,7 +282,9 @@ EFFECTS: dict[str, Effect] = {
     "model.compile": ShownBy(
         "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
     ),
-    "model.enable_fsdp_float8_all_gather": Refused(True),
+    "model.enable_fsdp_float8_all_gather": ShownBy(
+        "tests/parallel/test_fsdp.py::test_torchaos_weights_cross_in_fp8"
+    ),
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
     "model.data.splits_string": Trains([500, 500, 0]),

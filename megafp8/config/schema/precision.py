@@ -180,7 +180,8 @@ class Precision:
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,
-        "torchao's FP8 all-gather of weights that FSDP shards; they are gathered in BF16.",
+        "Gather the weights that FSDP shards as FP8 bytes, where torchao's `tensorwise` linears "
+        "read them.",
         kind="layout",
     )
     compile: str = key(

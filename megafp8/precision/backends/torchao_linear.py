@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.precision.backends.planned import PlannedGemms
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.quantizers.base import Role
 from megafp8.precision.quantizers.linear import LinearQuantizer
+from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, GemmName
 
@@ -118,7 +120,9 @@ class TorchaoLinear(nn.Module):
     """torchao's linear over our parameters, its GEMMs counted.
 
     `witness` is our own quantizer of this linear, whose casts are torchao's bit for bit: while
-    something observes it, it repeats them, and torchao's are used.
+    something observes it, it repeats them, and torchao's are used. With `weight_compute_dtype` the
+    weight is put together from FP8 parts for each use, in that dtype (`agree_on_scale`): the
+    largest element is exact there, so torchao's cast finds their scale and their numbers again.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class TorchaoLinear(nn.Module):
         name: str,
         fp8_in_evaluation: bool,
         witness: LinearQuantizer | None = None,
+        weight_compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -139,7 +144,8 @@ class TorchaoLinear(nn.Module):
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
         self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
-        self.witness = witness
+        self.witness, self.weight_compute_dtype = witness, weight_compute_dtype
+        self._gathered_scale: tuple[torch.Tensor, Fp8Format] | None = None
         disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
         casts = {
             "output": config.cast_config_input,
@@ -184,6 +190,23 @@ class TorchaoLinear(nn.Module):
     def _show(self, role: Role, x: torch.Tensor) -> None:
         assert self.witness is not None
         self.witness.operands(role, x.detach().flatten(0, -2))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight: Any = self.linear.weight  # what FSDP gathers is a plain tensor
+        return weight  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
+        """The scale that the `amax` of all ranks' parts leads to, until the next call."""
+        assert self.witness is not None
+        self._gathered_scale = self.witness.store_scale(amax)
+
+    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
+        """A part of the weight with the scale that was agreed on."""
+        assert self._gathered_scale is not None
+        quant_scale, fmt = self._gathered_scale
+        return Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
 
     def planned(self) -> PlannedGemms:
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
