@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from megafp8.checkpoint.layout import step_name
 from megafp8.data.loader import Loader
+from megafp8.optim.fsdp import FsdpMasters
 from megafp8.parallel.mesh import Mesh, join, single_rank
-from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.precision.scaling import ScalingState
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from megafp8.train import saving
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.parallel.matrix import INTERLEAVED, MODEL, ZERO_BUBBLE
-from tests.parallel.rank_work import Case, Piece, pieces
+from tests.parallel.matrix import INTERLEAVED, MODEL, ZERO, ZERO_BUBBLE
+from tests.parallel.rank_work import Case, Piece, weights
 from tests.ranks import Rank, run_ranks
-from tests.tiny import SEQ
+from tests.tiny import SEQ, optim_spec
 
 STEPS_BEFORE, STEPS_AFTER = 6, 5
 GLOBAL_BATCH = 16  # samples, in microbatches of 2
@@ -31,11 +33,12 @@ GLOBAL_BATCH = 16  # samples, in microbatches of 2
 
 @dataclass(frozen=True)
 class Layout:
-    """`ranks` processes; those that `spec` does not use up are replicas."""
+    """`ranks` processes; those that `spec` does not use up are replicas. `zero`: ZeRO-1."""
 
     name: str
     ranks: int
     spec: ParallelSpec = ParallelSpec()
+    zero: bool = False
 
     @property
     def replicas(self) -> int:
@@ -47,12 +50,18 @@ ROUND = [
     Layout("pp 2", 2, ParallelSpec(pp=2)),
     Layout("pp 2, interleaved", 2, ParallelSpec(pp=2, pipeline=INTERLEAVED)),
     Layout("dp 2", 2),
+    Layout("cp 2", 2, ParallelSpec(cp=2)),
+    Layout("dp 2, ZeRO-1", 2, zero=True),
+    Layout("dp 2, FSDP full", 2, ParallelSpec(fsdp=FsdpSpec())),
     Layout("pp 2, zero bubble V", 2, ParallelSpec(pp=2, pipeline=ZERO_BUBBLE)),
     Layout("tp 2 x pp 2", 4, ParallelSpec(tp=2, pp=2)),
     Layout("tp 4", 4, ParallelSpec(tp=4)),
     Layout("pp 2 x dp 2", 4, ParallelSpec(pp=2)),
     Layout("tp 2 x dp 2", 4, ParallelSpec(tp=2)),
     Layout("tp 2 x sp x dp 2", 4, ParallelSpec(tp=2, sequence_parallel=True)),
+    Layout("tp 2 x dp 2, FSDP grad", 4, ParallelSpec(tp=2, fsdp=FsdpSpec(strategy="grad"))),
+    Layout("cp 2 x dp 2, ZeRO-1", 4, ParallelSpec(cp=2), zero=True),
+    Layout("cp 2 x pp 2", 4, ParallelSpec(cp=2, pp=2)),
     Layout("pp 4", 4, ParallelSpec(pp=4)),
     Layout("tp 2 x pp 2 x dp 2", 8, ParallelSpec(tp=2, pp=2)),
     Layout("tp 2 x dp 2 again", 4, ParallelSpec(tp=2)),
@@ -85,9 +94,16 @@ class Numbers:
         return index * 10 + np.arange(SEQ + 1)
 
 
-def case_of(precision: str, spec: ParallelSpec = ParallelSpec()) -> Case:  # noqa: B008
+def case_of(
+    precision: str,
+    spec: ParallelSpec = ParallelSpec(),  # noqa: B008
+    *,
+    zero: bool = False,
+) -> Case:
     compute, fp8 = PRECISIONS[precision]
-    return Case(compute, fp8, MODEL, num_microbatches=GLOBAL_BATCH // 2, parallel=spec)
+    optim = ZERO if zero else optim_spec()
+    num = GLOBAL_BATCH // 2
+    return Case(compute, fp8, MODEL, num_microbatches=num, parallel=spec, optim=optim)
 
 
 def saver_at(folder: Path) -> saving.Saver:
@@ -126,8 +142,13 @@ def next_samples(state: TrainState) -> list[int]:
 
 
 def params_of(state: TrainState) -> list[Piece]:
-    """The weights' bytes, [..., bytes of an element]."""
-    found = pieces(state, [param.detach() for param in state.masters.params])
+    """The weights' bytes, [..., bytes of an element]; none of those that FSDP gathers in FP8."""
+    found = weights(state)
+    if isinstance(state.masters, FsdpMasters):
+        if isinstance(state.scaling, ScalingState):
+            return []
+        for piece in found:
+            piece.tensor = piece.tensor.to(state.model.parts.dtype)
     for piece in found:
         shape = piece.tensor.shape
         piece.tensor = piece.tensor.contiguous().view(torch.uint8).view(*shape, -1)
@@ -136,7 +157,8 @@ def params_of(state: TrainState) -> list[Piece]:
 
 def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) -> Leg:
     """Load, save, look, and only then train on."""
-    case = case_of(precision, replace(layout.spec, devices_per_node=layout.ranks))
+    spec = replace(layout.spec, devices_per_node=layout.ranks)
+    case = case_of(precision, spec, zero=layout.zero)
     state, told = case.build(mesh), list[str]()
     saving.load(source / step_name(STEPS_BEFORE), state, told.append)
     saver_at(target).save(state)

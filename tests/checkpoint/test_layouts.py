@@ -74,8 +74,9 @@ def check_round(precision: str, round_: list[Layout], folder: Path) -> None:
     for layout in round_:
         legs = found[layout.name]
         now = logical([leg.params for leg in legs])
-        assert now.keys() == payloads.keys(), layout.name
-        for name in payloads:
+        is_gathered = layout.spec.fsdp is not None and precision == "FP8"  # masters: at the end
+        assert now.keys() == (set() if is_gathered else payloads.keys()), layout.name
+        for name in now:
             assert torch.equal(now[name], payloads[name]), (layout.name, name)
         assert sorted({n for leg in legs for n in leg.samples}) == samples, layout.name
         assert not [text for leg in legs for text in leg.told], layout.name
