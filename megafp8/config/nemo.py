@@ -231,19 +231,19 @@ def _model(t: _Table) -> None:
     t.add("use_cpu_initialization", False, "weights are equal whatever device makes them",
           also=(True,))  # fmt: skip
     t.add("onnx_safe", False, "nothing is exported to ONNX", why="has no equivalent here")
-    t.add("apex_transformer_log_level", 30, "Apex is not used")
+    t.add("apex_transformer_log_level", 30, "Apex logs nothing here")
     t.add("sharp", False, "the network decides", why="has no equivalent here")
-    t.add("enable_megatron_timers", False, "metrics.jsonl has the times of a step",
+    t.add("enable_megatron_timers", False, "the times of a step are in metrics.jsonl",
           why="has no equivalent here")  # fmt: skip
     timers: dict[str, Any] = {"log_every_n_steps": 10, "log_mode": "minmax", "barrier": False}
     for name, nemo in timers.items():
-        t.add(f"megatron_timer_kwargs.{name}", nemo, "metrics.jsonl has the times of a step",
+        t.add(f"megatron_timer_kwargs.{name}", nemo, "the times of a step are in metrics.jsonl",
               why="has no equivalent here")  # fmt: skip
 
 
 def _model_memory_and_speed(t: _Table) -> None:
     t.prefix = "model"
-    order = "model.pipeline_schedule orders the messages between stages"
+    order = "messages between stages are ordered by model.pipeline_schedule"
     t.add("overlap_p2p_comm", False, order)
     t.add("batch_p2p_comm", True, order)
     reduce = "gradients are one flat FP32 buffer, divided once after its reduction"
@@ -311,7 +311,7 @@ def _model_sections(t: _Table) -> None:
     flat = "with distributed_fused_adam gradients and weights lie in flat buffers"
     for name in ("contiguous_grad_buffer", "contiguous_param_buffer"):
         t.add(name, True, flat, also=(False,), extra=True)
-    t.add("bucket_cap_mb", 100, "model.grad_allreduce_chunk_size_mb is the size of a bucket",
+    t.add("bucket_cap_mb", 100, "the size of a bucket is model.grad_allreduce_chunk_size_mb",
           extra=True, way_out="Use model.grad_allreduce_chunk_size_mb")  # fmt: skip
     t.prefix = "model.optim.sched"
     t.add("cycle", False, "a polynomial would begin again only after the run's last step",

@@ -184,7 +184,7 @@ def _told(name: str) -> Iterator[None]:
         datasets = _datasets()
     except ImportError as error:
         raise DataError(
-            name, "text", "needs the datasets package", "pip install 'megafp8[data]'"
+            name, "text", "needs the datasets package", "pip install -e '.[data]'"
         ) from error
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()

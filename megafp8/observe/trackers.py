@@ -58,8 +58,7 @@ def require_wandb() -> None:
             "exp_manager.create_wandb_logger",
             True,
             "the package wandb is not installed",
-            "Install it (pip install 'megafp8[wandb]', or pip install wandb), "
-            "or set exp_manager.create_wandb_logger=False",
+            "Install it (pip install wandb), or set exp_manager.create_wandb_logger=False",
         )
 
 

@@ -52,7 +52,8 @@ class Architecture:
     )
     use_scaled_init_method: bool = key(
         True,
-        "Divide that of the projections into the residual stream by sqrt(2 * num_layers).",
+        "Divide `init_method_std` of the projections into the residual stream by "
+        "sqrt(2 * num_layers).",
         nemo=True,
         kind="model",
     )

@@ -93,7 +93,8 @@ class Optim:
         "adamw",
         "`adamw` has decoupled weight decay, `adam` adds it to the gradient (L2). `fused_adam` is "
         "adamw by Apex's or Transformer Engine's kernel where there is one; "
-        "`distributed_fused_adam` also shares masters and moments out over replicas (ZeRO-1).",
+        "`distributed_fused_adam` also shares masters and moments out over replicas (ZeRO-1). "
+        "A run may continue with another of the three that are adamw.",
         nemo="fused_adam",
         kind="optim",
         valid=one_of(

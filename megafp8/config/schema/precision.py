@@ -42,7 +42,10 @@ class Precision:
         valid=at_least(1),
     )
     transformer_engine: bool = key(
-        True, "Transformer Engine's layer semantics; FP8 needs them.", nemo=False, kind="model"
+        True,
+        "Layers as Transformer Engine defines them; FP8 needs that, and not the package.",
+        nemo=False,
+        kind="model",
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
     fp8_e4m3: bool = key(
@@ -80,10 +83,16 @@ class Precision:
         valid=one_of("max", "most_recent"),
     )
     reduce_amax: bool = key(
-        True, "Largest amax over the ranks that share a tensor.", nemo=True, kind="model"
+        True,
+        "Scales from the largest amax over all ranks of a pipeline stage.",
+        nemo=True,
+        kind="model",
     )
     tp_only_amax_red: bool = key(
-        False, "Not over replicas: those keep scales of their own.", kind="model"
+        False,
+        "Amaxes are reduced over tensor- and context-parallel ranks; replicas have their own "
+        "scales.",
+        kind="model",
     )
     fp8_recipe: str = key(
         "delayed",
@@ -97,8 +106,8 @@ class Precision:
     )
     fp8_power_2_scale: bool | None = key(
         None,
-        "Scales rounded down to powers of two. Null: as the recipe's source has it (not for "
-        "`tensorwise`, else so).",
+        "Scales rounded down to powers of two. Null: as the recipe's source has it (`rowwise` and "
+        "`blockwise` True, `tensorwise` False).",
         kind="model",
     )
     fp8_params: bool = key(
@@ -124,10 +133,10 @@ class Precision:
         False, "Keep the first and the last layers out of FP8.", kind="model"
     )
     num_layers_at_start_in_bf16: int = key(
-        1, "How many, at the start.", kind="model", valid=at_least(0)
+        1, "How many at the start, with `first_last_layers_bf16`.", kind="model", valid=at_least(0)
     )
     num_layers_at_end_in_bf16: int = key(
-        1, "How many, at the end.", kind="model", valid=at_least(0)
+        1, "How many at the end, with `first_last_layers_bf16`.", kind="model", valid=at_least(0)
     )
     fp8_modules: list[str] = key(
         [],
@@ -186,7 +195,7 @@ class Precision:
     )
     compile: str = key(
         "off",
-        "`block`: torch compiles a transformer layer, and all of them use it; training alone.",
+        "`block`: torch compiles a transformer layer for training, and all layers use it.",
         kind="layout",
         valid=one_of("off", "block"),
     )
