@@ -92,7 +92,7 @@ class NativeParts(Parts):
         before = None if norm is None else self.norm(norm)
         if not isinstance(before, Norm):
             return nn.Sequential(before or ToDtype(self.dtype), linear)
-        producer = NormProducer(before.weight, before.bias, before.epsilon, self.dtype)
+        producer = NormProducer(before, self.dtype)
         return FusedLinear(producer, self.dtype, before, linear)
 
     def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:

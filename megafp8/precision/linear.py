@@ -400,7 +400,8 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_input = ctx.needs_input_grad[0]
-        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight, needs_input=needs_input)
+        input = _operand(ctx, ctx.saved_tensors)
+        found = backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
         return *found, None, None
 
 
@@ -429,9 +430,9 @@ class _ProducedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = backward(ctx.layer, grads[0], _saved(ctx), ctx.weight)
+        payload, scale, x_TX, *kept = ctx.saved_tensors  # recomputation lets them be read once
+        found = backward(ctx.layer, grads[0], _operand(ctx, (payload, scale)), ctx.weight)
         assert found.input is not None
-        x_TX, *kept = ctx.saved_tensors[2:]  # after payload and scale
         grad_x, *of_params = ctx.producer.backward(found.input.contiguous(), x_TX, tuple(kept))
         return grad_x, found.weight, found.bias, None, None, None, None, *of_params
 
@@ -454,7 +455,7 @@ def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
         ctx.save_for_backward(input, *others)
 
 
-def _saved(ctx: Any) -> Operand:
-    tensors = ctx.saved_tensors
+def _operand(ctx: Any, tensors: Sequence[torch.Tensor]) -> Operand:
+    """What `_save` was given first."""
     operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors[:2])
     return operand

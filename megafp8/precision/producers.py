@@ -68,27 +68,34 @@ class Producer(Protocol):
         ...
 
 
+class Normalization(Protocol):
+    """The module that holds a norm's parameters. FSDP puts others in their place."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None  # None: RMSNorm
+    epsilon: float
+
+
 @dataclass(frozen=True)
 class NormProducer:
     """LayerNorm, or RMSNorm without a bias."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    epsilon: float
+    norm: Normalization
     dtype: torch.dtype  # of the linear's input
 
     @property
     def params(self) -> tuple[torch.Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+        weight, bias = self.norm.weight, self.norm.bias
+        return (weight,) if bias is None else (weight, bias)
 
     def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
         from megafp8.precision.kernels.triton_norm import norm_cast
 
         done = norm_cast(
             x_TX,
-            self.weight.detach(),
-            None if self.bias is None else self.bias.detach(),
-            self.epsilon,
+            self.norm.weight.detach(),
+            None if self.norm.bias is None else self.norm.bias.detach(),
+            self.norm.epsilon,
             into.quant_scale,
             into.fmt,
             out_dtype=self.dtype,
@@ -107,7 +114,7 @@ class NormProducer:
         from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
-        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.weight.detach(), statistics)
+        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.norm.weight.detach(), statistics)
         pairs = zip(self.params, of_params, strict=False)  # RMSNorm has no bias
         return grad_x, *(grad.to(param.dtype) for param, grad in pairs)
 
