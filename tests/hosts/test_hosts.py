@@ -23,6 +23,7 @@ def start(host: Host, place: Place, hosts: list[Host]) -> subprocess.Popen[bytes
         *(f"--nnodes={len(hosts)}", "--nproc_per_node=1", "--max-restarts=0"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:29400", "--rdzv-id=test"),
         f"--local-addr={host.address}",
+        f"--rdzv-conf=is_host={host is hosts[0]}",  # else it looks its own name up
         SCRIPT,
         *place.argv(
             f"trainer.num_nodes={len(hosts)}",
