@@ -151,6 +151,17 @@ def _te_shows_scales_alone(v: Values) -> Iterator[Finding]:
         )
 
 
+@rule(KEY, "model.fp8", "model.compile", "model.fp8_health")
+def _compiled_torchao_shows_nothing(v: Values) -> Iterator[Finding]:
+    is_compiled = v[KEY] == "torchao" and v["model.fp8"] and v["model.compile"] != "off"
+    if is_compiled and v["model.fp8_health"] not in ("auto", "off"):
+        yield Finding(
+            "model.fp8_health",
+            "torchao's casts are inside the compiled graph, where they are not seen",
+            "Use model.fp8_health=auto or off, or leave model.compile out",
+        )
+
+
 @rule(
     KEY,
     "model.enable_fsdp_float8_all_gather",

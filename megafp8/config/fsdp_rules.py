@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config.parallel_rules import SIZES, model_ranks
 from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.schema import all_keys
 from megafp8.config.values import PRECISIONS
 
 rule = Rules()
@@ -13,6 +14,7 @@ rule = Rules()
 KEY = "model.fsdp"
 STRATEGY = "model.fsdp_sharding_strategy"
 REDUCE_DTYPE = "model.fsdp_grad_reduce_dtype"
+_CHUNK = "model.grad_allreduce_chunk_size_mb"
 _LEAVE = f"or leave {KEY} out"
 
 
@@ -26,18 +28,24 @@ def _no_fsdp_no_details(v: Values) -> Iterator[Finding]:
 
 @rule(KEY, STRATEGY, "trainer.devices", "trainer.num_nodes", *SIZES)
 def _replicas_share(v: Values) -> Iterator[Finding]:
-    nodes, size = v["trainer.num_nodes"], model_ranks(v)
-    if not v[KEY] or v["trainer.devices"] % size:
+    nodes, devices, size = v["trainer.num_nodes"], v["trainer.devices"], model_ranks(v)
+    if not v[KEY] or devices * nodes % size:
         return
-    if v["trainer.devices"] * nodes == size:
+    if devices * nodes == size:
         yield Finding(
             KEY,
             "there is one replica, and nobody to share parameters with",
             f"Use more trainer.devices, {_LEAVE}",
         )
-    elif v[STRATEGY] == "hybrid" and (nodes == 1 or v["trainer.devices"] == size):
+    elif v[STRATEGY] == "hybrid" and (nodes == 1 or devices == size):
         other = "one node: hybrid is full there" if nodes == 1 else "one replica on each node"
         yield Finding(STRATEGY, f"there is {other}", f"Use {STRATEGY}=full")
+    elif v[STRATEGY] == "hybrid" and devices % size:
+        yield Finding(
+            STRATEGY,
+            f"replicas of {size} ranks do not fit into nodes of {devices}",
+            f"Use {STRATEGY}=full",
+        )
 
 
 @rule(KEY, "model.pipeline_model_parallel_size")
@@ -88,13 +96,24 @@ def _fp8_bytes_are_put_down_exactly(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.optim.name", "model.optim.grad_sync_dtype")
+@rule(
+    KEY,
+    "model.optim.name",
+    "model.optim.grad_sync_dtype",
+    _CHUNK,
+)
 def _fsdp_shards_states(v: Values) -> Iterator[Finding]:
     if v[KEY] and v["model.optim.name"] == "distributed_fused_adam":
         yield Finding(
             "model.optim.name",
             f"{KEY}=True shares the optimizer's states out already",
             f"Use model.optim.name=fused_adam, {_LEAVE}",
+        )
+    if v[KEY] and v[_CHUNK] != all_keys()[_CHUNK].default:
+        yield Finding(
+            _CHUNK,
+            "FSDP sums the gradients of a block at once",
+            "Leave it out",
         )
     if v[KEY] and v["model.optim.grad_sync_dtype"] != "fp32":
         yield Finding(

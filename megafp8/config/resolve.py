@@ -388,11 +388,12 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
 
 
 def _health_mode(model: Model) -> HealthMode:
-    """`auto` is `scales`, but for Transformer Engine's recipes that keep none."""
+    """`auto` is `scales`, but where a backend's casts cannot be seen."""
     if model.fp8_health != "auto":
         return model.fp8_health  # type: ignore[return-value]  # validated
-    keeps_none = model.fp8_backend == "te" and model.fp8_recipe != "delayed"
-    return "off" if keeps_none else "scales"
+    of_te = model.fp8_backend == "te" and model.fp8_recipe != "delayed"
+    in_graph = model.fp8_backend == "torchao" and model.compile != "off"
+    return "off" if of_te or in_graph else "scales"
 
 
 def _validation_batches(trainer: Trainer) -> int:

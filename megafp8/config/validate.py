@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megafp8.config import (
     backends,
+    checkpoint_rules,
     context_rules,
     fp8_rules,
     fsdp_rules,
@@ -129,6 +130,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         fp8_rules,
         optim_rules,
         profile_rules,
+        checkpoint_rules,
         backends,
         start_rules,
     )

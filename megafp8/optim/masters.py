@@ -80,9 +80,6 @@ class Masters:
         both = zip(self.segments, self.grads, strict=True)
         return [grad for segment, grad in both if segment.param is param]
 
-    def zero_grad(self) -> None:
-        self.flat_grad.zero_()
-
     @contextmanager
     def lend_grads(self) -> Iterator[None]:
         """Inside, `.grad` of each master is its gradient. Outside it is None: an FP32 master is a

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,7 @@ def connect(backend: str) -> Store:
         RunError: They cannot find each other; which address or port, and why.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _warn_of_hosts_that_never_meet(os.environ)
         shared, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
         # torchrun's outlives its ranks: in it are the addresses of those that have died.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -70,6 +72,19 @@ def connect(backend: str) -> Store:
     await_all(store, rank, size, f"{host}:{port}", seconds)
     _join(backend, store, rank, size)
     return store
+
+
+def _warn_of_hosts_that_never_meet(environment: Mapping[str, str]) -> None:
+    """torchrun's agents count restarts apart, and only that of the dead ranks counts this one; the
+    others' ranks would wait for it in a store that it does not look into."""
+    several = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
+    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if several and restarts and environment.get("RANK") == "0":
+        warnings.warn(
+            "torchrun --max-restarts over several hosts: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, else ranks may not find each other again",
+            stacklevel=2,
+        )
 
 
 def _join(backend: str, store: Store, rank: int, size: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.engine import EMULATED
-from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.producers import Producer
@@ -129,7 +129,7 @@ class Linear(nn.Module):
         self._cached_version = -1
         self.keeps_weight = True  # False: it is gathered for each use, and so is its FP8 copy made
         self._weight_again: AbstractContextManager[None] | None = None
-        self._gathered_scale: tuple[torch.Tensor, Fp8Format] | None = None
+        self._gathered_scale: AgreedScale | None = None
         self.traced: TracedLinear | None = None  # set where layers are compiled
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Linear(nn.Module):
         if self.quantizer is None:
             return Operands(self.weight, self.weight)
         if self._gathered_scale is not None:
-            return self._gathered_operands(*self._gathered_scale)
+            return self._gathered_operands(self._gathered_scale)
         version = self.quantizer.state.weights_version
         if not self.keeps_weight:
             return self._passing_weight(version)
@@ -274,23 +274,22 @@ class Linear(nn.Module):
         """`store_weight` where the weight is put together from FP8 parts for each use: the scale
         that `amax` of all parts leads to, until the next call. `part` is this rank's, rounded."""
         assert self.quantizer is not None
-        self._gathered_scale = self.quantizer.store_scale(amax)
+        self._gathered_scale = AgreedScale(*self.quantizer.store_scale(amax))
         if self.quantizer.state.observers:
             self.quantizer.observe_part(part, self.quantized_part(part))
 
     def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
         """A part of the weight with the scale that was agreed on."""
         assert self._gathered_scale is not None
-        quant_scale, fmt = self._gathered_scale
-        return Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+        return self._gathered_scale.quantized(part)
 
-    def _gathered_operands(self, quant_scale: torch.Tensor, fmt: Fp8Format) -> Operands:
+    def _gathered_operands(self, scale: AgreedScale) -> Operands:
         """The weight holds FP8 numbers times their scale, in the compute dtype: that rounding is
         far finer than FP8's, so the cast finds the very same numbers again."""
         assert self.quantizer is not None
         if not self.quantizer.state.fp8_enabled:
             return Operands(self.weight, self.weight)
-        weight_fp8 = Fp8Tensor.quantize(self.weight.detach(), quant_scale, fmt)
+        weight_fp8 = Fp8Tensor.quantize(self.weight.detach(), scale.quant_scale, scale.fmt)
         return Operands(weight_fp8, weight_fp8)
 
     def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:

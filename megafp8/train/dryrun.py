@@ -237,7 +237,7 @@ def stages_of(state: TrainState) -> dict[int, GPT]:
 def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
     """A microbatch through one stage: the residual stream, or the loss where the head is."""
     device = state.mesh.device
-    shape = (spec.train.micro_batch_size, spec.data.seq_length)
+    shape = (spec.train.micro_batch_size, spec.data.seq_length // spec.parallel.cp)
     tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
     if gpt.has_embedding:
         x_BSD = gpt.forward_embedding(tokens_BS)

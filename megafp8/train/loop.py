@@ -147,7 +147,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     interval = spec.checkpoint.every_n_train_steps
     pause = spec.checkpoint.train_time_interval_seconds
     is_time = pause is not None and time.monotonic() - run.last_save >= pause
-    is_late = run.limit.is_due()
+    is_saving = run.background is not None and run.background.step is not None
+    is_late = run.limit.is_due(time.monotonic() - run.last_save if is_saving else None)
     has_saved = run.background is not None and run.background.has_ended()
     stop, is_time, is_late, has_saved = agree(
         run.state.mesh, run.stop.signal is not None, is_time, is_late, has_saved

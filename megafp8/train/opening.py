@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megafp8.checkpoint.best import Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
+from megafp8.config.problems import SettingError
 from megafp8.data.prepare import PreparedData, prepare
 from megafp8.errors import UserError
 from megafp8.observe.console import Console
@@ -63,12 +64,14 @@ def open_run(
         health=HealthLog(state, spec.observe.health, files_of_health, state.step, console.warn),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
-        background=BackgroundSaver(saver, state) if spec.checkpoint.async_save else None,
     )
     console.header(describe(spec, state, data, share))
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
-    require_room(saver, spec.checkpoint, state, spec.train.max_steps)
+    goes_back = spec.train.nonfinite_policy == "rollback" and saver.last_step is None
+    require_room(saver, spec.checkpoint, state, spec.train.max_steps, saves_at_once=goes_back)
+    if spec.checkpoint.async_save and state.step < spec.train.max_steps:
+        run.background = _saver_beside_training(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
 
@@ -94,6 +97,18 @@ def _start(
     if saver.last_step is None and spec.restore_from_path is not None:
         start_from(spec, state, console.event)
     return saver
+
+
+def _saver_beside_training(saver: saving.Saver, state: TrainState) -> BackgroundSaver:
+    try:
+        return BackgroundSaver(saver, state)
+    except (MemoryError, RuntimeError) as error:
+        raise SettingError(
+            "exp_manager.checkpoint_callback_params.async_save",
+            True,
+            f"the copy of this rank's state has no room in host memory ({error})",
+            "Leave it out, or give the job more memory",
+        ) from error
 
 
 def _open_logs(

@@ -14,15 +14,22 @@ _BYTES_OF_A_PIECE = 1024  # its entries in the file's header and in the manifest
 
 
 def require_room(
-    saver: saving.Saver, spec: CheckpointSpec, state: TrainState, max_steps: int
+    saver: saving.Saver,
+    spec: CheckpointSpec,
+    state: TrainState,
+    max_steps: int,
+    *,
+    saves_at_once: bool = False,
 ) -> None:
     """All ranks together; every one raises `CheckpointError` if any could not write.
+
+    `saves_at_once`: there will be a checkpoint before the first step.
 
     Counted are the checkpoints that will lie there at once: the kept, and the new one that is
     verified before an older one goes.
     """
     periodic = spec.every_n_train_steps or spec.train_time_interval_seconds
-    if not (periodic or spec.save_last) or state.step >= max_steps:
+    if not (periodic or spec.save_last or saves_at_once) or state.step >= max_steps:
         return  # only a signal would save
     mesh = state.mesh
     own = [p for p in saving.placements(state) if p.replica == 0]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class TimeLimit:
-    """Due when one more step and one save, each as slow as the slowest so far, would not fit.
+    """Due when one more step and one save, each as slow as the slowest so far, would not fit; with
+    a save under way beside training, that one has to end first.
 
     `began` and `clock` are in seconds of the same clock; a step's time includes the validation and
     the periodic save that came with it.
@@ -28,12 +29,14 @@ class TimeLimit:
         """A save took so long."""
         self._longest_save = max(self._longest_save, seconds)
 
-    def is_due(self) -> bool:
-        """Call once after each step."""
+    def is_due(self, under_way: float | None = None) -> bool:
+        """Call once after each step; `under_way`: seconds since a save beside training began."""
         now = self._clock()
         if self._last is not None:
             self._longest_step = max(self._longest_step, now - self._last)
         self._last = now
         if self.seconds is None:
             return False
-        return now - self._began + self._longest_step + self._longest_save >= self.seconds
+        one_save = max(self._longest_save, under_way or 0.0)
+        saves = one_save if under_way is None else 2 * one_save
+        return now - self._began + self._longest_step + saves >= self.seconds

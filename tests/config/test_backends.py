@@ -34,6 +34,8 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
         ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not show its casts"),
         ([TE, FP8, RECIPE, "model.fp8_health=scales"], "model.fp8_health", "here tensorwise"),
+        ([TORCHAO, FP8, RECIPE, "model.compile=block", "model.fp8_health=full"],
+         "model.fp8_health", "compiled graph"),
         ([GATHER], "model.enable_fsdp_float8_all_gather", "is torchao's"),
         ([GATHER, TORCHAO, FP8, RECIPE],
          "model.enable_fsdp_float8_all_gather", "nothing is gathered"),

@@ -351,3 +351,9 @@ def test_nearest_values() -> None:
     assert nearest_divisors(12, 5) == "4 or 6"
     assert nearest_divisors(12, 20) == "12"
     assert nearest_divisors(7, 2) == "1 or 7"
+
+
+def test_async_save_needs_periodic_saves() -> None:
+    params = "exp_manager.checkpoint_callback_params"
+    problem = the_problem(f"{params}.async_save=True", f"{params}.every_n_train_steps=null")
+    assert problem.key == f"{params}.async_save" and "periodic" in problem.reason

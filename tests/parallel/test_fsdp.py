@@ -390,6 +390,7 @@ def values() -> dict[str, Any]:
     return found
 
 
+TP, CHUNK = "model.tensor_model_parallel_size", "model.grad_allreduce_chunk_size_mb"
 HYBRID = {"model.fsdp_sharding_strategy": "hybrid"}
 FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
 
@@ -410,6 +411,13 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
             "model.fsdp_sharding_strategy",
             "one replica on each node",
         ),
+        (
+            {**HYBRID, "trainer.num_nodes": 4, "trainer.devices": 4, TP: 8},
+            "model.fsdp_sharding_strategy",
+            "replicas of 8 ranks do not fit into nodes of 4",
+        ),
+        ({"trainer.num_nodes": 2, "trainer.devices": 4, TP: 8}, "model.fsdp", "one replica"),
+        ({CHUNK: 25}, CHUNK, "a block at once"),
         ({**FP8_WEIGHTS, "trainer.precision": 16}, "model.fp8_params", "FP16's range"),
         (
             {"model.fsdp": False, "model.fsdp_sharding_strategy": "grad"},

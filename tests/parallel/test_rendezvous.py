@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from megafp8.errors import RunError
 from megafp8.parallel import rendezvous
-from megafp8.parallel.rendezvous import await_all, gpu_index, reach, serve
+from megafp8.parallel.rendezvous import (
+    _warn_of_hosts_that_never_meet,
+    await_all,
+    gpu_index,
+    reach,
+    serve,
+)
 
 
 @pytest.fixture
@@ -81,3 +87,12 @@ def test_which_gpu() -> None:
     assert gpu_index(two | {"SLURM_GPUS_PER_TASK": "1"}, 1) == 0
     with pytest.raises(RunError, match="2 ranks run on .*, which shows 1 GPU"):
         gpu_index(two, 1)
+
+
+def test_torchruns_restarts_over_hosts_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    one = {"RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    _warn_of_hosts_that_never_meet(one)
+    _warn_of_hosts_that_never_meet(one | {"GROUP_WORLD_SIZE": "2", "RANK": "1"})
+    assert not recwarn.list
+    _warn_of_hosts_that_never_meet(one | {"GROUP_WORLD_SIZE": "2"})
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(recwarn.pop().message)

@@ -43,7 +43,7 @@ def job(parallel: ParallelSpec, *, batch: int = 8, **choices: Any) -> RunSpec:
 
 
 def layout(**sizes: Any) -> ParallelSpec:
-    ranks = math.prod(sizes.get(axis, 1) for axis in ("tp", "dp", "pp"))
+    ranks = math.prod(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
     sizes.pop("dp", None)
     return ParallelSpec(devices_per_node=ranks, **sizes)
 
@@ -55,6 +55,7 @@ LAYOUTS = {
     "tp 2 x pp 2": layout(tp=2, pp=2),
     "tp 4, sequence": layout(tp=4, sequence_parallel=True),
     "pp 4": layout(pp=4),
+    "tp 2 x cp 2": layout(tp=2, cp=2),
     "pp 2, interleaved x dp 2": layout(pp=2, dp=2, pipeline=INTERLEAVED),
     "pp 2, ZBV x tp 2 x dp 2": layout(pp=2, tp=2, dp=2, pipeline=ZBV),
 }
@@ -154,7 +155,7 @@ def test_two_ranks_hold_what_the_dry_run_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["tp 2 x pp 2", "tp 4, sequence", "pp 4", "pp 2, interleaved x dp 2"]
+    "name", ["tp 2 x pp 2", "tp 4, sequence", "pp 4", "pp 2, interleaved x dp 2", "tp 2 x cp 2"]
 )
 def test_four_ranks_hold_what_the_dry_run_says(name: str) -> None:
     compare(LAYOUTS[name], ["bf16", "fp8", "fp8 alone", "dropout"])

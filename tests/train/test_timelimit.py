@@ -35,6 +35,21 @@ def test_it_leaves_time_for_one_more_step_and_a_save() -> None:
     assert not TimeLimit(None, 0.0, clock).is_due()
 
 
+def test_a_save_beside_training_ends_before_the_last_one() -> None:
+    clock = Clock()
+    limit = TimeLimit(60.0, began=100.0, clock=clock)
+    limit.start()
+    limit.saved(5.0)
+    clock.now = 110.0
+    assert not limit.is_due(under_way=8.0)  # 10 + 10 + 2 x 8
+    clock.now = 120.0
+    assert not limit.is_due()  # 20 + 10 + 5
+    clock.now = 130.0
+    assert limit.is_due(under_way=10.0)  # 30 + 10 + 2 x 10: the first to end is known to take 10
+    clock.now = 135.0
+    assert not limit.is_due()  # 35 + 10 + 5
+
+
 def test_max_time_saves_and_leaves(place: Place, undisturbed: tuple[Place, Done]) -> None:
     limit = ["trainer.max_time=00:00:00:01", "trainer.max_steps=12"]
     done = place.run(*limit, fault=["slow", 0.2])

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.backends.planned import PlannedGemms
-from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.quantizers.base import Role
 from megafp8.precision.quantizers.linear import LinearQuantizer
@@ -145,7 +145,7 @@ class TorchaoLinear(nn.Module):
         self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
         self.witness, self.weight_compute_dtype = witness, weight_compute_dtype
-        self._gathered_scale: tuple[torch.Tensor, Fp8Format] | None = None
+        self._gathered_scale: AgreedScale | None = None
         disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
         casts = {
             "output": config.cast_config_input,
@@ -200,13 +200,12 @@ class TorchaoLinear(nn.Module):
     def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
         """The scale that the `amax` of all ranks' parts leads to, until the next call."""
         assert self.witness is not None
-        self._gathered_scale = self.witness.store_scale(amax)
+        self._gathered_scale = AgreedScale(*self.witness.store_scale(amax))
 
     def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
         """A part of the weight with the scale that was agreed on."""
         assert self._gathered_scale is not None
-        quant_scale, fmt = self._gathered_scale
-        return Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+        return self._gathered_scale.quantized(part)
 
     def planned(self) -> PlannedGemms:
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
