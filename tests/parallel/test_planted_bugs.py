@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.parallel import matrix
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -83,3 +85,29 @@ def test_these_checks_pass_what_is_right(
 ) -> None:
     assert_gradients_close(ranks["sp"], one["fp32"], 1e-5)
     assert_gradients_close([copy.deepcopy(one["fp32"])], one["fp32"], 0.0)
+
+
+@pytest.mark.slow
+def test_the_matrix_tells() -> None:
+    """Twenty steps in FP8 with each bug leave the matrix's bound of losses, or that of norms."""
+    torch.set_num_threads(1)
+    bounds = matrix.bounds_of(matrix.PAGE)
+    cases = {
+        name: matrix.case_of("FP8 delayed", spec, bug=name.removesuffix(", sp"))
+        for name, spec in OF_GRADIENTS.items()
+    }
+    ranks = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": cases}, timeout=900)
+    ones: dict[int, Outcome] = {}
+    inside = {}
+    for name, spec in OF_GRADIENTS.items():
+        replicas = 2 // (spec.tp * spec.cp * spec.pp)
+        if replicas not in ones:
+            merged = matrix.case_of("FP8 delayed", merged=replicas)
+            ones[replicas] = run_case(merged, single_rank())
+        one, bound = ones[replicas], bounds["FP8 delayed", replicas]
+        losses = max(matrix.distance(rank[name].losses, one.losses) for rank in ranks)
+        norms = max(matrix.distance(rank[name].norms, one.norms) for rank in ranks)
+        print(f"{name}: losses {losses:.1e} (bound {bound:.1e}), norms {norms:.1e}")
+        if losses <= bound and norms <= matrix.NORMS_BOUND:
+            inside[name] = (losses, norms)
+    assert not inside
