@@ -164,7 +164,8 @@ class TorchaoLinear(nn.Module):
         is_seen = in_fp8 and self._is_observed()
         if is_seen:
             self._show("input", input)
-            self._show("weight", self.linear.weight)
+            if self._gathered_scale is None:  # else it has been rounded, and seen before that
+                self._show("weight", self.linear.weight)
         flops = 2 * input.numel() * self.linear.out_features
         self._count("output", flops, input.dtype, in_fp8)
         if output.requires_grad:
@@ -201,6 +202,8 @@ class TorchaoLinear(nn.Module):
         """The scale that the `amax` of all ranks' parts leads to, until the next call."""
         assert self.witness is not None
         self._gathered_scale = AgreedScale(*self.witness.store_scale(amax))
+        if self._is_observed():
+            self.witness.observe_part(part, self.quantized_part(part))
 
     def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
         """A part of the weight with the scale that was agreed on."""
