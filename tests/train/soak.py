@@ -116,10 +116,11 @@ class Verdict:
 
 
 def judge(rank: int, samples: Sequence[Sample], steps: int) -> Verdict:
-    """Lines through what comes after the warm-up."""
+    """Lines through what comes after the warm-up, until the last step: a run's end validates on
+    the whole text."""
     warm = [s for s in samples if s.step <= WARM_UP * steps]
-    rest = [s for s in samples if s.step > WARM_UP * steps]
-    last = [s for s in samples if s.step > (1 - WARM_UP) * steps]
+    rest = [s for s in samples if WARM_UP * steps < s.step < steps]
+    last = [s for s in rest if s.step > (1 - WARM_UP) * steps]
     assert warm and last, "no samples before or after the warm-up"
     return Verdict(
         rank=rank,
