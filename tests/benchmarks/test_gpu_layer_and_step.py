@@ -41,6 +41,7 @@ def test_a_tiny_layer(tmp_path: Path) -> None:
         assert rows["fp8 delayed"]["fp8_ran_by"] == ["emulated"]
 
 
+@pytest.mark.slow
 def test_tiny_steps(tmp_path: Path) -> None:
     variants = ("bf16", "fp8")
     done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), "--variants", *variants)

@@ -63,7 +63,7 @@ def ends_well(overrides: list[str]) -> None:
     assert isinstance(plan, RunSpec)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(LISTS)
 def test_any_list_ends_in_a_plan_or_an_error(overrides: list[str]) -> None:
     ends_well(overrides)

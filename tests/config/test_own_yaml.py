@@ -46,7 +46,7 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.dictionaries(KEYS, VALUES, max_size=5),
     st.sampled_from([None, ["pretrain_gpt", "_self_"], ["pretrain_gpt", {"model": "gpt3_125m"}]]),

@@ -200,7 +200,7 @@ OVERRIDES = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.lists(OVERRIDES, max_size=4))
 def test_any_overrides_end_in_a_spec_or_a_user_error(overrides: list[str]) -> None:
     try:
@@ -245,7 +245,7 @@ def with_sizes(sizes: dict[str, object]) -> RunSpec:
         reject()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(SIZES)
 def test_sizes_that_pass_fit_on_the_ranks(sizes: dict[str, object]) -> None:
     spec = with_sizes(sizes)

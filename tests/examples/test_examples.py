@@ -79,6 +79,7 @@ def test_scales_come_from_the_amaxes_before(table: Table) -> None:
         assert float(following[3]) == pytest.approx(largest / float(amax), rel=5e-3)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(on_tiny_data: list[str]) -> None:
     script = str(ROOT / "examples/04_two_tensor_parallel_ranks.py")
     rows = [line.split() for line in run([sys.executable, script, *on_tiny_data]).splitlines()]
@@ -100,6 +101,7 @@ def test_layouts_train_as_one_rank(on_tiny_data: list[str]) -> None:
 
 
 @pytest.mark.kill
+@pytest.mark.slow
 def test_a_killed_run_goes_on(on_tiny_data: list[str]) -> None:
     output = run(["bash", str(ROOT / "examples/05_continue_a_run.sh"), *on_tiny_data])
     assert "--- killed; the same command again:" in output

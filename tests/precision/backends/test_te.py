@@ -390,7 +390,7 @@ def test_a_rank_s_share_is_ours(double: Double, rank: int) -> None:
     assert not ours
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_train_as_ours_do(sequence_parallel: bool) -> None:
     """Whole runs in FP32, where the stand-in's linears gather and sum as Transformer Engine's."""
     arguments = {"backends": ["native", "te"], "sequence_parallel": sequence_parallel, "steps": 4}
