@@ -22,8 +22,8 @@ class Placement:
     replica: int = 0
 
     def __post_init__(self) -> None:
-        shape = tuple(self.tensor.shape)
-        where = f"{self.name}: piece {shape} at {self.offset} of {self.global_shape}"
-        assert len(shape) == len(self.offset) == len(self.global_shape), where
-        for start, size, end in zip(self.offset, shape, self.global_shape, strict=True):
-            assert 0 <= start <= end - size, where
+        shape, offset, whole = self.tensor.shape, self.offset, self.global_shape
+        fits = len(shape) == len(offset) == len(whole) and all(
+            0 <= start <= end - size for start, size, end in zip(offset, shape, whole, strict=True)
+        )
+        assert fits, f"{self.name}: piece {tuple(shape)} at {offset} of {whole}"

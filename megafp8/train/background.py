@@ -40,7 +40,8 @@ class BackgroundSaver:
 
     def __init__(self, saver: saving.Saver, state: TrainState) -> None:
         self._saver = saver
-        self._snapshot = Snapshot(saving.placements(state))
+        self._placements = saving.RepeatedPlacements(state)
+        self._snapshot = Snapshot(self._placements.now())
         self._group = None
         if state.mesh.world.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=_AGREEMENT)
@@ -58,7 +59,7 @@ class BackgroundSaver:
         """Copy the state and begin to write it; the one before has been waited for."""
         assert self.step is None, "two saves overlap"
         began = time.perf_counter()
-        placements = self._snapshot.take(saving.placements(state))
+        placements = self._snapshot.take(self._placements.now())
         meta = self._saver.meta_of(state)
         pause = time.perf_counter() - began
         step, mesh = state.step, state.mesh

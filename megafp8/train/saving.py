@@ -183,14 +183,43 @@ def _set_aside_after(found: Path | None) -> None:
 
 def placements(state: TrainState) -> Iterator[Placement]:
     """Every tensor of the state, as pieces of logical tensors."""
+    yield from _fixed_placements(state)
+    yield from _passing_placements(state)
+
+
+def _fixed_placements(state: TrainState) -> Iterator[Placement]:
+    """Of tensors that training writes into."""
     yield from model_placements(state)
     for name in STATES:
         yield from _pieces(f"optimizer/{name}/", state, state.optimizer.state_tensors(name))
+
+
+def _passing_placements(state: TrainState) -> Iterator[Placement]:
+    """Of tensors that training makes anew."""
     if isinstance(state.scaling, ScalingState):
         yield from _scaling_placements(state)
     if state.mesh.is_main:
         rng = torch.get_rng_state()
         yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
+
+
+class RepeatedPlacements:
+    """`placements`, again and again: where weights' and moments' pieces lie is found once, for as
+    long as their tensors stay in place."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._places: list[int] = []
+        self._fixed: list[Placement] = []
+
+    def now(self) -> list[Placement]:
+        state = self._state
+        moments = (state.optimizer.state_tensors(name) for name in STATES)
+        tensors = [*state.masters.masters, *(tensor for each in moments for tensor in each)]
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places != self._places:
+            self._places, self._fixed = places, list(_fixed_placements(state))
+        return [*self._fixed, *_passing_placements(state)]
 
 
 def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
@@ -218,9 +247,9 @@ def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:
     """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
     assert isinstance(state.scaling, ScalingState)
-    stage = state.mesh.stage
+    stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
     for name, row in _scaling_rows(state.scaling):
-        if _is_synchronized(state):
+        if is_synchronized:
             yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
         else:
             shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
@@ -230,8 +259,8 @@ def _scaling_placements(state: TrainState) -> Iterator[Placement]:
 def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
     for direction, table in scaling.tables.items():
         for field, tensor in table.tensors().items():
-            for index, name in enumerate(table.names):
-                yield f"scaling/{direction}/{field}/{name}", tensor[index]
+            for name, row in zip(table.names, tensor.unbind(0), strict=True):
+                yield f"scaling/{direction}/{field}/{name}", row
 
 
 def _is_synchronized(state: TrainState) -> bool:

@@ -33,6 +33,7 @@ def wait_for_end(processes: list[psutil.Process]) -> None:
     assert not alive, "orphans"
 
 
+@pytest.mark.slow
 @pytest.mark.kill
 def test_kill_9(place: Place, undisturbed: tuple[Place, Done]) -> None:
     process = place.command()
@@ -193,6 +194,7 @@ def test_all_ranks_name_the_tensor_that_one_found(place: Place, name: str, said:
     assert place.steps() == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_costs_that_checkpoint_only(
     place: Place, two_undisturbed: Place
 ) -> None:
