@@ -24,7 +24,7 @@ pretrain: setup ## pretrain a small GPT in FP8 (ARGS="key=value …")
 	@$(PY) pretrain_gpt.py model.fp8=True $(ARGS)
 
 test: setup-dev ## the tests that need no GPU and no patience
-	@$(PY) -m pytest -m "not gpu and not slow and not slurm and not hosts" -n $(WORKERS) --dist loadfile -q $(ARGS)
+	@$(PY) -m pytest -m "not gpu and not slow and not slurm and not hosts" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q $(ARGS)
 
 test-slow: setup-dev ## the tests that take minutes each
 	@$(PY) -m pytest -m "slow and not gpu and not slurm and not hosts" -q $(ARGS)
