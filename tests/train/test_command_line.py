@@ -110,6 +110,8 @@ def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: st
     assert "Traceback" not in place.command_output
     summary = place.summary()
     assert summary["status"] == f"saved on {name}" and place.steps()[-1] == summary["step"]
+    if name == "SIGINT":
+        return  # the way on is the slow one's
     finish(place, *TWO_RANKS)
     names = [f"rank{rank}.safetensors" for rank in (0, 1)]
     for file in names:
