@@ -1,0 +1,148 @@
+"""Runs commands of one tree in forked children: `python serve.py TREE`, requests on stdin.
+
+A child does what a `python SCRIPT` of that tree does, without the seconds that importing torch
+takes. Each request is a line of JSON and is answered by one when the command has ended:
+
+    {"run": "pretrain_gpt.py" or "-m module", "argv": […], "cwd": …, "log": …, "ranks": 2,
+     "kill_at": a path or null, "timeout": seconds}  ->  exit code (negative: a signal's number)
+
+The commands are killed as soon as `kill_at` exists. Nothing of the tree is imported by name: what
+one command has imported is there for those after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
+TIMED_OUT = 124  # as `timeout` has it
+
+
+def serve(tree: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[0] = str(tree)
+    importlib.import_module("torch")  # starts no thread, so that children may
+    for line in sys.stdin:
+        request = json.loads(line)
+        code = run(tree, request)
+        print(code, file=answers, flush=True)
+
+
+def run(tree: Path, request: dict) -> int:
+    size, seen = request["ranks"], Path(request["log"]).with_suffix(".modules")
+    port = free_port() if size > 1 else 0
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            be_rank(tree, request, rank, port, seen)
+        with contextlib.suppress(OSError):  # whoever is first, parent or child
+            os.setpgid(child, child)
+        children.append(child)
+    code = watch(children, request)
+    if seen.exists():  # a fork of the next command has them already
+        for name in seen.read_text().split():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        seen.unlink()
+    return code
+
+
+def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.chdir(request["cwd"])
+        if request["ranks"] > 1:
+            os.environ.update(environment(rank, request["ranks"], port))
+        code = command(tree, request["run"], request["argv"])
+        if request["ranks"] == 1:
+            names = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
+            seen.write_text("\n".join(names))
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def command(tree: Path, script: str, argv: list[str]) -> int:
+    """The exit code that `python SCRIPT ARGV…` would have."""
+    sys.argv = [script, *argv]
+    try:
+        if script.startswith("-m "):
+            runpy.run_module(script[3:], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(tree / script), run_name="__main__")
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """As `srun` or another launcher of plain ranks gives it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+def watch(children: list[int], request: dict) -> int:
+    """Waits for all of them; the first failure's code, else 0."""
+    codes: dict[int, int] = {}
+    deadline, timed_out = time.monotonic() + request["timeout"], False
+    kill_at = request["kill_at"] and Path(request["cwd"], request["kill_at"])
+    while len(codes) < len(children):
+        for child in [child for child in children if child not in codes]:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if kill_at and kill_at.exists():
+            kill(children, codes)
+        if time.monotonic() > deadline:
+            timed_out = not any(codes.values())
+            kill(children, codes)
+        time.sleep(0.002)
+    failures = [code for code in codes.values() if code]
+    return TIMED_OUT if timed_out else failures[0] if failures else 0
+
+
+def kill(children: list[int], codes: dict[int, int]) -> None:
+    for child in children:
+        if child not in codes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
