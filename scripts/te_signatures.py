@@ -1,6 +1,6 @@
 """Transformer Engine's signatures, read from its wheels' sources: what our test double accepts.
 
-    python scripts/te_signatures.py 2.2.0 2.12.0 2.20.2
+    python scripts/te_signatures.py 2.4.0 2.12.0 2.20.2
 
 downloads those versions' wheels (a few hundred kilobytes each: Python alone) into a cache, reads
 parameter names, kinds and defaults with `ast` (nothing of them is run) and writes

@@ -75,22 +75,28 @@ def _te_has_no_interval(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "model.fp8", "model.fp8_recipe", "model.fp8_wgrad", "model.override_linear_precision")
-def _te_overrides_backward_alone(v: Values) -> Iterator[Finding]:
-    """`backward_override` of later versions keeps both products of backward in high precision."""
-    if v[KEY] != "te" or not v["model.fp8"]:
-        return
-    output, grad_input, grad_weight = v["model.override_linear_precision"]
-    grad_weight = grad_weight or not v["model.fp8_wgrad"]
-    if (output, grad_input, grad_weight) == (False, False, False):
-        return
-    if v["model.fp8_recipe"] == "delayed" or output or not (grad_input and grad_weight):
-        key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
+@rule(KEY, "model.fp8", "model.fp8_wgrad", "model.override_linear_precision")
+def _te_runs_all_products_in_fp8(v: Values) -> Iterator[Finding]:
+    """Later versions take `backward_override` in their recipes; LayerNormMLP asserts that it is
+    None."""
+    high = [v["model.override_linear_precision"], not v["model.fp8_wgrad"]]
+    if v[KEY] == "te" and v["model.fp8"] and (any(high[0]) or high[1]):
+        yield Finding(
+            "model.fp8_wgrad" if high[1] else "model.override_linear_precision",
+            "Transformer Engine's layers run all products in FP8: they would ignore it, or "
+            "refuse it at their first forward",
+            f"Leave it out. {NATIVE}",
+        )
+
+
+@rule(KEY, "model.data.reset_attention_mask")
+def _te_does_not_tell_documents_apart(v: Values) -> Iterator[Finding]:
+    key = "model.data.reset_attention_mask"
+    if v[KEY] == "te" and v[key]:
         yield Finding(
             key,
-            "Transformer Engine has no such thing: it would take the flag and ignore it",
-            "Leave it out (with tensorwise and blockwise, [false, true, true] keeps both products "
-            f"of backward in high precision). {NATIVE}",
+            "Transformer Engine's layers attend over whole samples, across the ends of documents",
+            f"Leave it out. {NATIVE}",
         )
 
 

@@ -93,6 +93,18 @@ def join(spec: ParallelSpec) -> Mesh:
     return replace(mesh, store=store)
 
 
+def group_of(axis: Axis) -> dist.ProcessGroup | None:
+    """The axis's process group; one of this rank alone where the axis has only this one of many.
+
+    For libraries that take None for all ranks. It is None only where there are no process groups.
+    """
+    if axis.size > 1 or not dist.is_initialized():
+        return axis.group
+    # Only this rank makes it: the others need not come here.
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
+
+
 def leave() -> None:
     """Drop the process groups; no collective, so a failed rank cannot hang the others."""
     if dist.is_initialized():

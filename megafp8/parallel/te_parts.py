@@ -173,11 +173,20 @@ class TransformerEngineParts(NativeParts):
             target: Any = theirs[path]
             if source.shape != target.shape:
                 raise RuntimeError(f"{path} is {target.shape}, ours {source.shape}")
+            forget_staged_amax(target)
             target.copy_(source)
             initial = source.initial_master  # type: ignore[attr-defined]
             if initial is None and is_kept_in_fp8(target):
                 initial = source.detach().clone()
             target.pieces, target.initial_master = pieces_of(source), initial
+
+
+def forget_staged_amax(param: torch.Tensor) -> None:
+    """Transformer Engine quantizes its own random weights when it makes a layer in FP8; with
+    delayed scaling their amax waits for the next update, though they are never used."""
+    amax = getattr(getattr(param, "_quantizer", None), "amax", None)
+    if amax is not None:
+        amax.zero_()
 
 
 def is_kept_in_fp8(param: torch.Tensor) -> bool:
@@ -219,7 +228,6 @@ class TeLayer(nn.Module):
         self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
         self.count_attention_flops = parts.count_attention_flops
-        self.backward_in_fp8 = parts.recipe is None or not parts.recipe.high_precision_gemms
         self.wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
             parts.dtype
         ]
@@ -228,7 +236,10 @@ class TeLayer(nn.Module):
         """[B, S, D] -> [B, S, D], of S/tp tokens with sequence parallelism. It knows causal
         attention over whole sequences alone."""
         # Settings that lead to either are refused, and generation builds layers of our own.
-        assert context is None or (context.mask is None and context.cache is None)
+        if context is not None and (context.mask is not None or context.cache is not None):
+            raise RuntimeError(
+                "Transformer Engine's layers got a mask or a cache, and know neither"
+            )
         with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
             out_BSD = self._run(x_BSD)
         self._count(x_BSD, out_BSD)
@@ -259,11 +270,8 @@ class TeLayer(nn.Module):
         attention = width * (2 * spec.query_size + 2 * spec.kv_size)
         mlp = width * ffn * (3 if spec.is_gated else 2)
         flops = 2 * (attention + mlp) // self.tp_size
-        fp8: tuple[GemmName, ...] = ()
-        if self.in_fp8:
-            fp8 = GEMMS if self.backward_in_fp8 else ("output",)
-        reason = "chosen by product" if self.in_fp8 else "chosen by name"
-        return PlannedGemms(f"layers.{self.index}", flops, fp8, reason)
+        fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
+        return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
 
     def _count(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
         """The FLOPs of four linears and of causal attention on this rank, by their shapes."""
@@ -271,15 +279,14 @@ class TeLayer(nn.Module):
         tokens = x_BSD.shape[0] * seq
         flops = tokens * self.planned().flops
         causal = 2 * tokens * seq * self.spec.query_size // self.tp_size
-        in_fp8 = self.in_fp8 and self.region.in_fp8
-        backward = "fp8" if in_fp8 and self.backward_in_fp8 else self.wide
-        self.counter.add("fp8" if in_fp8 else self.wide, "output", flops)
+        precision = "fp8" if self.in_fp8 and self.region.in_fp8 else self.wide
+        self.counter.add(precision, "output", flops)
         self.count_attention_flops(causal)
         if out_BSD.requires_grad:
 
             def count_backward(grad: torch.Tensor) -> None:
-                self.counter.add(backward, "grad_input", flops)
-                self.counter.add(backward, "grad_weight", flops)
+                self.counter.add(precision, "grad_input", flops)
+                self.counter.add(precision, "grad_weight", flops)
                 self.count_attention_flops(2 * causal)
 
             out_BSD.register_hook(count_backward)

@@ -14,7 +14,7 @@ from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel import te_parts
-from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import NativeParts
 from megafp8.parallel.te_parts import TransformerEngineParts
 from megafp8.parallel.torchao_parts import TorchaoParts
@@ -46,14 +46,18 @@ def check(spec: RunSpec, device: torch.device) -> None:
         reason = reason or te_parts.why_not(spec.model, recipe)
         if reason is None and not spec.precision.half_weights and spec.precision.compute != "fp32":
             reason = "its layers have one dtype: use model.megatron_amp_O2=True"
+        if reason is None and recipe is not None and recipe.name == "delayed":
+            reason = te_names.why_not_here()
         if reason is None and recipe is not None:
             try:
                 te_recipe.make(recipe, te_names.load().recipe)
             except ValueError as error:
                 reason = str(error)
     elif asked == "torchao":
-        assert recipe is not None, "the configuration refuses torchao without FP8"
-        reason = torchao_linear.why_not(recipe, device)
+        if recipe is None:
+            reason = "torchao runs FP8 alone"
+        else:
+            reason = torchao_linear.why_not(recipe, device)
     if reason is not None:
         raise ConfigError(KEY, asked, reason, "model.fp8_backend=native runs on any device")
 
@@ -79,7 +83,7 @@ def make(
     if spec.precision.backend == "te":
         names = te_names.load()
         made = None if recipe is None else te_recipe.make(recipe, names.recipe)
-        region = TeRegion(names, made, mesh.amax.group if mesh.amax.size > 1 else None)
+        region = TeRegion(names, made, group_of(mesh.amax))
         scaling: TeScaling | TeEvents
         if recipe is not None and recipe.name == "delayed":
             scaling = TeScaling(recipe, region)

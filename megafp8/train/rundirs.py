@@ -120,8 +120,8 @@ def recorded_config(run_dir: Path) -> dict[str, Any] | None:
             config = check_structure(step_dir).meta["config"]
         except (CheckpointError, KeyError):
             continue  # told when it is loaded
-        assert isinstance(config, dict)
-        return config
+        if isinstance(config, dict):
+            return config
     try:
         config = yaml.safe_load((run_dir / CONFIG_NAME).read_text())
     except FileNotFoundError:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from megafp8.config.load import load
-from tests.config.helpers import problems, run_spec, the_problem
+from megafp8.config.validate import check_values, read_values
+from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
 TE, TORCHAO = "model.fp8_backend=te", "model.fp8_backend=torchao"
@@ -73,5 +77,100 @@ def test_transformer_engine_is_for_bf16_too_and_for_gpus_alone(overrides: list[s
         assert problem.key == "model.fp8_backend" and "on a CPU" in problem.reason
 
 
-def test_both_products_of_backward_may_stay_in_high_precision() -> None:
-    load([TE, FP8, RECIPE, "model.override_linear_precision=[false,true,true]"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("high", list(itertools.product(("false", "true"), repeat=3)), ids=",".join)
+def test_te_leaves_no_product_in_high_precision(recipe: str, high: tuple[str, ...]) -> None:
+    """Its recipes have `backward_override`, at which its MLP dies."""
+    given = [TE, FP8, f"model.fp8_recipe={recipe}", "model.hidden_size=256",
+             "model.ffn_hidden_size=1024"]  # fmt: skip
+    override = f"model.override_linear_precision=[{','.join(high)}]"
+    if high == ("false",) * 3:
+        load([*given, override])
+        return
+    refused = load_problems(*given, override)
+    assert {problem.key for problem in refused} == {"model.override_linear_precision"}
+    assert any("ignore it" in problem.reason for problem in refused)
+
+
+def test_te_does_not_tell_documents_apart() -> None:
+    """Its layers have no mask; other backends have, and positions alone are told apart."""
+    key = "model.data.reset_attention_mask"
+    problem = the_problem(TE, f"{key}=True")
+    assert (problem.key, problem.value) == (key, True) and "documents" in problem.reason
+    assert "native" in problem.way_out
+    load([f"{key}=True"])
+    load([TE, "model.data.reset_position_ids=True"])
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+SIZES = {
+    "model.hidden_size": (96, 128, 136),
+    "model.ffn_hidden_size": (40, 72, 200, 256),
+    "model.num_query_groups": ("null", 2),
+    "model.kv_channels": ("null", 8, 12, 20, 32),
+    "model.encoder_seq_length": (12, 32),
+    "model.micro_batch_size": (1, 2),
+    "model.tensor_model_parallel_size": (1, 2),
+    "model.sequence_parallel": (False, True),
+}
+
+
+def te_refuses(sizes: dict[str, Any]) -> bool:
+    """Whether Transformer Engine would die of these sizes, written from its sources.
+
+    `assert_dim_for_fp8_exec` wants of each rank's weights and activations a last dim that is a
+    multiple of 16 and a product of the others that is one of 8; on Hopper all products are [M, K]
+    x [N, K] with K a multiple of 16, and cuBLAS wants the result's rows to be one too: K of a
+    weight gradient are the tokens.
+    """
+    hidden, ffn, groups, width, length, micro, tp, shares = (sizes[key] for key in SIZES)
+    heads = 4
+    groups, width = (heads if groups == "null" else groups), hidden // heads if (
+        width == "null") else width  # fmt: skip
+    tokens = micro * length
+    qkv, queries = (heads + 2 * groups) * width // tp, heads * width // tp
+    weights = [(qkv, hidden), (hidden, queries), (ffn // tp, hidden), (hidden, ffn // tp)]
+    local = tokens // (tp if shares else 1)
+    asserted = any(rows % 8 or cols % 16 for rows, cols in weights) or tokens % 8 or local % 8
+    return bool(asserted or any(rows % 16 for rows, _ in weights) or tokens % 16)
+
+
+def test_sizes_that_te_does_not_take_are_refused_before_a_run() -> None:
+    """Every combination; each that Transformer Engine would die of names a key and what fits."""
+    refused, others = 0, read_values(load([FP8, "model.num_attention_heads=4"]))[0]
+    for values in itertools.product(*SIZES.values()):
+        sizes = dict(zip(SIZES, values, strict=True))
+        if sizes["model.sequence_parallel"] and sizes["model.tensor_model_parallel_size"] == 1:
+            continue
+        if not te_refuses(sizes):
+            continue
+        refused += 1
+        read = {key: None if value == "null" else value for key, value in sizes.items()}
+        found = [
+            p
+            for p in check_values(others | {"model.fp8_backend": "te"} | read)
+            if "FP8" in p.reason
+        ]
+        assert found, sizes
+        assert all(p.key in SIZES and p.way_out for p in found), sizes
+    assert refused > 500
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nearest"),
+    [
+        ("model.ffn_hidden_size", 72, "64 or 80"),
+        ("model.ffn_hidden_size", 40, "32 or 48"),
+        ("model.ffn_hidden_size", 200, "192 or 208"),
+        ("model.hidden_size", 136, "128 or 144"),
+        ("model.kv_channels", 10, "8 or 12"),
+        ("model.micro_batch_size", 1, "2"),
+    ],
+)
+def test_the_nearest_sizes_are_named(key: str, value: int, nearest: str) -> None:
+    given = ["model.hidden_size=128", "model.ffn_hidden_size=256", "model.num_attention_heads=4",
+             "model.encoder_seq_length=24" if key == "model.micro_batch_size" else
+             "model.encoder_seq_length=32"]  # fmt: skip
+    (problem,) = (p for p in load_problems(TE, FP8, *given, f"{key}={value}") if p.key == key)
+    assert nearest in problem.way_out, str(problem)

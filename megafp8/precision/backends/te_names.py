@@ -1,9 +1,10 @@
-"""Transformer Engine's names as several of its versions have them (2.2 to 2.20), in one place."""
+"""Transformer Engine's names as several of its versions have them (2.4 to 2.20), in one place."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 
-OLDEST = (2, 2)
+OLDEST = (2, 4)
+"""2.2 and 2.3 keep the gradient quantizers of the MLP in other columns of the scaling tensors."""
+UNFUSED_UPDATE = "NVTE_UNFUSED_FP8_UPDATE"
 INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
 
 
@@ -20,7 +23,8 @@ class TeNames:
     """What we use of Transformer Engine. Tests make one over a recording double.
 
     `forward_index` and `backward_index` say which column of a module's scaling tensors is which
-    (GEMM1_INPUT, GRAD_OUTPUT1, …).
+    (GEMM1_INPUT, GRAD_OUTPUT1, …). `global_state` is the class FP8GlobalStateManager, whose
+    `reduce_and_update_fp8_tensors` is the update of delayed scaling.
     """
 
     version: str
@@ -28,6 +32,7 @@ class TeNames:
     transformer_layer: Callable[..., torch.nn.Module]
     forward_index: Any
     backward_index: Any
+    global_state: Any
     _autocast: Callable[..., AbstractContextManager[Any]]
     _autocast_is_new: bool
     _model_init: Callable[..., AbstractContextManager[Any]]
@@ -35,7 +40,10 @@ class TeNames:
     def autocast(
         self, *, enabled: bool, recipe: object, group: object
     ) -> AbstractContextManager[Any]:
-        """The FP8 region; amaxes are reduced over `group` (None: all ranks) at its exit."""
+        """The FP8 region; amaxes are reduced over `group` at its exit.
+
+        For Transformer Engine a `group` of None means all ranks of the run, never one alone.
+        """
         if self._autocast_is_new:
             return self._autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
         return self._autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
@@ -46,7 +54,7 @@ class TeNames:
 
 
 def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames:
-    """The names as this version has them: `autocast` since 2.8 or so, `fp8_autocast` before."""
+    """The names as this version has them: `autocast` in later ones, `fp8_autocast` before."""
     is_new = hasattr(pytorch, "autocast")
     init = getattr(pytorch, "quantized_model_init", None) or pytorch.fp8_model_init
     return TeNames(
@@ -55,6 +63,7 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
         transformer_layer=pytorch.TransformerLayer,
         forward_index=extension.FP8FwdTensors,
         backward_index=extension.FP8BwdTensors,
+        global_state=pytorch.module.base.FP8GlobalStateManager,
         _autocast=pytorch.autocast if is_new else pytorch.fp8_autocast,
         _autocast_is_new=is_new,
         _model_init=init,
@@ -80,7 +89,8 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return f"the package transformer-engine is not installed. {INSTALL}"
     if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
-        return f"transformer-engine {version} is older than {'.'.join(map(str, OLDEST))}"
+        oldest = ".".join(map(str, OLDEST))
+        return f"transformer-engine {version} is too old: it must be {oldest} or later. {INSTALL}"
     try:
         load()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -88,6 +98,20 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
     if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
     return None
+
+
+def why_not_here() -> str | None:
+    """What the environment asks of delayed scaling that is another rule than ours; None: nothing.
+
+    With the unfused update, a weight that was not cast in a microbatch still rolls its history.
+    """
+    asked = os.environ.get(UNFUSED_UPDATE, "0")
+    if asked.strip() in ("", "0"):
+        return None
+    return (
+        f"the environment's {UNFUSED_UPDATE}={asked} chooses another update of delayed scaling, "
+        "which puts zeros into the histories of weights that were not cast. Unset it"
+    )
 
 
 def _first_line(error: Exception) -> str:

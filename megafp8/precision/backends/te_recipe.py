@@ -21,7 +21,6 @@ CLASSES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
 }
-BACKWARD: frozenset[GemmName] = frozenset({"grad_input", "grad_weight"})
 QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 ACCUMULATION: dict[GemmName, str] = {
     "output": "fp8_gemm_fprop",
@@ -44,10 +43,10 @@ def why_not(recipe: Fp8Recipe) -> str | None:
     if recipe.pad_inner_dim:
         return "Transformer Engine's layers do not pad"
     high = recipe.high_precision_gemms
-    if high and (recipe.name == "delayed" or high != BACKWARD):
+    if high:
         return (
-            f"Transformer Engine cannot run {' and '.join(sorted(high))} in high precision with "
-            f"{recipe.name}; with tensorwise and blockwise it can run both GEMMs of backward so"
+            f"Transformer Engine cannot run {' and '.join(sorted(high))} alone in high precision: "
+            "its MLP refuses backward_override"
         )
     fast = FIXED_FAST.get(recipe.name, recipe.fast_accumulation)
     if recipe.fast_accumulation != fast:
@@ -108,9 +107,8 @@ def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any
     optional: dict[str, Any] = {
         "fp8_dpa": False,
         "fp8_mha": False,
-        "backward_override": "high_precision" if recipe.high_precision_gemms else None,
+        "backward_override": None,
         "use_power_2_scales": recipe.power_2_scale,
         "use_f32_scales": not recipe.power_2_scale,
     }
-    must = {"backward_override"} if recipe.high_precision_gemms else set()
-    return found | {key: value for key, value in optional.items() if key in known | must}
+    return found | {key: value for key, value in optional.items() if key in known}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,20 +14,36 @@ from megafp8.precision.formats import Fp8Format
 from megafp8.precision.scaling import Direction, ScaleTable
 from megafp8.precision.traces import Sample, Trace
 
+UPDATE = "reduce_and_update_fp8_tensors"  # Transformer Engine's; its one argument: forward=True
+
 
 class RecordedTeScaling:
-    """Stands before a `TeScaling`; each update is read from what it left behind.
+    """Stands before a `TeScaling` of one rank: the amaxes are those that each update is given.
 
-    The amax of an update is the newest entry of a history that has moved; it is 0 where the
-    history stayed. So the history must have two entries at least.
+    They are read out of the scaling tensors when Transformer Engine begins an update, whose method
+    is replaced for that until `close`.
     """
 
     def __init__(self, state: TeScaling, *, history_every: int = 10) -> None:
-        assert state.recipe.amax_history_len >= 2, "the update's amax is read from the history"
         self.state, self.history_every = state, history_every
         names = {direction: list(table.names) for direction, table in state.tables.items()}
         self.trace = Trace("transformer_engine", state.region.names.version, state.recipe, names)
-        self._before = {d: table.history.clone() for d, table in state.tables.items()}
+        self._staged: dict[Direction, torch.Tensor] = {}
+        self._manager = state.region.names.global_state
+        self._original = vars(self._manager)[UPDATE]
+        update = getattr(self._manager, UPDATE)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            is_forward = kwargs["forward"] if "forward" in kwargs else next(iter(args), True)
+            direction: Direction = "forward" if is_forward else "backward"
+            self._staged[direction] = state.tables[direction].amax.clone()
+            return update(*args, **kwargs)
+
+        setattr(self._manager, UPDATE, noting)
+
+    def close(self) -> None:
+        """Leave Transformer Engine as it was."""
+        setattr(self._manager, UPDATE, self._original)
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
@@ -50,12 +67,11 @@ class RecordedTeScaling:
             yield
 
     def _read(self, direction: Direction) -> None:
-        table, before = self.state.tables[direction], self._before[direction]
-        moved = (table.history != before).any(1)
-        amax = torch.where(moved, table.history[:, -1], torch.zeros(()))
+        table = self.state.tables[direction]
         keep = len(self.trace.amax.get(direction, ())) % self.history_every == 0
-        self.trace.add_update(direction, amax, table, keep_history=keep)
-        self._before[direction] = table.history.clone()
+        if direction not in self._staged:
+            raise RuntimeError(f"Transformer Engine made no {direction} update through {UPDATE}")
+        self.trace.add_update(direction, self._staged.pop(direction), table, keep_history=keep)
 
 
 def cast_sample(trace: Trace, name: str, x: torch.Tensor, fmt: Fp8Format) -> Sample:

@@ -4,7 +4,11 @@ Its signatures are those of the real sources (te_signatures.json): a call with a
 version does not have fails. What it computes is written from Transformer Engine's documented
 semantics and imports nothing of megafp8: pre-norm layer, QKV rows by head or in blocks, GELU in
 its tanh form, delayed scaling by the fused update at the exit of the outermost region (forward)
-and after the first module's backward (backward).
+and after the first module's backward (backward), over amaxes that are reduced within the region's
+group, of which None means all ranks. Also what its sources showed to be traps: a layer made in FP8
+quantizes its own random weights and stages their amaxes; sizes are asserted at the first forward;
+the MLP asserts that a recipe overrides nothing in backward; NVTE_UNFUSED_FP8_UPDATE=1 is another
+update.
 """
 
 # B batch  S sequence  D model width
@@ -15,7 +19,6 @@ import ast
 import enum
 import inspect
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +27,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from tests.precision.backends import te_ranks
+from tests.precision.backends.te_scales import Quantized, Quantizer, State
 
 SIGNATURES: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(
     Path(__file__).with_name("te_signatures.json").read_text("utf-8")
@@ -137,7 +142,9 @@ class Double:
         self.depth = 0
         self.enabled = False
         self.fp8_recipe: Any = None
+        self.group: Any = None  # of the newest region
         self.fp8_parameters = False
+        self.recipe_of_parameters: Any = None
         self.modules: list[Module] = []  # that ran in a region, in order
         self.is_first_module = False
         double = self
@@ -146,7 +153,16 @@ class Double:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(double, *args, **kwargs)
 
-        self.pytorch = SimpleNamespace(TransformerLayer=TransformerLayer)
+        class FP8GlobalStateManager:
+            @classmethod
+            def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+                double.update("scaling_fwd" if forward else "scaling_bwd")
+
+        self.global_state = FP8GlobalStateManager
+        base = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager)
+        self.pytorch = SimpleNamespace(
+            TransformerLayer=TransformerLayer, module=SimpleNamespace(base=base)
+        )
         for name in ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init"):
             if name in SIGNATURES[version]:
                 setattr(self.pytorch, name, self._context(name))
@@ -177,6 +193,7 @@ class Double:
         before = self.enabled, self.fp8_recipe
         self.enabled = arguments["enabled"]
         self.fp8_recipe = arguments.get("recipe", arguments.get("fp8_recipe"))
+        self.group = arguments.get("amax_reduction_group", arguments.get("fp8_group"))
         if self.depth == 0:
             self.is_first_module = True
         self.depth += 1
@@ -187,53 +204,30 @@ class Double:
             enabled = self.enabled
             self.enabled, self.fp8_recipe = before
             if enabled and self.depth == 0 and torch.is_grad_enabled():
-                self.update("scaling_fwd")
+                self.global_state.reduce_and_update_fp8_tensors(forward=True)
 
     @contextmanager
     def _model_init(self, arguments: dict[str, Any]) -> Iterator[None]:
         self.fp8_parameters = arguments["enabled"]
+        self.recipe_of_parameters = arguments["recipe"]
         yield
         self.fp8_parameters = False
 
     def update(self, key: str) -> None:
         """The fused update of every module's tensors in one direction."""
         self.calls.append(Call(f"update {key}"))
-        for module in dict.fromkeys(self.modules):
-            if key in module.fp8_meta:
-                module.fp8_meta[key].update()
-
-
-class State:
-    """`scale` and `amax_history` of one module and direction."""
-
-    def __init__(self, recipe: Any, count: int, fp8_max: float) -> None:
-        self.recipe, self.fp8_max = recipe, fp8_max
-        self.scale = torch.ones(count)
-        self.amax_history = torch.zeros(recipe.amax_history_len, count)
-
-    def update(self) -> None:
-        length = self.amax_history.shape[0]
-        for column in range(self.amax_history.shape[1]):
-            old = self.amax_history[:, column].tolist()
-            staged = old[0]
-            if staged == 0:
-                continue
-            new = [0.0, *old[2:], staged] if length > 1 else [0.0]
-            self.amax_history[:, column] = torch.tensor(new)
-            amax = max(*old[1:], staged, 0.0) if length > 1 else staged
-            amax = staged if self.recipe.amax_compute_algo == "most_recent" else amax
-            if math.isfinite(amax) and amax > 0:
-                target = torch.tensor(self.fp8_max * 2.0**-self.recipe.margin)
-                scale = target / torch.tensor(amax)
-                self.scale[column] = scale.clamp(max=torch.finfo(torch.float32).max)
-
-    def cast(self, x: torch.Tensor, column: int) -> torch.Tensor:
-        """Values after the cast by the scale as it stands; the amax is staged."""
-        x, staged = x.detach(), self.amax_history[0, column]
-        staged.copy_(torch.maximum(staged, x.abs().max().float()))
-        dtype = torch.float8_e4m3fn if self.fp8_max == 448 else torch.float8_e5m2
-        scaled = (x.float() * self.scale[column]).clamp(-self.fp8_max, self.fp8_max)
-        return scaled.to(dtype).float() / self.scale[column]
+        modules = dict.fromkeys(self.modules)
+        states = [module.fp8_meta[key] for module in modules if key in module.fp8_meta]
+        if not states:
+            return
+        amaxes = torch.cat([state.amax_history[0] for state in states])
+        is_reduced = states[0].recipe.reduce_amax and dist.is_initialized()
+        if is_reduced and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
+        counts = [state.amax_history.shape[1] for state in states]
+        for state, own in zip(states, amaxes.split(counts), strict=True):
+            state.amax_history[0] = own
+            state.update()
 
 
 class Module(nn.Module):
@@ -275,6 +269,8 @@ class Module(nn.Module):
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
         """Column-parallel unless it is its layer's projection or FC2."""
+        if self.double.enabled:
+            self._check(x, weight)
         is_row = isinstance(self, Linear) or number == 2
         if not is_row:
             x = te_ranks.into_columns(x, self.ranks)
@@ -297,7 +293,9 @@ class Module(nn.Module):
         is_first, double.is_first_module = double.is_first_module, False
         state: State = self.fp8_meta["scaling_fwd"]
         x_q = state.cast(x, FP8FwdTensors[f"GEMM{number}_INPUT"])
-        if is_first_microbatch is False:
+        if isinstance(weight, Quantized):
+            w_q = weight.detach().float()  # as it is kept: cast, and its amax staged, by `copy_`
+        elif is_first_microbatch is False:
             w_q = self.cached[number]
         else:
             w_q = state.cast(weight, FP8FwdTensors[f"GEMM{number}_WEIGHT"])
@@ -305,6 +303,15 @@ class Module(nn.Module):
                 self.cached[number] = w_q
         out: torch.Tensor = Gemm.apply(x, weight, x_q, w_q, self, number, is_first)
         return out
+
+    def _check(self, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """`assert_dim_for_fp8_exec`, and what its MLP does not have."""
+        for tensor in (x, weight):
+            assert tensor.shape[:-1].numel() % 8 == 0 and tensor.shape[-1] % 16 == 0, (
+                f"FP8 execution requires other dims than {list(tensor.shape)}"
+            )
+        override = getattr(self.double.fp8_recipe, "backward_override", None)
+        assert self.num_gemms == 1 or override is None, "not implemented in LayerNormMLP"
 
 
 class Gemm(torch.autograd.Function):
@@ -322,7 +329,7 @@ class Gemm(torch.autograd.Function):
         column = FP8BwdTensors[f"GRAD_OUTPUT{ctx.number}"]
         g_q = ctx.module.fp8_meta["scaling_bwd"].cast(grad, column)
         if ctx.is_first:  # the first module is the last in backward
-            ctx.module.double.update("scaling_bwd")
+            ctx.module.double.global_state.reduce_and_update_fp8_tensors(forward=False)
         grad_weight = g_q.flatten(0, -2).t() @ x_q.flatten(0, -2)
         return (g_q @ w_q).to(grad.dtype), grad_weight.to(grad.dtype), *[None] * 5
 
@@ -414,7 +421,19 @@ class Layer(nn.Module):
             for module in self.modules():
                 for name, param in list(module.named_parameters(recurse=False)):
                     if param.dim() == 2:
-                        setattr(module, name, Quantized(param.detach()))
+                        setattr(module, name, self.quantized(module, name, param))
+
+    def quantized(self, module: Any, name: str, param: nn.Parameter) -> Quantized:
+        """By the quantizer of the module, whose scaling tensors are made for it."""
+        recipe = self.double.recipe_of_parameters
+        if not hasattr(recipe, "amax_history_len"):
+            return Quantized(param.detach(), None)
+        if "scaling_fwd" not in module.fp8_meta:
+            module.fp8_meta["num_gemms"] = module.num_gemms
+            module.init_fp8_meta_tensors(recipe)
+        number = 2 if name == "fc2_weight" else 1
+        column = FP8FwdTensors[f"GEMM{number}_WEIGHT"]
+        return Quantized(param.detach(), Quantizer(module.fp8_meta["scaling_fwd"], column))
 
     def bias(self, out: int) -> nn.Parameter | None:
         """The real modules hold an empty tensor in place of None."""
@@ -449,17 +468,3 @@ class Layer(nn.Module):
         causal = self.given["self_attn_mask_type"] == "causal"
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
-
-
-class Quantized(nn.Parameter):
-    """A weight that is kept in FP8 alone: what is copied in is rounded (with a scale of 1)."""
-
-    def __new__(cls, data: torch.Tensor) -> Quantized:
-        rounded = data.float().clamp(-448, 448).to(torch.float8_e4m3fn).to(data.dtype)
-        return torch.Tensor._make_subclass(cls, rounded, True)
-
-    def copy_(self, source: torch.Tensor) -> Quantized:  # type: ignore[override]
-        rounded = source.detach().float().clamp(-448, 448).to(torch.float8_e4m3fn)
-        with torch.no_grad():
-            self.data.copy_(rounded.to(self.dtype))
-        return self
