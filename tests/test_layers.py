@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     "specs": 0,
     "errors": 0,
+    "hardware": 0,
     "config": 1,
     "plan": 1,
     "data": 1,

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.hardware.bf16 import is_widened
+from megafp8.models.attention_block import Block, attend_widened
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
@@ -164,6 +166,10 @@ class AttentionCore(nn.Module):
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
+        if dropout == 0 and is_widened(q_BHSE):  # with dropout torch widens them itself
+            scale = scale or self.head_size**-0.5
+            block = Block(scale, is_causal=mask is None, mask=mask)
+            return attend_widened(q_BHSE, k_BGSE, v_BGSE, block)
         return F.scaled_dot_product_attention(
             q_BHSE,
             k_BGSE,

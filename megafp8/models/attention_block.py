@@ -10,8 +10,11 @@ arXiv 2205.14135; ring attention, arXiv 2310.01889).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from megafp8.hardware.bf16 import is_widened
 
 _aten = torch.ops.aten
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -22,23 +25,36 @@ class Block:
     """What the scores of a block go through.
 
     Causal: the i-th query sees the first i + 1 keys; else all. `keep` is dropout's mask, broadcast
-    to [B, H, S, K]: 0, or 1 over the share that is kept.
+    to [B, H, S, K]: 0, or 1 over the share that is kept. `mask`, broadcast likewise, is True where
+    a query may look, or a bias that is added to the scores; for CPUs, and not beside `keep`.
     """
 
     scale: float
     is_causal: bool = False
     keep: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 def attend(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, H, S, E] in the queries' dtype, log-sum-exp of the scores [B, H, S] in FP32 or FP64)."""
-    if block.keep is None and q_BHSE.device.type in ("cpu", "meta"):
+    """([B, H, S, E] as the products give it, log-sum-exp of the scores [B, H, S] in FP32 or FP64).
+
+    The output is in the queries' dtype; where BF16 products run in FP32 it is not rounded yet.
+    """
+    if _is_for_cpu(q_BHSE, block):
+        q_BHSE, k_BGKE, v_BGKE = _widened(q_BHSE, k_BGKE, v_BGKE)
         out_BHSE, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSE, k_BGKE, v_BGKE, 0.0, block.is_causal, scale=block.scale
+            q_BHSE,
+            k_BGKE,
+            v_BGKE,
+            0.0,
+            block.is_causal,
+            attn_mask=_bias_of(block.mask, q_BHSE.dtype),
+            scale=block.scale,
         )
         return out_BHSE, lse_BHS
+    assert block.mask is None, "only torch's kernel for CPUs takes one here"
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
     if block.keep is None and _has_flash_kernel(q_BHSE):
         out_BHSE, lse_BHS, *_ = _aten._scaled_dot_product_flash_attention(
@@ -62,13 +78,23 @@ def attend_backward(
     lse_BHS: torch.Tensor,
     block: Block,
 ) -> Grads:
-    """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys."""
+    """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys.
+
+    Where BF16 products run in FP32 they are not rounded yet.
+    """
     saved = (out_BHSE, lse_BHS)
-    if block.keep is None and q_BHSE.device.type in ("cpu", "meta"):
+    if _is_for_cpu(q_BHSE, block):
+        operands = _widened(grad_BHSE, q_BHSE, k_BGKE, v_BGKE, out_BHSE)
         grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHSE, q_BHSE, k_BGKE, v_BGKE, *saved, 0.0, block.is_causal, scale=block.scale
+            *operands,
+            lse_BHS,
+            0.0,
+            block.is_causal,
+            attn_mask=_bias_of(block.mask, operands[0].dtype),
+            scale=block.scale,
         )
         return grads
+    assert block.mask is None, "only torch's kernel for CPUs takes one here"
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
     if block.keep is None and _has_flash_kernel(q_BHSE):
         lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
@@ -99,6 +125,34 @@ def attend_backward(
     return dq_BHSE, dk_BGKE, dv_BGKE
 
 
+def attend_widened(
+    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+) -> torch.Tensor:
+    """Attention whose products run in FP32 and whose backward pass keeps BF16: [B, H, S, E]."""
+    out_BHSE: torch.Tensor = _Widened.apply(  # type: ignore[no-untyped-call]
+        q_BHSE, k_BGKE, v_BGKE, block
+    )
+    return out_BHSE
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+    ) -> torch.Tensor:
+        out_BHSE, lse_BHS = attend(q_BHSE, k_BGKE, v_BGKE, block)
+        out_BHSE = out_BHSE.to(q_BHSE.dtype)
+        ctx.save_for_backward(q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS)
+        ctx.block = block
+        return out_BHSE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = attend_backward(grads[0], *ctx.saved_tensors, ctx.block)
+        dq_BHSE, dk_BGKE, dv_BGKE = (grad.to(grads[0].dtype) for grad in found)
+        return dq_BHSE, dk_BGKE, dv_BGKE, None
+
+
 def merge_(
     out_BHSE: torch.Tensor, lse_BHS: torch.Tensor, more_BHSE: torch.Tensor, more_BHS: torch.Tensor
 ) -> None:
@@ -107,6 +161,25 @@ def merge_(
     out_BHSE.mul_((lse_BHS - both_BHS).exp_()[..., None])
     out_BHSE.add_(more_BHSE * (more_BHS - both_BHS).exp_()[..., None])
     lse_BHS.copy_(both_BHS)
+
+
+def _is_for_cpu(q_BHSE: torch.Tensor, block: Block) -> bool:
+    return block.keep is None and q_BHSE.device.type in ("cpu", "meta")
+
+
+def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(part.float() for part in parts) if is_widened(parts[0]) else parts
+
+
+def _bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores, in 4 dims as the kernel wants it."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    else:
+        bias = mask.to(dtype)
+    return bias[(None,) * (4 - bias.ndim)]
 
 
 def _has_flash_kernel(q_BHSE: torch.Tensor) -> bool:

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.hardware import bf16
+
 IGNORE = -100  # targets that are not counted
 CHUNK_TOKENS = 1024  # fewer make small GEMMs and add the weight's gradient up more often
 CHUNK_BYTES = (
@@ -42,7 +44,7 @@ def plain_matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> torch.Tensor:
-    return (a.t() if transpose_a else a) @ (b.t() if transpose_b else b)
+    return bf16.mm(a.t() if transpose_a else a, b.t() if transpose_b else b)
 
 
 # (weight, FP32 gradient of it) -> what autograd shall add to `.grad`, or None

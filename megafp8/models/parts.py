@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megafp8.hardware import bf16
 from megafp8.models.activations import activation
 from megafp8.models.attention import AttentionCore
 from megafp8.models.init import Draw, constant, normal, parameter
@@ -260,7 +261,7 @@ class PlainLinear(nn.Module):
             self.bias = parameter((total,), bias_pieces, constant(0.0), parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return bf16.linear(x, self.weight, self.bias)
 
 
 class Dropout(nn.Module):

@@ -10,18 +10,20 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megafp8.hardware.bf16 import planning_for
 from megafp8.parallel import mesh
 from megafp8.specs import ParallelSpec
 
 
 @contextmanager
 def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
-    """The mesh of `rank`, on the meta device, which is the default device inside."""
+    """The mesh of `rank`, on the meta device, which is the default device inside and stands for
+    the accelerator of `spec`."""
     assert not dist.is_initialized(), "this process is a rank already"
     assert 0 <= rank < spec.world_size, f"rank {rank} of {spec.world_size}"
-    device = torch.device("meta")
+    device, planned = torch.device("meta"), "cuda" if spec.accelerator == "gpu" else "cpu"
     if spec.world_size == 1:
-        with device:
+        with device, planning_for(planned):
             yield mesh.single_rank(device)
         return
     # Importing it registers the backend; public torch has no other way to it.
@@ -30,7 +32,7 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.world_size)
     try:
         made = mesh.join(replace(spec, accelerator="cpu"))
-        with device:
+        with device, planning_for(planned):
             yield replace(made, device=device)
     finally:
         mesh.leave()

@@ -4,7 +4,8 @@ FP8 operands with one scale each are multiplied as their numbers, the scales are
 FP32 accumulator. Without FP8 tensor cores the product runs in a wider format that holds every FP8
 number exactly: BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32
 otherwise. On a CPU there is one rounding to the output dtype, as on FP8 hardware; only the order of
-accumulation differs. A GPU without FP8 tensor cores rounds twice in BF16 work.
+accumulation differs. A GPU without FP8 tensor cores rounds twice in BF16 work. Plain BF16 operands
+are multiplied in FP32 on CPUs without BF16 instructions (hardware/bf16.py).
 
 Operands with a scale for each row or block are multiplied as their values. A power of two moves the
 exponent alone, so the values stay exact in BF16; with other scales they are rounded to FP32 once.
@@ -14,13 +15,12 @@ Where the engine has FP8 tensor cores for such scales they multiply the bytes; w
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from megafp8.hardware import bf16
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
 from megafp8.precision.kernels.scaled_mm import scaled_mm
 from megafp8.precision.kernels.triton_launch import transposed
@@ -51,19 +51,9 @@ class GemmCounter:
         return self.by_precision().get(precision, 0) / max(1, sum(self.flops.values()))
 
 
-@functools.cache
-def cpu_is_fast_at_bf16() -> bool:
-    """Whether this CPU has BF16 dot products (AVX512-BF16, AMX or Arm's BF16)."""
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
 def wide_dtype(device: torch.device, work: torch.dtype) -> torch.dtype:
     """In which dtype FP8 numbers are multiplied where there are no FP8 tensor cores."""
-    if work != torch.bfloat16 or (device.type == "cpu" and not cpu_is_fast_at_bf16()):
+    if work != torch.bfloat16 or bf16.fp32_products(device):
         return torch.float32
     return torch.bfloat16
 
@@ -113,7 +103,7 @@ def gemm(
     b = b.t() if transpose_b else b
     counter.add(precision, place, flops)
     if dequant_scale is None:
-        return (torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)).to(work)
+        return bf16.mm(a, b, bias).to(work)
     return _scaled_product(a, b, dequant_scale, bias).to(work)
 
 

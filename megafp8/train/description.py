@@ -7,6 +7,7 @@ import math
 import torch
 
 from megafp8.data.prepare import PreparedData
+from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.train import backends
@@ -101,6 +102,13 @@ def smoke_options(spec: RunSpec) -> list[str]:
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """The formats, and the means by which they run here."""
+    in_bf16 = spec.precision.compute == "bf16"
+    if not in_bf16 or not bf16.fp32_products(state.mesh.device):
+        return _formats_of(spec, state)
+    return f"{_formats_of(spec, state)}; BF16 values, FP32 products: {cpu.why_not()}"
+
+
+def _formats_of(spec: RunSpec, state: TrainState) -> str:
     compute = spec.precision.compute.upper()
     if not spec.precision.half_weights:
         compute += " GEMMs over FP32 weights and residual stream"

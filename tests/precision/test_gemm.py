@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.precision import gemm as gemm_module
+from megafp8.hardware import cpu
 from megafp8.precision.formats import E4M3, E5M2
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.tensor import Fp8Tensor
@@ -18,7 +18,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 @pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
 def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As a CPU with and without BF16 dot products would."""
-    monkeypatch.setattr(gemm_module, "cpu_is_fast_at_bf16", lambda: request.param)
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
     return bool(request.param)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.precision import gemm as gemm_module
+from megafp8.hardware import cpu
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink, MainGradSink
 from megafp8.precision.linear import Linear, NoComm
@@ -132,7 +132,7 @@ def specification(
 
 @pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
 def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_module, "cpu_is_fast_at_bf16", lambda: request.param)
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
 
 
 @works

@@ -16,9 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from megafp8.hardware import bf16
 from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.gemm import GemmCounter
@@ -160,7 +160,7 @@ class TorchaoLinear(nn.Module):
         if in_fp8:
             output: torch.Tensor = self.linear(input)
         else:
-            output = F.linear(input, self.linear.weight, self.linear.bias)
+            output = bf16.linear(input, self.linear.weight, self.linear.bias)
         is_seen = in_fp8 and self._is_observed()
         if is_seen:
             self._show("input", input)
