@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ import torch
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
+from megafp8.hardware import cpu
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec
@@ -41,11 +43,14 @@ Clock = Callable[[], float]
 PLAIN = Path(__file__).with_name("plain_gpt.py")
 VARIANTS = {
     "fp32": ("trainer.precision=32",),
+    "fp32 fp8": ("trainer.precision=32", "model.fp8=True"),
     "bf16": ("trainer.precision=bf16",),
     "fp8": ("trainer.precision=bf16", "model.fp8=True"),
     "fp8 tensorwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=tensorwise"),
     "fp8 params": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_params=True"),
 }
+WITH_BF16_PRODUCTS = {"bf16, bf16 products": "bf16", "fp8, bf16 products": "fp8"}
+"""The same as the named variant on a CPU that is taken for one with BF16 instructions."""
 OTHERS = {"plain bf16": "bfloat16", "torchao tensorwise": "torchao"}
 
 
@@ -67,10 +72,15 @@ def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=args.vocab))
 
 
-def timed_step(state: TrainState, microbatch: Microbatch, clock: Clock) -> float:
-    began = clock()
-    forward_backward(state, [microbatch])
-    return clock() - began
+def timed_step(
+    state: TrainState, microbatch: Microbatch, clock: Clock, *, bf16_products: bool = False
+) -> float:
+    """`bf16_products`: as on a CPU with BF16 instructions, whatever this one has."""
+    is_fast = bf16_products or cpu.fast_at_bf16()
+    with patch.object(cpu, "fast_at_bf16", lambda: is_fast):
+        began = clock()
+        forward_backward(state, [microbatch])
+        return clock() - began
 
 
 class PlainProcess:
@@ -116,24 +126,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant a round")
     parser.add_argument("--cpu-time", action="store_true", help="instead of wall time")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument(
+        "--with-bf16-products",
+        action="store_true",
+        help="also time BF16 products, where this CPU has no instructions for them",
+    )
+    parser.add_argument("--alone", action="store_true", help="without plain PyTorch and torchao")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     # Before our settings: they inherit nothing of them.
-    others = {name: PlainProcess(args, dtype) for name, dtype in OTHERS.items()}
+    asked = {} if args.alone else OTHERS
+    others = {name: PlainProcess(args, dtype) for name, dtype in asked.items()}
     prepare_process(torch.device("cpu"), fp32=True)
     rng = np.random.default_rng(0)
     tokens, targets = (rng.integers(0, args.vocab, (args.batch, args.seq)) for _ in range(2))
     microbatch = Microbatch(tokens, targets)
+    variants = dict(VARIANTS)
+    if args.with_bf16_products:
+        variants |= {name: VARIANTS[base] for name, base in WITH_BF16_PRODUCTS.items()}
     states = {
-        name: build(spec_of(args, settings), single_rank()) for name, settings in VARIANTS.items()
+        name: build(spec_of(args, settings), single_rank()) for name, settings in variants.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in (*states, *others)}
     for _ in range(2):  # warm-up: allocator, scales, oneDNN's kernels
         for plain in others.values():
             plain.timed_step()
-        for state in states.values():
-            timed_step(state, microbatch, clock)
+        for name, state in states.items():
+            timed_step(state, microbatch, clock, bf16_products=name in WITH_BF16_PRODUCTS)
     for _ in range(args.rounds):
         for name, plain in others.items():
             plain.timed_step()  # its first step after a pause is not counted, nor is ours
@@ -141,7 +161,8 @@ def main() -> None:
         timed_step(states["bf16"], microbatch, clock)
         for _ in range(args.steps):
             for name, state in states.items():
-                seconds[name].append(timed_step(state, microbatch, clock))
+                unwidened = name in WITH_BF16_PRODUCTS
+                seconds[name].append(timed_step(state, microbatch, clock, bf16_products=unwidened))
     for plain in others.values():
         plain.close()
     report(args, {name: statistics.median(values) for name, values in seconds.items()}, seconds)
@@ -151,13 +172,22 @@ def report(
     args: argparse.Namespace, medians: dict[str, float], seconds: dict[str, list[float]]
 ) -> None:
     tokens = args.batch * args.seq
+    compared = {
+        "our bf16 over plain bf16": ("bf16", "plain bf16"),
+        "our fp8 over our bf16": ("fp8", "bf16"),
+        "our fp8 over our fp32": ("fp8", "fp32"),
+        "fp32 with fp8 over fp32": ("fp32 fp8", "fp32"),
+        "our bf16 over our fp32": ("bf16", "fp32"),
+        "fp8 tensorwise over our bf16": ("fp8 tensorwise", "bf16"),
+        "fp8 params over our bf16": ("fp8 params", "bf16"),
+        "tensorwise over torchao": ("fp8 tensorwise", "torchao tensorwise"),
+        "bf16 over bf16 products": ("bf16", "bf16, bf16 products"),
+        "fp8 over bf16 products": ("fp8", "fp8, bf16 products"),
+    }
     ratios = {
-        "our bf16 over plain bf16": medians["plain bf16"] / medians["bf16"],
-        "our fp8 over our bf16": medians["bf16"] / medians["fp8"],
-        "our fp8 over our fp32": medians["fp32"] / medians["fp8"],
-        "fp8 tensorwise over our bf16": medians["bf16"] / medians["fp8 tensorwise"],
-        "fp8 params over our bf16": medians["bf16"] / medians["fp8 params"],
-        "tensorwise over torchao": medians["torchao tensorwise"] / medians["fp8 tensorwise"],
+        what: medians[base] / medians[ours]
+        for what, (ours, base) in compared.items()
+        if base in medians
     }
     for name, median in medians.items():
         low, high = min(seconds[name]), max(seconds[name])
@@ -181,6 +211,7 @@ def report(
         "command": " ".join(["python", "benchmarks/cpu_step.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "bf16_products": "BF16" if cpu.fast_at_bf16() else f"FP32: {cpu.why_not()}",
         "casts": library().note.split(" (")[0],
         "median_seconds": medians,
         "ratios": ratios,

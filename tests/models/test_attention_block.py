@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megafp8.models.attention_block import Block, attend, attend_backward, merge_
+from megafp8.hardware import cpu
+from megafp8.models.attention_block import (
+    Block,
+    attend,
+    attend_backward,
+    attend_widened,
+    merge_,
+)
 
 HEADS = [(4, 4), (4, 2), (3, 1), (5, 5)]  # of queries, of keys and values
 QUERIES, KEYS, WIDTH = 6, 10, 8
@@ -97,3 +104,81 @@ def test_on_a_gpu(dtype: torch.dtype, is_causal: bool) -> None:
     for found, tensor in zip((out, *grads), wanted, strict=True):
         assert tensor is not None and found.dtype == dtype
         torch.testing.assert_close(found.cpu().double(), tensor, rtol=rtol, atol=atol)
+
+
+MASKS = ("causal", "documents", "bias")
+
+
+def masked(kind: str) -> torch.Tensor | None:
+    """Of QUERIES queries and keys."""
+    earlier = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
+    if kind == "documents":
+        ends = torch.arange(QUERIES) // 4
+        return (earlier & (ends[:, None] == ends)).expand(2, 1, QUERIES, QUERIES)
+    if kind == "bias":
+        slopes = torch.arange(1.0, 5.0)[:, None, None] * torch.arange(QUERIES) / 8
+        return slopes.bfloat16().masked_fill(~earlier, float("-inf"))
+    return None
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_widened_attention_keeps_bf16_and_rounds_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against FP64 over the same BF16 inputs, u = 2^-8 being half a unit of BF16's last place.
+
+    Output and gradients are rounded once: u of each. Backward reads the rounded output through
+    D = sum(grad * out) alone, so D is off by at most e = u sum(|grad| |out|); it reaches the
+    gradient of the scores as P e, and from there that of the queries as scale P e |k| and that of
+    the keys as scale P^T e |q|. FP32's own errors are 2^-24 for each of some 50 operations: 2^-17
+    of the magnitudes covers them.
+    """
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    heads, groups, scale, u = 4, 2, 0.3, 2.0**-8
+    exact = [x.detach().bfloat16().double() for x in inputs(heads, groups, QUERIES)]
+    q, k, v = (x.bfloat16().requires_grad_() for x in exact[:3])
+    q64, k64, v64 = (x.clone().requires_grad_() for x in exact[:3])
+    grad, mask = exact[3], masked(kind)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = attend_widened(q, k, v, Block(scale, is_causal=mask is None, mask=mask))
+    assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
+    assert kept[4].numel() == 2 * heads * QUERIES, "the log-sum-exp alone is in FP32"
+    out.backward(grad.bfloat16())
+
+    k_all, v_all = (x.repeat_interleave(heads // groups, dim=1) for x in (k64, v64))
+    bias = torch.zeros(QUERIES, QUERIES, dtype=torch.float64)
+    if mask is None:
+        bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), float("-inf"))
+    elif mask.dtype == torch.bool:
+        bias = bias.expand(mask.shape).masked_fill(~mask, float("-inf"))
+    else:
+        bias = mask.double()
+    probs = (q64 @ k_all.mT * scale + bias).softmax(-1)
+    expected = probs @ v_all
+    expected.backward(grad)
+    with torch.no_grad():
+        e = u * (grad.abs() * expected.abs()).sum(-1, keepdim=True)
+        size = scale * probs * (grad.abs() @ v_all.abs().mT + e / u)  # of the scores' gradients
+
+        def of_groups(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(1, (groups, -1)).sum(2)
+
+        carried = {
+            "out": torch.zeros_like(expected),
+            "q": scale * (probs * e) @ k_all.abs(),
+            "k": of_groups(scale * (probs * e).mT @ q64.abs()),
+            "v": torch.zeros_like(v64),
+        }
+        magnitude = {
+            "out": probs @ v_all.abs(),
+            "q": size @ k_all.abs(),
+            "k": of_groups(size.mT @ q64.abs()),
+            "v": of_groups(probs.mT @ grad.abs()),
+        }
+        pairs = {"out": (out, expected), "q": (q.grad, q64.grad)}
+        pairs |= {"k": (k.grad, k64.grad), "v": (v.grad, v64.grad)}
+        for name, (found, wanted) in pairs.items():
+            assert found is not None and wanted is not None and found.dtype == torch.bfloat16
+            bound = u * wanted.abs() + (1 + u) * carried[name] + 2.0**-17 * magnitude[name]
+            assert ((found.double() - wanted).abs() <= bound).all(), name
