@@ -168,7 +168,7 @@ def test_nothing_multiplies_bf16_where_the_cpu_cannot(name: str, has_bf16: bool)
 
 def test_plain_parts_multiply_in_fp32_too(slow_cpu: None) -> None:
     spec = gpt_spec()
-    model = GPT(spec, Parts(spec, torch.bfloat16, 0, RandomStreams(0)))
+    model = GPT(Parts(spec, torch.bfloat16, 0, RandomStreams(0)))
     tokens_BS = torch.zeros(2, SEQ, dtype=torch.int64)
     with Products() as products:
         model(tokens_BS, tokens_BS).backward()
