@@ -148,7 +148,8 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = attend_backward(grads[0], *ctx.saved_tensors, ctx.block)
+        q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS = ctx.saved_tensors
+        found = attend_backward(grads[0], q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS, ctx.block)
         dq_BHSE, dk_BGKE, dv_BGKE = (grad.to(grads[0].dtype) for grad in found)
         return dq_BHSE, dk_BGKE, dv_BGKE, None
 
