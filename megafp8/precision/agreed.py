@@ -18,4 +18,4 @@ class AgreedScale:
     fmt: Fp8Format
 
     def quantized(self, part: torch.Tensor) -> Fp8Tensor:
-        return Fp8Tensor.quantize(part, self.quant_scale, self.fmt, with_grid=False)
+        return Fp8Tensor.quantize(part, self.quant_scale, self.fmt)

@@ -14,13 +14,15 @@ from typing import NamedTuple
 import torch
 
 from megafp8.precision.formats import E4M3, Fp8Format
-from megafp8.precision.kernels.compile import library
+from megafp8.precision.kernels.compile import KINDS, library
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
+_NO_GRID = len(KINDS)
 
 
 class Quantized(NamedTuple):
-    """`payload` in an FP8 dtype; `grid`, if asked for, the same numbers in BF16; both x's shape."""
+    """`payload` in an FP8 dtype; `grid`, if asked for, the same numbers in the dtype that was asked
+    for, exactly; both x's shape."""
 
     payload: torch.Tensor
     grid: torch.Tensor | None
@@ -32,15 +34,16 @@ def quantize(
     fmt: Fp8Format,
     *,
     amax: torch.Tensor | None,
-    with_grid: bool,
+    grid_dtype: torch.dtype | None,
 ) -> Quantized:
     """Cast `x` (any shape) with a 0-d FP32 `quant_scale` on its device.
 
     `amax`, a 0-d FP32 tensor, is raised in place to max(amax, max|x|); None records nothing.
+    `grid_dtype` is FP32 or BF16, which both hold every FP8 number; None makes no grid.
     """
     if x.device.type == "cpu" and (lib := library().lib) is not None:
-        return _quantize_c(lib, x.contiguous(), quant_scale, fmt, amax, with_grid, sums=False)[0]
-    return quantize_torch(x, quant_scale, fmt, amax=amax, with_grid=with_grid)
+        return _quantize_c(lib, x.contiguous(), quant_scale, fmt, amax, grid_dtype)
+    return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
 
 
 def quantize_and_sum(
@@ -49,29 +52,33 @@ def quantize_and_sum(
     fmt: Fp8Format,
     *,
     amax: torch.Tensor | None,
-    with_grid: bool,
+    grid_dtype: torch.dtype,
 ) -> tuple[Quantized, torch.Tensor]:
     """`quantize` a matrix and add up its columns in the same pass: a bias gradient, FP32 [N]."""
     if x_MN.device.type == "cpu" and (lib := library().lib) is not None:
-        return _quantize_c(lib, x_MN.contiguous(), quant_scale, fmt, amax, with_grid, sums=True)
-    quantized = quantize_torch(x_MN, quant_scale, fmt, amax=amax, with_grid=with_grid)
+        total_N = torch.empty(x_MN.shape[1:])
+        x_MN = x_MN.contiguous()
+        return _quantize_c(lib, x_MN, quant_scale, fmt, amax, grid_dtype, total_N), total_N
+    quantized = quantize_torch(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
     return quantized, x_MN.float().sum(0)
 
 
-def decode(payload: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """The numbers of an FP8 payload in BF16, exactly (every FP8 number is a BF16 number)."""
+def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of an FP8 payload in FP32 or BF16, exactly (both hold every FP8 number)."""
+    assert dtype in (torch.float32, torch.bfloat16), dtype
     if payload.device.type == "cpu" and (lib := library().lib) is not None:
         payload = payload.contiguous()
-        grid = torch.empty(payload.shape, dtype=torch.bfloat16)
+        grid = torch.empty(payload.shape, dtype=dtype)
         lib.megafp8_decode(
-            ctypes.c_void_p(payload.data_ptr()),
+            _address(payload),
             ctypes.c_size_t(payload.numel()),
             0 if fmt is E4M3 else 1,
-            ctypes.c_void_p(grid.data_ptr()),
+            _address(grid),
+            _KINDS[dtype],
             torch.get_num_threads(),
         )
         return grid
-    return payload.to(torch.bfloat16)
+    return payload.to(dtype)
 
 
 def quantize_torch(
@@ -80,14 +87,14 @@ def quantize_torch(
     fmt: Fp8Format,
     *,
     amax: torch.Tensor | None,
-    with_grid: bool,
+    grid_dtype: torch.dtype | None,
 ) -> Quantized:
     """The same bits by torch operations, for GPUs and machines without a compiler."""
     if amax is not None:
         amax.copy_(torch.maximum(amax, amax_of(x)))
     scaled = (x.float() * quant_scale).clamp_(-fmt.max, fmt.max)
     payload = scaled.to(fmt.dtype)
-    return Quantized(payload, payload.to(torch.bfloat16) if with_grid else None)
+    return Quantized(payload, None if grid_dtype is None else payload.to(grid_dtype))
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +117,7 @@ def quantize_scaled(scaled: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """The cast of what is scaled already, FP32; returns the payload."""
     if scaled.device.type == "cpu" and (lib := library().lib) is not None:
         one, scaled = torch.ones(()), scaled.contiguous()
-        return _quantize_c(lib, scaled, one, fmt, None, with_grid=False, sums=False)[0].payload
+        return _quantize_c(lib, scaled, one, fmt, None, None).payload
     return scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
@@ -120,24 +127,31 @@ def _quantize_c(
     quant_scale: torch.Tensor,
     fmt: Fp8Format,
     amax: torch.Tensor | None,
-    with_grid: bool,
-    *,
-    sums: bool,
-) -> tuple[Quantized, torch.Tensor]:
-    payload = torch.empty(x.shape, dtype=fmt.dtype)
-    grid = torch.empty(x.shape, dtype=torch.bfloat16) if with_grid else None
-    column_sum = torch.empty(x.shape[-1:] if sums else (0,))
+    grid_dtype: torch.dtype | None,
+    column_sum: torch.Tensor | None = None,
+) -> Quantized:
+    """`column_sum`, where given, is written, and `x` is a matrix."""
+    payload, grid = torch.empty(x.shape, dtype=fmt.dtype), None
+    if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
+        is_bf16 = grid_dtype == x.dtype == torch.bfloat16
+        grid = torch.empty(x.shape, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    sums = column_sum is not None
     sizes = [ctypes.c_size_t(size) for size in (x.shape if sums else (x.numel(),))]
     (lib.megafp8_quantize_and_sum if sums else lib.megafp8_quantize)(
-        ctypes.c_void_p(x.data_ptr()),
+        _address(x),
         *sizes,
         _KINDS[x.dtype],
         0 if fmt is E4M3 else 1,
-        ctypes.c_void_p(quant_scale.data_ptr()),
-        ctypes.c_void_p(payload.data_ptr()),
-        ctypes.c_void_p(None if grid is None else grid.data_ptr()),
-        ctypes.c_void_p(None if amax is None else amax.data_ptr()),
-        *([ctypes.c_void_p(column_sum.data_ptr())] if sums else []),
+        _address(quant_scale),
+        _address(payload),
+        _address(grid),
+        _NO_GRID if grid is None else _KINDS[grid.dtype],
+        _address(amax),
+        *([_address(column_sum)] if sums else []),
         torch.get_num_threads(),
     )
-    return Quantized(payload, grid), column_sum
+    return Quantized(payload, None if grid is None or grid_dtype is None else grid.to(grid_dtype))
+
+
+def _address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

@@ -19,7 +19,7 @@ from torch import nn
 
 from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.engine import EMULATED
-from megafp8.precision.gemm import GemmCounter, gemm
+from megafp8.precision.gemm import GemmCounter, gemm, wide_dtype
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.producers import Producer
 from megafp8.precision.quantizers.base import Operand, Role
@@ -30,9 +30,10 @@ from megafp8.precision.traced import TracedLinear
 from megafp8.specs.precision import GemmName
 
 KEEP_NUMBERS_BELOW = 4096
-"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers in BF16 as well, where
-FP8 is emulated: they are 2 bytes a weight, and making them anew is then a noticeable part of the
-products. From there on activations dominate memory, and products time."""
+"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers as well, where FP8 is
+emulated: they are 2 bytes a weight for BF16 products and 4 for FP32 ones, and making them anew is
+then a noticeable part of the products. From there on activations dominate memory, and products
+time."""
 
 
 class PendingReduction(Protocol):
@@ -264,7 +265,7 @@ class Linear(nn.Module):
         assert self.quantizer is not None and self.weight_compute_dtype is not None
         quant_scale, fmt = self.quantizer.store_scale(amax)
         for part, place in parts:
-            stored = Fp8Tensor.quantize(part, quant_scale, fmt, with_grid=False)
+            stored = Fp8Tensor.quantize(part, quant_scale, fmt)
             place.copy_(stored.payload)
             self.quantizer.observe_part(part, stored)
         self._stored_weight = Fp8Tensor(self.weight.data, quant_scale.reciprocal(), fmt)
@@ -289,7 +290,11 @@ class Linear(nn.Module):
         assert self.quantizer is not None
         if not self.quantizer.state.fp8_enabled:
             return Operands(self.weight, self.weight)
-        weight_fp8 = Fp8Tensor.quantize(self.weight.detach(), scale.quant_scale, scale.fmt)
+        weight_OI = self.weight.detach()
+        grid_dtype = wide_dtype(weight_OI.device, weight_OI.dtype)
+        weight_fp8 = Fp8Tensor.quantize(
+            weight_OI, scale.quant_scale, scale.fmt, grid_dtype=grid_dtype
+        )
         return Operands(weight_fp8, weight_fp8)
 
     def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:

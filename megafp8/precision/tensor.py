@@ -20,8 +20,8 @@ class Fp8Tensor:
     `dequant_scale` (FP32) is this tensor's own: a scale table moves on between a microbatch's
     forward and its backward. It is 0-d (one scale), or a matrix with one scale for each block of
     `block` elements of the payload; blocks at the end may be cut off. `is_power_2`: every scale is
-    a power of two. `grid`, where kept, is the payload in BF16 for GEMMs that FP8 hardware does not
-    do; it is dropped before the tensor is saved for backward.
+    a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that FP8 hardware
+    does not do; it is dropped before the tensor is saved for backward.
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
     memory as [N, M]. `layout` names the scales as `scaled_mm` does: shapes alone do not tell a row
@@ -44,10 +44,10 @@ class Fp8Tensor:
         fmt: Fp8Format,
         *,
         amax: torch.Tensor | None = None,
-        with_grid: bool = True,
+        grid_dtype: torch.dtype | None = None,
     ) -> Fp8Tensor:
-        """Quantize `x` with one scale; `amax` as in `cast.quantize`."""
-        payload, grid = quantize(x, quant_scale, fmt, amax=amax, with_grid=with_grid)
+        """Quantize `x` with one scale; `amax` and `grid_dtype` as in `cast.quantize`."""
+        payload, grid = quantize(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
         return cls(payload, quant_scale.reciprocal(), fmt, grid)
 
     @classmethod
@@ -58,10 +58,11 @@ class Fp8Tensor:
         fmt: Fp8Format,
         *,
         amax: torch.Tensor | None = None,
+        grid_dtype: torch.dtype,
     ) -> tuple[Fp8Tensor, torch.Tensor]:
         """A matrix quantized with one scale, and the FP32 sum of each of its columns, [N]."""
         (payload, grid), column_sum = quantize_and_sum(
-            x_MN, quant_scale, fmt, amax=amax, with_grid=True
+            x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype
         )
         return cls(payload, quant_scale.reciprocal(), fmt, grid), column_sum
 
@@ -80,8 +81,7 @@ class Fp8Tensor:
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """The payload's numbers (not yet multiplied by `dequant_scale`) in BF16 or FP32."""
-        grid = self.grid if self.grid is not None else decode(self.payload, self.fmt)
-        return grid.to(dtype)
+        return decode(self.payload, self.fmt, dtype) if self.grid is None else self.grid.to(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The values, rounded once to `dtype`."""

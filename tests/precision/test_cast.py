@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -58,9 +59,14 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def assert_follows_specification(
     quantize_path: Quantize, x: torch.Tensor, scale: float, fmt: Fp8Format
 ) -> Quantized:
-    """Payload, grid and amax of one cast."""
+    """Payload, amax and the grid of either dtype of one cast."""
     quant_scale, amax = torch.tensor(scale), torch.zeros(())
-    result = quantize_path(x, quant_scale, fmt, amax=amax, with_grid=True)
+    result = quantize_path(x, quant_scale, fmt, amax=amax, grid_dtype=torch.bfloat16)
+    for grid_dtype in (torch.float32, None):
+        again = quantize_path(x, quant_scale, fmt, amax=None, grid_dtype=grid_dtype)
+        assert torch.equal(again.payload.view(torch.uint8), result.payload.view(torch.uint8))
+        if grid_dtype is not None:
+            assert_is_decoding(again, fmt, grid_dtype)
     values = x.float().numpy()
     expected = spec.quantize(values, np.float32(scale), spec.FORMATS[fmt.name])
     codes = result.payload.view(torch.uint8).numpy()
@@ -69,13 +75,14 @@ def assert_follows_specification(
         at = np.flatnonzero(codes != expected)[:5]
         pytest.fail(f"{values.flat[at]} * {scale}: {codes.flat[at]}, not {expected.flat[at]}")
     assert amax.item() == delayed.amax_of(values), "amax"
-    assert_is_decoding(result, fmt)
+    assert_is_decoding(result, fmt, torch.bfloat16)
     return result
 
 
-def assert_is_decoding(result: Quantized, fmt: Fp8Format) -> None:
+def assert_is_decoding(result: Quantized, fmt: Fp8Format, grid_dtype: torch.dtype) -> None:
     """The grid holds the payload's numbers, signs of zeros included."""
-    assert result.grid is not None and result.grid.dtype == torch.bfloat16
+    assert result.grid is not None and result.grid.dtype == grid_dtype
+    assert result.grid.shape == result.payload.shape
     codes = result.payload.view(torch.uint8).numpy()
     numbers = spec.dequantize(codes, spec.FORMATS[fmt.name])
     grid = result.grid.double().numpy()
@@ -177,10 +184,10 @@ def test_tensors_that_threads_share(
         peak = x.clone()
         peak[position] = -77.0
         amax = torch.zeros(())
-        quantize_path(peak, torch.tensor(3.0), fmt, amax=amax, with_grid=False)
+        quantize_path(peak, torch.tensor(3.0), fmt, amax=amax, grid_dtype=None)
         assert amax.item() == 77.0
     result = assert_follows_specification(quantize_path, x, 3.0, fmt)
-    assert torch.equal(decode(result.payload, fmt), result.grid)
+    assert torch.equal(decode(result.payload, fmt, torch.bfloat16), result.grid)
 
 
 @both_formats
@@ -201,10 +208,11 @@ def test_column_sums_come_with_the_same_cast(
     else:
         monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for view in (x, x.t()):
+    for view, grid_dtype in itertools.product((x, x.t()), (torch.float32, torch.bfloat16)):
         amaxes, scale = torch.zeros(2), torch.tensor(50.0)
-        alone = quantize(view, scale, fmt, amax=amaxes[0], with_grid=True)
-        both, sums = quantize_and_sum(view, scale, fmt, amax=amaxes[1], with_grid=True)
+        alone = quantize(view, scale, fmt, amax=amaxes[0], grid_dtype=grid_dtype)
+        both, sums = quantize_and_sum(view, scale, fmt, amax=amaxes[1], grid_dtype=grid_dtype)
+        assert alone.grid is not None and alone.grid.dtype == grid_dtype
         assert torch.equal(both.payload.view(torch.uint8), alone.payload.view(torch.uint8))
         assert torch.equal(both.grid, alone.grid) and amaxes[0] == amaxes[1]
         assert sums.dtype == torch.float32 and sums.shape == view.shape[1:]
@@ -218,9 +226,10 @@ def test_decoding_of_every_code(fmt: Fp8Format) -> None:
     numbers = spec.FORMATS[fmt.name].table
     for codes in (np.arange(256), np.tile(np.arange(256), 512), np.arange(37)):
         payload = torch.from_numpy(codes.astype(np.uint8)).view(fmt.dtype)
-        decoded = decode(payload, fmt)
-        assert decoded.dtype == torch.bfloat16
-        for values in (decoded.double().numpy(), payload.to(torch.bfloat16).double().numpy()):
+        decoded = [decode(payload, fmt, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        assert [each.dtype for each in decoded] == [torch.bfloat16, torch.float32]
+        for each in (*decoded, payload.to(torch.bfloat16)):
+            values = each.double().numpy()
             np.testing.assert_array_equal(values, numbers[codes])
             real = ~np.isnan(values)
             np.testing.assert_array_equal(
@@ -231,15 +240,15 @@ def test_decoding_of_every_code(fmt: Fp8Format) -> None:
 @both_formats
 def test_grid_only_when_asked_for(quantize_path: Quantize, fmt: Fp8Format) -> None:
     x, one = torch.randn(5), torch.ones(())
-    assert quantize_path(x, one, fmt, amax=None, with_grid=False).grid is None
-    assert quantize_path(x, one, fmt, amax=None, with_grid=True).grid is not None
+    assert quantize_path(x, one, fmt, amax=None, grid_dtype=None).grid is None
+    assert quantize_path(x, one, fmt, amax=None, grid_dtype=torch.float32).grid is not None
 
 
 def test_staged_amax_is_a_running_maximum(quantize_path: Quantize) -> None:
     amax, one = torch.zeros(3), torch.ones(())
     seen = []
     for values in ([1.0, -3.0], [2.0], [], [5.5, 0.0], [-5.0], [math.nan], [1.0]):
-        quantize_path(torch.tensor(values), one, formats.E4M3, amax=amax[1], with_grid=False)
+        quantize_path(torch.tensor(values), one, formats.E4M3, amax=amax[1], grid_dtype=None)
         seen.append(amax[1].item())
     assert seen == [3.0, 3.0, 3.0, 5.5, 5.5, math.inf, math.inf]
     assert amax[[0, 2]].tolist() == [0.0, 0.0], "only its own slot"
@@ -247,9 +256,9 @@ def test_staged_amax_is_a_running_maximum(quantize_path: Quantize) -> None:
 
 def test_no_amax_records_nothing_and_changes_no_bits(quantize_path: Quantize) -> None:
     x, amax = torch.randn(100), torch.full((), 0.125)
-    with_amax = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=amax, with_grid=False)
+    with_amax = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=amax, grid_dtype=None)
     before = amax.clone()
-    without = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=None, with_grid=False)
+    without = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=None, grid_dtype=None)
     assert amax == before
     assert torch.equal(with_amax.payload.view(torch.uint8), without.payload.view(torch.uint8))
 
@@ -257,7 +266,7 @@ def test_no_amax_records_nothing_and_changes_no_bits(quantize_path: Quantize) ->
 def test_input_is_not_changed(quantize_path: Quantize) -> None:
     x = torch.tensor([1e9, -1e9, 3.3, math.inf])
     before = x.clone()
-    quantize_path(x, torch.ones(()), formats.E4M3, amax=torch.zeros(()), with_grid=True)
+    quantize_path(x, torch.ones(()), formats.E4M3, amax=torch.zeros(()), grid_dtype=torch.float32)
     assert torch.equal(x, before)
 
 
@@ -266,7 +275,8 @@ def test_device_without_kernels_takes_the_torch_path(monkeypatch: pytest.MonkeyP
     x = random_float32_bits(1000, seed=3)
     for fmt in (formats.E4M3, formats.E5M2):
         result = assert_follows_specification(quantize, x, 2.0, fmt)
-        assert torch.equal(decode(result.payload, fmt).nan_to_num(1.5), result.grid.nan_to_num(1.5))
+        decoded = decode(result.payload, fmt, torch.bfloat16)
+        assert torch.equal(decoded.nan_to_num(1.5), result.grid.nan_to_num(1.5))
 
 
 # Properties
@@ -279,7 +289,7 @@ some_path = st.sampled_from([quantize, quantize_torch])
 
 def cast_values(path: Quantize, x: torch.Tensor, scale: float, fmt: Fp8Format) -> torch.Tensor:
     """Quantized and back, in FP64."""
-    result = path(x, torch.tensor(scale), fmt, amax=None, with_grid=False)
+    result = path(x, torch.tensor(scale), fmt, amax=None, grid_dtype=None)
     return result.payload.double() / scale
 
 
@@ -299,8 +309,8 @@ def test_scale_by_two_is_input_by_two(
 ) -> None:
     x = torch.tensor(values)
     x = x[x.abs() < 1e38]
-    doubled = path(2 * x, torch.tensor(scale), fmt, amax=None, with_grid=False).payload
-    scaled = path(x, torch.tensor(2 * scale), fmt, amax=None, with_grid=False).payload
+    doubled = path(2 * x, torch.tensor(scale), fmt, amax=None, grid_dtype=None).payload
+    scaled = path(x, torch.tensor(2 * scale), fmt, amax=None, grid_dtype=None).payload
     assert torch.equal(doubled.view(torch.uint8), scaled.view(torch.uint8))
 
 
@@ -320,7 +330,7 @@ def test_cast_keeps_order_and_signs(
 @settings(max_examples=50)
 def test_zeros_stay_zeros(path: Quantize, scale: float, fmt: Fp8Format) -> None:
     zeros = path(
-        torch.tensor([0.0, -0.0]), torch.tensor(scale), fmt, amax=None, with_grid=False
+        torch.tensor([0.0, -0.0]), torch.tensor(scale), fmt, amax=None, grid_dtype=None
     ).payload
     assert zeros.view(torch.uint8).tolist() == [0x00, 0x80]
 
@@ -335,11 +345,11 @@ def test_every_float32_pattern_compiled_equals_torch(fmt: Fp8Format) -> None:
     base = torch.arange(size, dtype=torch.int32)
     for chunk in range(256):
         x = (base + ((chunk << 24) - (1 << 32 if chunk > 127 else 0))).view(torch.float32)
-        compiled = quantize(x, one, fmt, amax=None, with_grid=True)
-        by_torch = quantize_torch(x, one, fmt, amax=None, with_grid=True)
+        compiled = quantize(x, one, fmt, amax=None, grid_dtype=torch.float32)
+        by_torch = quantize_torch(x, one, fmt, amax=None, grid_dtype=torch.float32)
         left, right = compiled.payload.view(torch.uint8), by_torch.payload.view(torch.uint8)
         assert torch.equal(left, right), f"chunk {chunk}: {x[left != right][:5]}"
         assert compiled.grid is not None and by_torch.grid is not None
-        left, right = compiled.grid.view(torch.int16), by_torch.grid.view(torch.int16)
+        left, right = compiled.grid.view(torch.int32), by_torch.grid.view(torch.int32)
         differ = (left != right) & ~x.isnan()
         assert not differ.any(), f"chunk {chunk}: {x[differ][:5]}"

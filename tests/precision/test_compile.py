@@ -43,13 +43,16 @@ def assert_casts_follow_specification() -> None:
     values = bits.view(np.float32)
     for fmt, model in ((formats.E4M3, spec.E4M3), (formats.E5M2, spec.E5M2)):
         x, amax = torch.from_numpy(values), torch.zeros(())
-        result = quantize(x, torch.tensor(0.75), fmt, amax=amax, with_grid=True)
+        result = quantize(x, torch.tensor(0.75), fmt, amax=amax, grid_dtype=torch.float32)
         codes = result.payload.view(torch.uint8).numpy()
         expected = spec.quantize(values, np.float32(0.75), model)
         assert spec.same_codes(codes, expected, model)
         assert amax.item() == delayed.amax_of(values)
-        decoded = decode(result.payload, fmt).double().numpy()
-        np.testing.assert_array_equal(decoded, spec.dequantize(codes, model))
+        numbers = spec.dequantize(codes, model)
+        np.testing.assert_array_equal(result.grid.double().numpy(), numbers)
+        for dtype in (torch.float32, torch.bfloat16):
+            decoded = decode(result.payload, fmt, dtype).double().numpy()
+            np.testing.assert_array_equal(decoded, numbers)
 
 
 def assert_torch_path(*words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -75,10 +77,10 @@ def test_bias_is_added_before_the_one_rounding(
 def test_grid_and_payload_alone_give_the_same_product(
     bf16_products: bool, counter: GemmCounter
 ) -> None:
-    a = Fp8Tensor.quantize(noise(9, 17), torch.tensor(80.0), E4M3)
-    b = Fp8Tensor.quantize(noise(17, 3, seed=1), torch.tensor(70.0), E4M3)
-    assert a.grid is not None and a.without_grid().grid is None
-    for work in (torch.float32, torch.bfloat16):
+    for work, kept in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        a = Fp8Tensor.quantize(noise(9, 17), torch.tensor(80.0), E4M3, grid_dtype=kept)
+        b = Fp8Tensor.quantize(noise(17, 3, seed=1), torch.tensor(70.0), E4M3, grid_dtype=kept)
+        assert a.grid is not None and a.grid.dtype == kept and a.without_grid().grid is None
         first = gemm(a, b, work=work, counter=counter, place="x")
         again = gemm(a.without_grid(), b.without_grid(), work=work, counter=counter, place="x")
         assert torch.equal(first, again)

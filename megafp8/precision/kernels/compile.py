@@ -10,20 +10,32 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
-# No flag here may let the compiler reassociate: (y + M) - M would fold to y.
-COMPILE_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-c")
-OPTIONAL_FLAGS = ("-mprefer-vector-width=512", "-fopenmp")
+# No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math says
+# no more than that nobody catches floating-point exceptions; gcc vectorizes comparisons only then.
+COMPILE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-c")
+# Each is used where the compiler takes it and the code loads; clang's OpenMP asks for a runtime that
+# torch has not loaded.
+OPTIONAL_FLAGS = ("-march=native", "-mprefer-vector-width=512", "-fopenmp")
+PROBE = """
+void probe(float *x, int n) {
+#pragma omp parallel for
+    for (int i = 0; i < n; i++) x[i] += 1;
+}
+"""
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # by their number in C
 FORMATS = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0))  # by their number in C
 
 
@@ -42,21 +54,22 @@ def cache_folder() -> Path:
 
 @functools.cache
 def library() -> Library:
-    """Compile if needed (about a second, once) and load. Never raises."""
+    """Compile if needed (a few seconds, once) and load. Never raises."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return Library(None, "no C compiler found (cc, gcc or $CC): casts run as torch operations")
     try:
         path = cache_folder() / f"fp8_cpu-{_key(compiler)}.so"
+        _share_torch_threads()
         if not path.exists():
             _compile(compiler, path)
-        _share_torch_threads()
         lib = ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Library(None, f"{compiler} failed ({error}): casts run as torch operations")
     if not _reproduces_torch(lib):
         return Library(None, f"{compiler}'s code rounds differently: casts run as torch operations")
-    return Library(lib, f"compiled C ({path.name})")
+    threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
+    return Library(lib, f"compiled C ({path.name}{threads})")
 
 
 def _key(compiler: str) -> str:
@@ -66,7 +79,7 @@ def _key(compiler: str) -> str:
         cpu = next(line for line in lines if line.lower().startswith(("flags", "features")))
     except (OSError, StopIteration):
         cpu = platform.processor() + platform.machine()
-    flags = repr((COMPILE_FLAGS, OPTIONAL_FLAGS))
+    flags = repr((COMPILE_FLAGS, OPTIONAL_FLAGS, PROBE))
     parts = (SOURCE.read_bytes(), version, cpu.encode(), flags.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -75,48 +88,75 @@ def _compile(compiler: str, path: Path) -> None:
     """Build beside `path` and rename, so that processes that start together cannot collide."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        obj, lib = f"{folder}/kernels.o", f"{folder}/kernels.so"
-        base = [compiler, *COMPILE_FLAGS, "-o", obj, str(SOURCE)]
-        for count in range(len(OPTIONAL_FLAGS), -1, -1):
-            build = subprocess.run(
-                base + list(OPTIONAL_FLAGS[-count:] if count else ()), capture_output=True
-            )
-            if build.returncode == 0:
-                break
-        build.check_returncode()
-        # Linked without the OpenMP runtime: its symbols come from the one torch has loaded
-        # (_share_torch_threads), so that both use one pool of threads.
-        subprocess.run([compiler, "-shared", "-o", lib, obj], capture_output=True, check=True)
-        os.replace(lib, path)
+        flags = [flag for flag in OPTIONAL_FLAGS if _serves(compiler, flag, Path(folder))]
+        built = _build(compiler, [*COMPILE_FLAGS, *flags], SOURCE, Path(folder, "kernels.so"))
+        os.replace(built, path)
+
+
+def _build(compiler: str, flags: Sequence[str], source: Path, lib: Path) -> Path:
+    """Linked without the OpenMP runtime: its symbols come from the one torch has loaded
+    (`_share_torch_threads`), so that both use one pool of threads."""
+    obj = str(lib.with_suffix(".o"))
+    subprocess.run([compiler, *flags, "-o", obj, str(source)], capture_output=True, check=True)
+    subprocess.run([compiler, "-shared", "-o", lib, obj], capture_output=True, check=True)
+    return lib
+
+
+def _serves(compiler: str, flag: str, folder: Path) -> bool:
+    """Whether the compiler takes the flag, and what it builds with it can be loaded here."""
+    source = folder / "probe.c"
+    source.write_text(PROBE)
+    try:
+        ctypes.CDLL(str(_build(compiler, ["-fPIC", "-c", flag], source, folder / f"{flag}.so")))
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 def _reproduces_torch(lib: ctypes.CDLL) -> bool:
-    """Whether both casts, their grids and their amax are torch's for a sample of all magnitudes.
+    """Whether both casts of each dtype, their grids and amaxes are torch's for a sample of all
+    magnitudes.
 
     A flag in a compiler's wrapper or specs (-ffast-math) could undo the rounding: milliseconds.
     """
     bits = torch.arange(-(1 << 31), 1 << 31, 104729)  # a prime: low bits vary too
-    x = bits.to(torch.int32).view(torch.float32)
-    scale = torch.ones(())
-    for number, (dtype, largest) in enumerate(FORMATS):
-        payload, grid = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=torch.bfloat16)
-        decoded, amax = torch.empty_like(grid), torch.zeros(())
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, scale, payload, grid, decoded, amax)]
-        x_at, scale_at, payload_at, grid_at, decoded_at, amax_at = pointers
-        count = ctypes.c_size_t(x.numel())
-        lib.megafp8_quantize(x_at, count, 0, number, scale_at, payload_at, grid_at, amax_at, 1)
-        lib.megafp8_decode(payload_at, count, number, decoded_at, 1)
-        expected = x.clamp(-largest, largest).to(dtype)
-        same = [_same(t, expected.to(torch.bfloat16)) for t in (grid, decoded, payload.bfloat16())]
-        if not (all(same) and amax.isinf()):
-            return False
-    return True
+    wide = bits.to(torch.int32).view(torch.float32)
+    cases = itertools.product(enumerate(KINDS), enumerate(FORMATS), enumerate(KINDS[:2]))
+    return all(
+        _casts_as_torch(lib, wide.to(dtype), kind, number, grid_dtype, grid_kind)
+        for (kind, dtype), (number, _), (grid_kind, grid_dtype) in cases
+        if grid_dtype in (torch.float32, dtype)
+    )
+
+
+def _casts_as_torch(
+    lib: ctypes.CDLL,
+    x: torch.Tensor,
+    kind: int,
+    number: int,
+    grid_dtype: torch.dtype,
+    grid_kind: int,
+) -> bool:
+    fmt_dtype, largest = FORMATS[number]
+    payload, grid = torch.empty_like(x, dtype=fmt_dtype), torch.empty_like(x, dtype=grid_dtype)
+    decoded, amax, scale = torch.empty_like(grid), torch.zeros(()), torch.ones(())
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, scale, payload, grid, decoded, amax)]
+    x_at, scale_at, payload_at, grid_at, decoded_at, amax_at = pointers
+    count = ctypes.c_size_t(x.numel())
+    lib.megafp8_quantize(
+        x_at, count, kind, number, scale_at, payload_at, grid_at, grid_kind, amax_at, 1
+    )
+    lib.megafp8_decode(payload_at, count, number, decoded_at, grid_kind, 1)
+    expected = x.float().clamp(-largest, largest).to(fmt_dtype).to(grid_dtype)
+    same = [_same(t, expected) for t in (grid, decoded, payload.to(grid_dtype))]
+    return all(same) and bool(amax.isinf())
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal numbers and signs, NaN where the other is."""
     real = ~right.isnan()
-    same_bits = torch.equal(left[real].view(torch.int16), right[real].view(torch.int16))
+    bits = torch.int16 if left.dtype == torch.bfloat16 else torch.int32
+    same_bits = torch.equal(left[real].view(bits), right[real].view(bits))
     return same_bits and torch.equal(left.isnan(), ~real)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
+from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, both
 from megafp8.precision.tensor import Fp8Tensor
 
@@ -22,7 +23,8 @@ def cast_whole(
     """`amax` as in `cast.quantize`."""
     if engine.uses_triton:
         return _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, False)[0]
-    return both(Fp8Tensor.quantize(x_MN, quant_scale, fmt, amax=amax), need)
+    x_fp8 = Fp8Tensor.quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=_grid_dtype(x_MN))
+    return both(x_fp8, need)
 
 
 def cast_whole_and_sum(
@@ -39,8 +41,15 @@ def cast_whole_and_sum(
         operands, total_N = _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, True)
         assert total_N is not None
         return operands, total_N
-    x_fp8, total_N = Fp8Tensor.quantize_and_sum(x_MN, quant_scale, fmt, amax=amax)
+    x_fp8, total_N = Fp8Tensor.quantize_and_sum(
+        x_MN, quant_scale, fmt, amax=amax, grid_dtype=_grid_dtype(x_MN)
+    )
     return both(x_fp8, need), total_N
+
+
+def _grid_dtype(x_MN: torch.Tensor) -> torch.dtype:
+    """What the products read that multiply this tensor's numbers: they work in its dtype."""
+    return wide_dtype(x_MN.device, x_MN.dtype)
 
 
 def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:

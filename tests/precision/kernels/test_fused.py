@@ -130,7 +130,7 @@ def test_casts_are_the_ordinary_ones_of_the_values_that_were_cast(model: GPTSpec
         quant_scale = table.quant_scale[table.names.index(name)]
         amax = amaxes.setdefault(name, torch.zeros(()))
         assert x.dtype == torch.bfloat16
-        expected = quantize(x, quant_scale, table.fmt, amax=amax, with_grid=False).payload
+        expected = quantize(x, quant_scale, table.fmt, amax=amax, grid_dtype=None).payload
         for operand in (last, first):
             if operand is not None:
                 assert torch.equal(operand.payload.view(torch.uint8), expected.view(torch.uint8))
