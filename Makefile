@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-gpu test-slurm test-hosts container test-container lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu test-slurm test-hosts container test-container lint format check docs clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ test: setup-dev ## the tests that need no GPU and no patience
 
 test-slow: setup-dev ## the tests that take minutes each
 	@$(PY) -m pytest -m "slow and not gpu and not slurm and not hosts" -q $(ARGS)
+
+test-cpus: setup-dev ## the numeric tests on each lesser CPU that this one can imitate
+	@$(PY) -m tests.cpu_levels $(ARGS)
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	@$(PY) -m pytest -m "gpu" -q $(ARGS)

@@ -5,9 +5,18 @@ The levels are those of the x86-64 psABI, as compilers name them. Other CPUs hav
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
 
 # What Linux calls the instructions that a level adds (psABI, table 3.1).
 ADDED = {
@@ -46,3 +55,89 @@ def compiler_for(level: str, folder: Path, compiler: str = "cc") -> Path:
     )
     path.chmod(0o755)
     return path
+
+
+@dataclass(frozen=True)
+class Imitation:
+    """A CPU of another level, as far as torch, MKL, oneDNN and compilers can be told to be it."""
+
+    level: str  # of the C kernels' code
+    torch: str
+    mkl: str
+    onednn: str
+    flags: str  # what the project takes for the CPU's
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """`folder` gets a compiler and a cache of kernels."""
+        own = {
+            "ATEN_CPU_CAPABILITY": self.torch,
+            "MKL_CBWR": self.mkl,
+            "ONEDNN_MAX_CPU_ISA": self.onednn,
+            "MEGAFP8_CPU_FLAGS": self.flags,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        if shutil.which("cc"):
+            own["CC"] = str(compiler_for(self.level, folder))
+        return own
+
+
+IMITATIONS = {
+    "SSE2": Imitation("x86-64", "default", "COMPATIBLE", "SSE41", "sse2"),
+    "AVX2": Imitation("x86-64-v3", "avx2", "AVX2", "AVX2", "avx2"),
+    "AVX-512": Imitation("x86-64-v4", "avx512", "AVX512", "AVX512_CORE", "avx512f"),
+    "AVX-512, BF16 products": Imitation(
+        "x86-64-v4", "avx512", "AVX512", "AVX512_CORE", "avx512f avx512_bf16"
+    ),
+}
+"""The last one multiplies in BF16 as torch does without such instructions: slowly."""
+REAL_ALONE = ("AVX512-BF16", "AMX", "Arm")
+
+NUMERIC = (
+    "tests/precision",
+    "tests/models",
+    "tests/parallel/test_fsdp.py",
+    "tests/parallel/test_tensor_parallel.py",
+    "tests/train/test_step.py",
+    "tests/train/test_together.py",
+    "tests/train/test_dryrun.py",
+)
+QUICK = (
+    "tests/precision/test_cast.py::test_special_values",
+    "tests/precision/test_cast.py::test_ties_and_their_neighbours",
+    "tests/precision/test_cast.py::test_decoding_of_every_code",
+    "tests/precision/test_linear.py::test_output_and_gradients_follow_the_specification",
+    "tests/train/test_step.py::test_training_learns",
+    "tests/parallel/test_vocab.py::test_loss_and_gradient_equal_the_plain_ones",
+)
+
+
+def run_tests(name: str, tests: Sequence[str], *options: str, **settings: Any) -> Any:
+    """pytest in a process of its own on an imitated CPU; `settings` are subprocess.run's."""
+    with tempfile.TemporaryDirectory() as folder:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        environment = (
+            {"OMP_NUM_THREADS": "1"} | inherited | IMITATIONS[name].environment(Path(folder))
+        )
+        command = [sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", *options]
+        return subprocess.run(command, env=environment, cwd=ROOT, check=False, **settings)
+
+
+def main(options: Sequence[str]) -> int:
+    """The numeric tests on each CPU that this machine can imitate; pytest's options follow."""
+    failed, left_out = [], [f"{name}: only the real CPU" for name in REAL_ALONE]
+    for name, imitation in IMITATIONS.items():
+        if reason := missing(imitation.level):
+            left_out.append(f"{name}: {reason}")
+            continue
+        print(f"== {name}", flush=True)
+        marks = "not slow and not gpu and not slurm and not hosts"
+        if run_tests(name, NUMERIC, "-m", marks, *options).returncode:
+            failed.append(name)
+    for line in left_out:
+        print(f"not run: {line}")
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
-# No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math says
-# no more than that nobody catches floating-point exceptions; gcc vectorizes comparisons only then.
+# No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
+# only says that nobody catches floating-point exceptions; gcc vectorizes no comparison without it.
 COMPILE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-c")
-# Each is used where the compiler takes it and the code loads; clang's OpenMP asks for a runtime that
+# Each is used where the compiler takes it and the code loads: clang's OpenMP needs a runtime that
 # torch has not loaded.
 OPTIONAL_FLAGS = ("-march=native", "-mprefer-vector-width=512", "-fopenmp")
 PROBE = """
