@@ -29,7 +29,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RECIPES, RecipeName

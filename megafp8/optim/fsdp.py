@@ -57,13 +57,12 @@ class FsdpMasters(Masters):
         if not self._fp8:
             return
         rounded = [
-            local_of(param.detach()).to(linear.weight_compute_dtype)
-            for param, linear in self._fp8.items()
+            local_of(param.detach()).to(form.compute_dtype) for param, form in self._fp8.items()
         ]
         amaxes = torch.stack([amax_of(part) for part in rounded])
         self.shards.all_reduce_max(amaxes)
-        for amax, part, linear in zip(amaxes, rounded, self._fp8.values(), strict=True):
-            linear.agree_on_scale(amax, part)
+        for amax, part, form in zip(amaxes, rounded, self._fp8.values(), strict=True):
+            form.agree_on_scale(amax, part)
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,21 +19,12 @@ from megafp8.optim.masters import Masters, Segment, initial_master
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import Bucket
 from megafp8.precision.cast import amax_of
+from megafp8.precision.weights import StoredFp8
 from megafp8.specs.placement import rectangles_of_run
 
 ALIGNMENT = 64
 """Elements. Parameters and ranges begin at multiples of it: no cache line has two owners, and a
 vectorized update treats an element alike whoever owns it."""
-
-
-class StoresParts(Protocol):
-    """A module whose weight is kept in FP8 alone."""
-
-    weight_compute_dtype: torch.dtype | None
-
-    def store_parts(
-        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class ShardedMasters(Masters):
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        stores: Mapping[nn.Parameter, StoresParts],
+        stores: Mapping[nn.Parameter, StoredFp8],
         shards: Axis,
         *,
         bucket_bytes: int,
@@ -133,8 +123,7 @@ class ShardedMasters(Masters):
         amaxes = torch.zeros(len(fp8_params), device=self.device)
         parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for segment, master, place in rows:
-            dtype = self._fp8[segment.param].weight_compute_dtype
-            assert dtype is not None
+            dtype = self._fp8[segment.param].compute_dtype
             rounded, at = master.detach().to(dtype), row_of[segment.param]
             amaxes[at] = torch.maximum(amaxes[at], amax_of(rounded))
             parts[segment.param] = list(_rectangles(segment, rounded, place))

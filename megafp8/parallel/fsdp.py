@@ -11,7 +11,7 @@ that the ranks have agreed on, and are put down in the compute dtype for the tim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,22 +34,12 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.backends.torchao_linear import TorchaoLinear
-from megafp8.precision.linear import Linear
+from megafp8.precision.formats import Fp8Format
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import ParallelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class CrossesInFp8(Protocol):
-    """A linear whose weight is put together from FP8 parts."""
-
-    weight_compute_dtype: torch.dtype | None  # None: it is not
-
-    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None: ...
-
-    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class ShardedModel:
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
-    gathered_in_fp8: dict[nn.Parameter, CrossesInFp8]  # of `params`, those of linears
+    gathered_in_fp8: dict[nn.Parameter, GatheredFp8]  # of `params`, those that cross in FP8
 
 
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
@@ -93,37 +83,40 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
         module.set_custom_reduce_scatter(_CountedReduceScatter(shards))
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
-    linears = [m for m in model.modules() if isinstance(m, Linear | TorchaoLinear)]
-    in_fp8: dict[nn.Parameter, CrossesInFp8] = {
-        linear.weight: linear for linear in linears if linear.weight_compute_dtype is not None
-    }
-    for param, linear in in_fp8.items():
-        _gather_in_fp8(local_of(param), linear, -(-param.shape[0] // shards.size))
+    in_fp8: dict[nn.Parameter, GatheredFp8] = {}
+    for module in model.modules():
+        form = getattr(module, "weight_form", None)
+        if isinstance(form, GatheredFp8):
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            in_fp8[weight] = form
+            _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
     return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
 
 
-def _gather_in_fp8(local_RI: Any, linear: CrossesInFp8, padded_rows: int) -> None:
+def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
     """Hang FSDP's two hooks around an all-gather on a shard, which stays an ordinary tensor."""
 
     def before(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
-    ) -> tuple[tuple[torch.Tensor], tuple[int, Any]]:
-        assert linear.weight_compute_dtype is not None
-        part_fp8 = linear.quantized_part(local_RI.detach().to(linear.weight_compute_dtype))
+    ) -> tuple[tuple[torch.Tensor], tuple[int, torch.Tensor, Fp8Format]]:
+        part_fp8 = form.agreed.quantized(local_RI.detach().to(form.compute_dtype))
         payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
         payload[: local_RI.shape[0]] = part_fp8.payload.view(torch.uint8)
-        return (payload,), (size[0], part_fp8)
+        # FSDP calls this on a stream of its own and `after` on the compute stream, and drops the
+        # metadata before that one has run: all it may hold is what somebody else holds too.
+        return (payload,), (size[0], part_fp8.dequant_scale, part_fp8.fmt)
 
     @torch.no_grad()
     def after(
         gathered: tuple[torch.Tensor],
-        metadata: tuple[int, Fp8Tensor],
+        metadata: tuple[int, torch.Tensor, Fp8Format],
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
-        rows, part_fp8 = metadata
-        payload = gathered[0][:rows].view(part_fp8.payload.dtype)
-        weight_OI = part_fp8.factory()(payload, part_fp8.dequant_scale).dequantize(dtype)
+        rows, dequant_scale, fmt = metadata
+        payload = gathered[0][:rows].view(fmt.dtype)
+        weight_OI = Fp8Tensor(payload, dequant_scale, fmt).dequantize(dtype)
         if out is None:
             return weight_OI, (weight_OI,)
         with _unsafe_preserve_version_counter(out):  # as FSDP does

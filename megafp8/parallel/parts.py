@@ -28,13 +28,12 @@ from megafp8.parallel.vocab import (
     vocab_parallel_look_up,
     vocabulary_piece,
 )
-from megafp8.precision.embedding import look_up
 from megafp8.precision.formats import FORMATS
+from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.gemm import GemmCounter, gemm
-from megafp8.precision.grad_sink import GradSink
+from megafp8.precision.grad_sink import GradSink, look_up
 from megafp8.precision.linear import Linear, LinearComm, NoComm
-from megafp8.precision.producers import KINDS, ActivationProducer, NormProducer, Producer
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
 from megafp8.specs.placement import Piece
@@ -57,6 +56,7 @@ class NativeParts(Parts):
         counter: GemmCounter,
         half_weights: bool = True,
         sequence_parallel: bool = False,
+        gathers_weights: bool = False,
         cp: Axis | None = None,
     ) -> None:
         super().__init__(spec, dtype, seed, streams)
@@ -64,6 +64,7 @@ class NativeParts(Parts):
             self.whole_dtype = self.residual_dtype = torch.promote_types(dtype, torch.float32)
         self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.gathers_weights = gathers_weights
         if cp is not None and cp.size > 1:
             self.make_core = partial(RingAttentionCore, cp=cp)
 
@@ -139,7 +140,8 @@ class NativeParts(Parts):
             comm=comm,
             sink=self.sink,
             counter=self.counter,
-            weight_compute_dtype=self.dtype if in_fp8 else None,
+            stored_compute_dtype=self.dtype if in_fp8 else None,
+            is_gathered=self.gathers_weights,
         )
 
     def recompute_contexts(

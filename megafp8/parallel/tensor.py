@@ -14,7 +14,7 @@ import torch
 
 from megafp8.models.parts import Rows
 from megafp8.parallel.collectives import Axis, Pending
-from megafp8.precision.quantizers.base import Operand, Role
+from megafp8.precision.recipes.base import Operand, Role
 from megafp8.precision.scaling import ReduceMax
 from megafp8.specs.placement import Piece
 

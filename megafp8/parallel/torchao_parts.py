@@ -9,7 +9,7 @@ from megafp8.models.init import constant, parameter
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.backends.torchao_linear import TorchaoLinear, make_config
 from megafp8.precision.linear import LinearComm
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.placement import Piece
@@ -58,7 +58,7 @@ class TorchaoParts(NativeParts):
             name=name,
             fp8_in_evaluation=self.recipe.fp8_in_evaluation,
             witness=linear_quantizer(self.seen_by, name),
-            weight_compute_dtype=self.dtype if self.gathers_in_fp8 else None,
+            gathered_dtype=self.dtype if self.gathers_in_fp8 else None,
         )
 
 

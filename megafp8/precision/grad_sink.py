@@ -1,14 +1,15 @@
-"""Where a gradient goes."""
+"""Where the gradient of a weight goes, and how it is added up over microbatches in FP32."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from megafp8.precision.accumulate import accumulate
+from megafp8.precision.kernels.compile import library
 
 # Makes a microbatch's gradient of a weight; called by the sink, so that a later sink may have the
 # GEMM accumulate in place.
@@ -95,3 +96,53 @@ class MainGradSink:
     def _accumulate(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         accumulate(self.main_grads[param], grad, is_first=param in self._untouched)
         self._untouched.discard(param)
+
+
+def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
+    """Add `grad` (FP32, BF16 or FP16) to `total` (FP32), or write it there if it is the first.
+
+    torch adds BF16 to FP32 in two passes over memory, the compiled kernel in one; the same bits.
+    """
+    if is_first:
+        total.copy_(grad)
+    elif _fits_kernel(total, grad) and (lib := library().lib) is not None:
+        lib.megafp8_accumulate(
+            ctypes.c_void_p(total.data_ptr()),
+            ctypes.c_void_p(grad.data_ptr()),
+            ctypes.c_size_t(total.numel()),
+            torch.get_num_threads(),
+        )
+    else:
+        total.add_(grad)
+
+
+def _fits_kernel(total: torch.Tensor, grad: torch.Tensor) -> bool:
+    on_cpu = total.device.type == "cpu" and grad.dtype == torch.bfloat16
+    return on_cpu and total.is_contiguous() and grad.is_contiguous()
+
+
+def look_up(tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink) -> torch.Tensor:
+    """Return rows of `weight_VD`: [B, S] int64 -> [B, S, D].
+
+    The gradient goes to `sink`, and touches only the rows that were looked up.
+    """
+    rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+        tokens_BS, weight_VD, sink
+    )
+    return rows_BSD
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens_BS)
+        ctx.weight, ctx.sink = weight_VD, sink
+        return nn.functional.embedding(tokens_BS, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (tokens_BS,), (grad_BSD,) = ctx.saved_tensors, grads
+        grad = ctx.sink.add_rows(ctx.weight, tokens_BS.flatten(), grad_BSD.flatten(0, 1))
+        return None, grad, None

@@ -9,31 +9,23 @@ grad_weight = grad_output.T @ input
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.engine import EMULATED
-from megafp8.precision.gemm import GemmCounter, gemm, wide_dtype
+from megafp8.precision.fused import Producer
+from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
-from megafp8.precision.producers import Producer
-from megafp8.precision.quantizers.base import Operand, Role
-from megafp8.precision.quantizers.linear import LinearQuantizer, Operands
+from megafp8.precision.quantizer import LinearQuantizer
+from megafp8.precision.recipes.base import Operand, Operands, Role
 from megafp8.precision.scaling import ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.traced import TracedLinear
+from megafp8.precision.weights import weight_form
 from megafp8.specs.precision import GemmName
-
-KEEP_NUMBERS_BELOW = 4096
-"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers as well, where FP8 is
-emulated: they are 2 bytes a weight for BF16 products and 4 for FP32 ones, and making them anew is
-then a noticeable part of the products. From there on activations dominate memory, and products
-time."""
 
 
 class PendingReduction(Protocol):
@@ -102,10 +94,13 @@ class NoComm:
 
 
 class Linear(nn.Module):
-    """`quantizer` None computes in the weight's own dtype.
+    """A linear with [O, I] weights and, unless it is None, an [O] bias.
 
-    With `weight_compute_dtype` the weight is kept in FP8 alone (`fp8_params`): the parameter is its
-    payload, to be filled by `store_weight`. Its gradients go into the sink, never to `.grad`.
+    `quantizer` None computes in the weight's own dtype. `stored_compute_dtype` asks for a weight
+    that is kept in FP8 alone (`fp8_params`) and says in which dtype the linear computes: the
+    parameter is then the payload, which the weight's form (`StoredFp8`) fills from the master. Such
+    a weight's gradients go into the sink, never to `.grad`. `is_gathered`: FSDP puts the weight
+    together for each use.
     """
 
     def __init__(
@@ -118,27 +113,28 @@ class Linear(nn.Module):
         comm: LinearComm,
         sink: GradSink,
         counter: GemmCounter,
-        weight_compute_dtype: torch.dtype | None = None,
+        stored_compute_dtype: torch.dtype | None = None,
+        is_gathered: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight_OI, bias_O
-        self.weight_compute_dtype = weight_compute_dtype
         self.name = name
         self.quantizer, self.comm, self.sink, self.counter = quantizer, comm, sink, counter
-        self._stored_weight: Fp8Tensor | None = None
-        self._cached_weight: Operands | None = None
-        self._cached_version = -1
-        self.keeps_weight = True  # False: it is gathered for each use, and so is its FP8 copy made
-        self._weight_again: AbstractContextManager[None] | None = None
-        self._gathered_scale: AgreedScale | None = None
-        self.traced: TracedLinear | None = None  # set where layers are compiled
+        self.weight_form = weight_form(
+            weight_OI,
+            quantizer,
+            stored_compute_dtype=stored_compute_dtype,
+            is_gathered=is_gathered,
+        )
+        # The operation that stands for this linear in a compiled layer: [T, I] -> [T, O].
+        self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
         them, the first dim is that many times longer or shorter."""
         flat_TI = input.flatten(0, -2)
-        if self.traced is not None and torch.compiler.is_compiling():
-            output_TO = self.traced(flat_TI)
+        if self.compiled is not None and torch.compiler.is_compiling():
+            output_TO = self.compiled(flat_TI)
         else:
             output_TO = _LinearFunction.apply(  # type: ignore[no-untyped-call]
                 flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
@@ -183,34 +179,8 @@ class Linear(nn.Module):
         return self.quantizer.operands_and_sum("grad_output", grad_output_TO)
 
     def weight_operands(self, work: torch.dtype, num_tokens: int = 0) -> Operands:
-        """The weight as the GEMMs read it; in FP8 it is quantized once a step and kept."""
-        if self._stored_weight is not None:
-            return self._stored_operands(self._stored_weight, work)
-        if self.quantizer is None:
-            return Operands(self.weight, self.weight)
-        if self._gathered_scale is not None:
-            return self._gathered_operands(self._gathered_scale)
-        version = self.quantizer.state.weights_version
-        if not self.keeps_weight:
-            return self._passing_weight(version)
-        if self._cached_weight is None or self._cached_version != version:
-            self._cached_weight = self.quantizer.operands("weight", self.weight.detach())
-            self._cached_version = version
-        if num_tokens >= KEEP_NUMBERS_BELOW:
-            self._cached_weight = _without_numbers(self._cached_weight)
-        return self._cached_weight
-
-    def _passing_weight(self, version: int) -> Operands:
-        """Quantized for this use alone; again in a step, by the first time's scale, so that the
-        bits are the same, and without a trace."""
-        assert self.quantizer is not None
-        again = self._weight_again
-        if again is None or self._cached_version != version:
-            self._weight_again = self.quantizer.state.recomputation()
-            self._cached_version = version
-            return self.quantizer.operands("weight", self.weight.detach())
-        with again:
-            return self.quantizer.operands("weight", self.weight.detach())
+        """Return the weight as the products of a microbatch of `num_tokens` read it."""
+        return self.weight_form.operands(self.weight, work, num_tokens)
 
     def product(
         self,
@@ -239,76 +209,6 @@ class Linear(nn.Module):
             engine=engine,
             use_fast_accum=use_fast_accum,
         )
-
-    @torch.no_grad()
-    def store_weight(self, master_OI: torch.Tensor) -> None:
-        """Quantize the FP32 master into the parameter; where scales are delayed, its amax is
-        recorded for the next step, in which it is used.
-
-        It is rounded to the compute dtype first, so that the payload is the one that a weight kept
-        in the compute dtype would get (Megatron-LM's `quantize_param_shard`).
-        """
-        assert self.quantizer is not None and self.weight_compute_dtype is not None
-        value = self.quantizer.store(master_OI.to(self.weight_compute_dtype))
-        self.weight.data.copy_(value.payload)
-        self._stored_weight = value.factory()(self.weight.data, value.dequant_scale)
-
-    @torch.no_grad()
-    def store_parts(
-        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """`store_weight` where ranks hold parts of the master: quantize each (rounded part, its
-        place in the payload), all of one shape, with the scale that `amax` of all parts leads to.
-
-        The payload is whole when the ranks' places have been gathered.
-        """
-        assert self.quantizer is not None and self.weight_compute_dtype is not None
-        quant_scale, fmt = self.quantizer.store_scale(amax)
-        for part, place in parts:
-            stored = Fp8Tensor.quantize(part, quant_scale, fmt)
-            place.copy_(stored.payload)
-            self.quantizer.observe_part(part, stored)
-        self._stored_weight = Fp8Tensor(self.weight.data, quant_scale.reciprocal(), fmt)
-
-    @torch.no_grad()
-    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
-        """`store_weight` where the weight is put together from FP8 parts for each use: the scale
-        that `amax` of all parts leads to, until the next call. `part` is this rank's, rounded."""
-        assert self.quantizer is not None
-        self._gathered_scale = AgreedScale(*self.quantizer.store_scale(amax))
-        if self.quantizer.state.observers:
-            self.quantizer.observe_part(part, self.quantized_part(part))
-
-    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
-        """A part of the weight with the scale that was agreed on."""
-        assert self._gathered_scale is not None
-        return self._gathered_scale.quantized(part)
-
-    def _gathered_operands(self, scale: AgreedScale) -> Operands:
-        """The weight holds FP8 numbers times their scale, in the compute dtype: that rounding is
-        far finer than FP8's, so the cast finds the very same numbers again."""
-        assert self.quantizer is not None
-        if not self.quantizer.state.fp8_enabled:
-            return Operands(self.weight, self.weight)
-        weight_OI = self.weight.detach()
-        grid_dtype = wide_dtype(weight_OI.device, weight_OI.dtype)
-        weight_fp8 = Fp8Tensor.quantize(
-            weight_OI, scale.quant_scale, scale.fmt, grid_dtype=grid_dtype
-        )
-        return Operands(weight_fp8, weight_fp8)
-
-    def _stored_operands(self, stored: Fp8Tensor, work: torch.dtype) -> Operands:
-        assert self.quantizer is not None
-        if self.quantizer.state.fp8_enabled:
-            return Operands(stored, stored)
-        plain_OI = stored.dequantize(work)
-        return Operands(plain_OI, plain_OI)
-
-
-def _without_numbers(weight: Operands) -> Operands:
-    """The same FP8 operands; one object still serves both products where it did."""
-    last, first = (o.without_grid() if isinstance(o, Fp8Tensor) else o for o in weight)
-    return Operands(last, last if weight.along_first is weight.along_last else first)
 
 
 @dataclass(frozen=True)
@@ -342,7 +242,8 @@ def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: in
     output_TO = layer.comm.reduce_output(output_TO)
     if bias_O is not None and sums_output:
         output_TO = output_TO + bias_O
-    return Forward(output_TO, input.along_first, weight.along_first if layer.keeps_weight else None)
+    is_saved = layer.weight_form.is_saved_for_backward
+    return Forward(output_TO, input.along_first, weight.along_first if is_saved else None)
 
 
 class Gradients(NamedTuple):

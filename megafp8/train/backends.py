@@ -78,6 +78,7 @@ def make(
         "sink": sink,
         "counter": counter,
         "half_weights": spec.precision.half_weights,
+        "gathers_weights": spec.parallel.fsdp is not None,
     }
     recipe = spec.precision.fp8
     if spec.precision.backend == "te":

@@ -21,6 +21,7 @@ from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
 from megafp8.precision.scaling import ScalingState
+from megafp8.precision.weights import StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train import backends
@@ -56,9 +57,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     if isinstance(engine.scaling, ScalingState):
         engine.scaling.to(mesh.device)
     in_fp8 = {
-        linear.weight: linear
+        linear.weight: linear.weight_form
         for linear in linears_of(model)
-        if linear.weight_compute_dtype is not None
+        if isinstance(linear.weight_form, StoredFp8)
     }
     compiled = None
     if spec.train.compile == "block":
@@ -66,8 +67,6 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     masters: Masters
     if parallel.fsdp is not None:
         assert isinstance(model, GPT), "pipelines are refused"
-        for linear in linears_of(model):
-            linear.keeps_weight = False
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
     elif spec.optim.shards_states:
         tied = model.tied_copy() if isinstance(model, PipelinedGPT) else None
@@ -79,7 +78,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
             alone=[] if tied is None else [tied],
         )
     else:
-        stores = {weight: linear.store_weight for weight, linear in in_fp8.items()}
+        stores = {weight: form.store for weight, form in in_fp8.items()}
         masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
     if parallel.fsdp is None:  # else autograd and FSDP do it

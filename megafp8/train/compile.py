@@ -1,7 +1,7 @@
 """Regional compilation: `torch.compile` of one transformer layer, used by all of them.
 
 Norms, activations, dropout, attention and residual sums are fused around the linears, each of which
-is one operation of the graph (precision/traced.py). What still parts it, and runs eagerly:
+is one operation of the graph (precision/compiled_linear.py). What still parts it, and runs eagerly:
 
 - attention with dropout, whose mask is keyed by its place
 - attention that backward computes again (`activations_checkpoint_granularity=selective`)
@@ -27,8 +27,9 @@ from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.parts import linears_of
-from megafp8.precision import traced
+from megafp8.precision import compiled_linear
 from megafp8.precision.kernels import triton_launch
+from megafp8.precision.linear import Linear
 
 
 @dataclass
@@ -86,14 +87,14 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     if reason is not None:
         raise ConfigError("model.compile", "block", reason, "Set model.compile=off")
     counter = CompileCounter()
-    untraced = traced.unavailable()
+    untraced = compiled_linear.unavailable()
     for linear in linears_of(model):
         if isinstance(linear.sink, DeferringSink):
             counter.stay_eager(linear, "forward", "linears: their weight gradients are deferred")
         elif untraced is not None:
             counter.stay_eager(linear, "forward", f"linears: {untraced}")
         else:
-            traced.trace_linear(linear)
+            _trace_linear(linear)
     for module in model.modules():
         if isinstance(module, Dropout) and module.p > 0:
             if untraced is not None:
@@ -107,6 +108,12 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     for layer in layers:
         _compile(layer, counter, untraced)
     return counter
+
+
+def _trace_linear(linear: Linear) -> None:
+    from megafp8.precision.compiled_linear_ops import trace_linear
+
+    trace_linear(linear)
 
 
 def _trace_dropout(dropout: Dropout) -> None:
@@ -124,18 +131,18 @@ def _compile(layer: TransformerLayer, counter: CompileCounter, untraced: str | N
     parts, eager = layer.parts, layer.forward
     heads = parts.local_heads()
     num_heads = heads.stop - heads.start
-    compiled = torch.compile(eager, backend=counter.backend, dynamic=False)
+    compiled_forward = torch.compile(eager, backend=counter.backend, dynamic=False)
 
     def forward(x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         context = context or AttentionContext()
         if not (layer.training and torch.is_grad_enabled() and x_BSD.requires_grad):
             return eager(x_BSD, context)
         if is_core_eager or context.recompute_attention:  # then it counts for itself
-            eager_core_BSD: torch.Tensor = compiled(x_BSD, context)
+            eager_core_BSD: torch.Tensor = compiled_forward(x_BSD, context)
             return eager_core_BSD
         seq = parts.sequence_length(x_BSD)
         causal_flops = core.count_forward(x_BSD.shape[0], num_heads, seq, seq)
-        out_BSD: torch.Tensor = compiled(x_BSD, context)
+        out_BSD: torch.Tensor = compiled_forward(x_BSD, context)
         core.count_backward(out_BSD, causal_flops)
         return out_BSD
 

@@ -22,6 +22,7 @@ from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.parallel.simulated import simulated_rank
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
 from megafp8.precision.scaling import ScalingState
+from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.precision_share import LinearFlops, linear_flops
@@ -222,7 +223,7 @@ def tensor_core_copies(state: TrainState) -> int:
     return sum(
         2 * linear.weight.numel()
         for linear in linears_of(state.model)
-        if linear.quantizer is not None and linear.weight_compute_dtype is None
+        if isinstance(linear.weight_form, CachedFp8 | RecastFp8)
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.precision.health import HealthProbe, num_nonfinite
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, TensorHealth
 from megafp8.specs.precision import RECIPES, RecipeName

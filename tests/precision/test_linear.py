@@ -23,7 +23,7 @@ from megafp8.hardware import cpu
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink, MainGradSink
 from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe

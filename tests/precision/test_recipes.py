@@ -15,9 +15,9 @@ from torch import nn
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizers.base import Need, Role
-from megafp8.precision.quantizers.build import linear_quantizer
-from megafp8.precision.quantizers.scales import scale_of_amax, scale_of_amax_torchao
+from megafp8.precision.recipes.base import Need, Role
+from megafp8.precision.recipes.build import linear_quantizer
+from megafp8.precision.recipes.scales import scale_of_amax, scale_of_amax_torchao
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, spread
 from megafp8.specs import Fp8Recipe
@@ -90,7 +90,7 @@ def test_casts_are_the_specification(
     quantizer = linear_quantizer(ScalingState(recipe), "linear")
     assert quantizer is not None
     x = awkward(*shape, dtype)
-    (last, first), total = quantizer.tensors[role].quantize_and_sum(x, Need(True, True))
+    (last, first), total = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
     fmt = recipe.backward_format if role == "grad_output" else recipe.forward_format
     for ours, group in zip((last, first), groups_of(name, role), strict=True):
         assert ours is not None

@@ -16,8 +16,8 @@ from torch import nn
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizers.base import Need, Role
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.base import Need, Role
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScaleTable, ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -84,7 +84,7 @@ class Pair:
         x = torch.tensor(values, dtype=torch.float32)
         quantizer = self.linears[name].quantizer
         assert quantizer is not None
-        ours = quantizer.tensors[kind].quantize(x, Need(True, True)).along_last
+        ours = quantizer.tensors[kind].quantize(x, Need(True, True))[0].along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.{kind}", x.numpy()))
 
     def _compare_cast(self, ours: object, theirs: Quantized) -> None:

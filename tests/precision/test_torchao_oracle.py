@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megafp8.precision.backends import torchao_linear
-from megafp8.precision.quantizers.base import Need, Role
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.base import Need, Role
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
@@ -55,7 +55,7 @@ def test_casts_are_torchaos(name: RecipeName, role: Role, dtype: torch.dtype) ->
     sizes = torch.logspace(-5, 3, 48)[:, None]
     x = (torch.randn(48, 80, generator=generator) * sizes).to(dtype)
     x[3] = 0  # below torchao's smallest amax
-    last, first = quantizer.tensors[role].quantize(x, Need(True, True))
+    (last, first), _ = quantizer.tensors[role].quantize(x, Need(True, True))
     if name == "tensorwise":
         assert_equal(last, x, None, power_2)
         return

@@ -10,7 +10,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 from megafp8.errors import ConfigError
-from megafp8.precision import traced
+from megafp8.precision import compiled_linear
 from megafp8.precision.health import HealthProbe
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, GPTSpec
@@ -29,7 +29,7 @@ if reason := unavailable(torch.device("cpu")):
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 needs_tracing = pytest.mark.skipif(
-    traced.unavailable() is not None, reason=traced.unavailable() or ""
+    compiled_linear.unavailable() is not None, reason=compiled_linear.unavailable() or ""
 )
 
 
@@ -164,7 +164,7 @@ def test_what_parts_the_graph_is_told(
 def test_a_torch_that_cannot_trace_linears_runs_them_eagerly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(traced, "PROVEN_FROM", (99, 0))
+    monkeypatch.setattr(compiled_linear, "PROVEN_FROM", (99, 0))
     monkeypatch.setattr(CompileCounter, "backend", without_inductor)
     eager, compiled = (
         build_run(compile=c, compute="bf16", fp8=recipe_of("delayed")) for c in ("off", "block")
@@ -197,7 +197,7 @@ def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
         assert state.compiled.graphs == counts[layers]
         assert state.compiled.recompilations == 0
     assert 0 < counts[2] == counts[4]
-    assert counts[2] == 1 or traced.unavailable() is not None
+    assert counts[2] == 1 or compiled_linear.unavailable() is not None
 
 
 @pytest.mark.slow

@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from megafp8.hardware import bf16
-from megafp8.precision.agreed import AgreedScale
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.quantizers.base import Role
-from megafp8.precision.quantizers.linear import LinearQuantizer
-from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.quantizer import LinearQuantizer
+from megafp8.precision.recipes.base import Role
+from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, GemmName
 
@@ -120,9 +119,9 @@ class TorchaoLinear(nn.Module):
     """torchao's linear over our parameters, its GEMMs counted.
 
     `witness` is our own quantizer of this linear, whose casts are torchao's bit for bit: while
-    something observes it, it repeats them, and torchao's are used. With `weight_compute_dtype` the
-    weight is put together from FP8 parts for each use, in that dtype (`agree_on_scale`): the
-    largest element is exact there, so torchao's cast finds their scale and their numbers again.
+    something observes it, it repeats them, and torchao's are used. With `gathered_dtype` the weight
+    is put together from FP8 parts for each use, in that dtype (`weight_form`): the largest element
+    is exact there, so torchao's cast finds their scale and their numbers again.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class TorchaoLinear(nn.Module):
         name: str,
         fp8_in_evaluation: bool,
         witness: LinearQuantizer | None = None,
-        weight_compute_dtype: torch.dtype | None = None,
+        gathered_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -144,8 +143,11 @@ class TorchaoLinear(nn.Module):
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
         self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
-        self.witness, self.weight_compute_dtype = witness, weight_compute_dtype
-        self._gathered_scale: AgreedScale | None = None
+        self.witness = witness
+        self.weight_form: GatheredFp8 | None = None  # None: the weight crosses ranks as it is
+        if gathered_dtype is not None:
+            assert witness is not None
+            self.weight_form = GatheredFp8(witness, gathered_dtype)
         disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
         casts = {
             "output": config.cast_config_input,
@@ -164,7 +166,7 @@ class TorchaoLinear(nn.Module):
         is_seen = in_fp8 and self._is_observed()
         if is_seen:
             self._show("input", input)
-            if self._gathered_scale is None:  # else it has been rounded, and seen before that
+            if self.weight_form is None:  # `agree_on_scale` has shown it before it was rounded
                 self._show("weight", self.linear.weight)
         flops = 2 * input.numel() * self.linear.out_features
         self._count("output", flops, input.dtype, in_fp8)
@@ -196,19 +198,6 @@ class TorchaoLinear(nn.Module):
     def weight(self) -> nn.Parameter:
         weight: Any = self.linear.weight  # what FSDP gathers is a plain tensor
         return weight  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
-        """The scale that the `amax` of all ranks' parts leads to, until the next call."""
-        assert self.witness is not None
-        self._gathered_scale = AgreedScale(*self.witness.store_scale(amax))
-        if self._is_observed():
-            self.witness.observe_part(part, self.quantized_part(part))
-
-    def quantized_part(self, part: torch.Tensor) -> Fp8Tensor:
-        """A part of the weight with the scale that was agreed on."""
-        assert self._gathered_scale is not None
-        return self._gathered_scale.quantized(part)
 
     def planned(self) -> PlannedGemms:
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)

@@ -18,11 +18,11 @@ from megafp8.precision.formats import E4M3, E5M2
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizers.base import Need, Role
-from megafp8.precision.quantizers.build import linear_quantizer
-from megafp8.precision.quantizers.linear import Operands
+from megafp8.precision.recipes.base import Need, Operands, Role
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.precision.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
 from megafp8.train.precision_means import means_of
@@ -87,19 +87,29 @@ def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
 
 
 def make(
-    recipe: Fp8Recipe, engine: Engine, weight: torch.Tensor, bias: torch.Tensor | None = None
+    recipe: Fp8Recipe,
+    engine: Engine,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    stored: bool = False,
 ) -> tuple[Linear, ScalingState]:
+    """`stored`: the weight is kept in FP8 alone."""
     state = ScalingState(recipe)
     state.engine = engine
+    payload = torch.empty(weight.shape).to(E4M3.dtype)
     linear = Linear(
-        nn.Parameter(weight.clone()),
+        nn.Parameter(payload, requires_grad=False) if stored else nn.Parameter(weight.clone()),
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
         quantizer=linear_quantizer(state, "linear"),
         comm=NoComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
+        stored_compute_dtype=weight.dtype if stored else None,
     )
+    if isinstance(linear.weight_form, StoredFp8):
+        linear.weight_form.store(weight.float())
     return linear, state
 
 
@@ -133,7 +143,9 @@ def test_casts_are_those_of_the_ordinary_path(
         assert quantizer is not None
         state.engine = engine
         for need in (Need(True, True), Need(True, False), Need(False, True)):
-            (last, first), total = quantizer.tensors[role].quantize_and_sum(x, need)
+            operands, total = quantizer.tensors[role].quantize(x, need, with_sum=True)
+            last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
+            assert (last is not None, first is not None) == need
             found[engine is EMULATED, need] = (last, first)
             if engine is not EMULATED:
                 for ours, theirs in zip((last, first), found[True, need], strict=True):
@@ -278,11 +290,7 @@ def test_weights_in_fp8_alone(name: RecipeName) -> None:
     weight, x, grad = noise(32, 48, seed=0), noise(16, 48, seed=1), noise(16, 32, seed=2)
     results = []
     for stored in (False, True):
-        linear, state = make(recipe_of(name), hopper(), weight)
-        if stored:
-            linear.weight = nn.Parameter(torch.empty(32, 48).to(E4M3.dtype), requires_grad=False)
-            linear.weight_compute_dtype = torch.bfloat16
-            linear.store_weight(weight.float())
+        linear, _ = make(recipe_of(name), hopper(), weight, stored=stored)
         leaf = x.clone().requires_grad_()
         output = linear(leaf)
         linear.sink = _Nowhere()

@@ -14,15 +14,22 @@ import torch.nn.functional as F
 
 from megafp8.precision.cast import quantize_scaled
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, both, column_sum
-from megafp8.precision.quantizers.scales import finite_or_inf, scale_of_amax
+from megafp8.precision.recipes.base import (
+    Need,
+    Operands,
+    SavedForm,
+    TensorQuantizer,
+    column_sum,
+    operands_of,
+)
+from megafp8.precision.recipes.scales import finite_or_inf, scale_of_amax
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, times_scale
 from megafp8.specs.precision import BLOCK
 
 
 @dataclass(frozen=True)
-class BlockwiseQuantizer:
+class BlockwiseQuantizer(TensorQuantizer):
     """`is_square`: a weight."""
 
     state: ScalingState
@@ -30,18 +37,18 @@ class BlockwiseQuantizer:
     power_2: bool
     is_square: bool
 
-    def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
         if self.state.engine.uses_triton:
-            return self._by_triton(x_MN.contiguous(), need)
-        if self.is_square:
-            return both(self._blocks(x_MN, (BLOCK, BLOCK)), need)
-        return Fp8Operands(
-            self._blocks(x_MN, (1, BLOCK)) if need.last else None,
-            self._blocks(x_MN, (BLOCK, 1)) if need.first else None,
-        )
-
-    def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        return self.quantize(x_MN, need), column_sum(x_MN)
+            last, first = self._by_triton(x_MN.contiguous(), need)
+        elif self.is_square:
+            square = self._blocks(x_MN, (BLOCK, BLOCK))
+            last, first = square if need.last else None, square if need.first else None
+        else:
+            last = self._blocks(x_MN, (1, BLOCK)) if need.last else None
+            first = self._blocks(x_MN, (BLOCK, 1)) if need.first else None
+        return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
     def saved_form(self) -> SavedForm:
         return SavedForm("block", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
@@ -64,14 +71,17 @@ class BlockwiseQuantizer:
             layout="square" if self.is_square else "block",
         )
 
-    def _by_triton(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+    def _by_triton(
+        self, x_MN: torch.Tensor, need: Need
+    ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
         """The same bits from one read, each orientation laid out as its product reads it."""
         from megafp8.precision.kernels.triton_current import cast_blocks, cast_square_blocks
 
         if self.is_square and not self.state.engine.orients("square"):
             rows, _ = cast_square_blocks(x_MN, self.fmt, power_2=self.power_2)
             assert rows is not None
-            return both(self._scaled(*rows, (BLOCK, BLOCK)), need)
+            square = self._scaled(*rows, (BLOCK, BLOCK))
+            return square if need.last else None, square if need.first else None
         cast = cast_square_blocks if self.is_square else cast_blocks
         rows, columns = cast(
             x_MN,
@@ -83,7 +93,7 @@ class BlockwiseQuantizer:
         last_block, first_block = (
             ((BLOCK, BLOCK),) * 2 if self.is_square else ((1, BLOCK), (BLOCK, 1))
         )
-        return Fp8Operands(
+        return (
             None if rows is None else self._scaled(*rows, last_block),
             None
             if columns is None

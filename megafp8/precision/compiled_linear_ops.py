@@ -1,4 +1,7 @@
-"""The operations behind `traced`. Imported only where torch has what they need of it."""
+"""The operations that `compiled_linear.TracedLinear` calls.
+
+The module is imported only where torch has what the operations need.
+"""
 
 # T tokens (batch x sequence)   I in features   O out features
 
@@ -12,10 +15,10 @@ from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 
 from megafp8.precision import linear as eager
+from megafp8.precision.compiled_linear import TracedLinear
 from megafp8.precision.linear import Linear
-from megafp8.precision.quantizers.base import Operand, SavedForm
+from megafp8.precision.recipes.base import Operand, SavedForm
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.traced import TracedLinear
 
 MakeFp8 = Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]
 
@@ -31,11 +34,14 @@ class Handle(OpaqueBase):
 register_opaque_type(Handle, typ="reference")
 
 
-def traced(linear: Linear) -> TracedLinear:
-    """`linear` for graphs. Its device must be settled: it decides how casts lay out their bytes."""
+def trace_linear(linear: Linear) -> None:
+    """Make `linear` one operation of the graph where a layer is compiled.
+
+    The linear must be on its device, which decides how casts lay out their bytes.
+    """
     saved = SavedForm() if linear.quantizer is None else linear.quantizer.saved_form()
     handle = Handle(linear, saved)
-    return TracedLinear(handle, linear.weight.shape[0], saved, linear.comm.tokens_out)
+    linear.compiled = TracedLinear(handle, linear.weight.shape[0], saved, linear.comm.tokens_out)
 
 
 @torch.library.custom_op("megafp8::linear", mutates_args=())

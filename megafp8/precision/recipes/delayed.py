@@ -7,42 +7,41 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.producers import CastInto, Produced, Producer
-from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm
-from megafp8.precision.quantizers.whole import (
-    cast_operands,
-    cast_whole,
-    cast_whole_and_sum,
-    saved_form,
-)
+from megafp8.precision.fused import CastInto, Produced, Producer
+from megafp8.precision.recipes.base import Need, Operands, SavedForm, TensorQuantizer
+from megafp8.precision.recipes.whole import cast_whole, saved_form, tensors_of_cast
 from megafp8.precision.scaling import ScalingState, Slot
 
 
 @dataclass(frozen=True)
-class DelayedQuantizer:
-    """Casts with the table's scale; the amax joins the table's, for later microbatches."""
+class DelayedQuantizer(TensorQuantizer):
+    """Cast with the table's scale and add the amax to the table, for later microbatches."""
 
     state: ScalingState
     slot: Slot
 
-    def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
         slot, engine = self.slot, self.state.engine
-        return cast_whole(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
-
-    def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        slot, engine = self.slot, self.state.engine
-        return cast_whole_and_sum(x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax)
+        return cast_whole(
+            x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax, with_sum=with_sum
+        )
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """What to cast a weight of this amax with, whose parts lie on several ranks; recorded."""
+        """Return the table's (scale, format) and record `amax` for later steps."""
         if self.state.recording:
             self.slot.amax.copy_(torch.maximum(self.slot.amax, amax))
         return self.slot.quant_scale, self.slot.fmt
 
+    @property
+    def can_fuse(self) -> bool:
+        """The scale is known beforehand, so a Triton kernel can cast what it computes."""
+        return self.state.engine.uses_triton
+
     def produce(
         self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
-    ) -> tuple[Fp8Operands, Produced]:
-        """The tensor quantized as `producer` makes it of `x_MX`; only where Triton runs."""
+    ) -> tuple[Operands, Produced]:
         slot, orients = self.slot, self.state.engine.orients("tensor")
         into = CastInto(
             slot.quant_scale,
@@ -53,7 +52,11 @@ class DelayedQuantizer:
             with_plain=with_plain,
         )
         made = producer.cast(x_MX, into)
-        return cast_operands(made.payload, made.payload_t, slot.quant_scale, slot.fmt, need), made
+        last, first = tensors_of_cast(
+            made.payload, made.payload_t, slot.quant_scale, slot.fmt, need
+        )
+        assert last is not None, "the output's product reads the tensor in FP8"
+        return Operands(last, last if first is None else first), made
 
     def saved_form(self) -> SavedForm:
         return saved_form(self.slot.fmt, self.state.engine)

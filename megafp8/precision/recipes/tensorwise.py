@@ -8,14 +8,14 @@ import torch
 
 from megafp8.precision.cast import amax_of
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm
-from megafp8.precision.quantizers.scales import scale_of_amax
-from megafp8.precision.quantizers.whole import cast_whole, cast_whole_and_sum, saved_form
+from megafp8.precision.recipes.base import Need, Operands, SavedForm, TensorQuantizer
+from megafp8.precision.recipes.scales import scale_of_amax
+from megafp8.precision.recipes.whole import cast_whole, saved_form
 from megafp8.precision.scaling import ReduceMax, ScalingState
 
 
 @dataclass(frozen=True)
-class TensorwiseQuantizer:
+class TensorwiseQuantizer(TensorQuantizer):
     """One scale for the tensor, that of the whole where ranks hold parts of it.
 
     `reduce_max` takes the maximum over those ranks; None: this rank holds the whole.
@@ -26,20 +26,21 @@ class TensorwiseQuantizer:
     power_2: bool
     reduce_max: ReduceMax | None
 
-    def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
-        return cast_whole(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
-
-    def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        return cast_whole_and_sum(x_MN, self.scale_of(x_MN), self.fmt, need, self.state.engine)
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        scale, engine = self.scale_of(x_MN), self.state.engine
+        return cast_whole(x_MN, scale, self.fmt, need, engine, with_sum=with_sum)
 
     def saved_form(self) -> SavedForm:
         return saved_form(self.fmt, self.state.engine)
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
+        """Return the 0-d FP32 scale for `x_MN`, this rank's part of the tensor."""
         return self.store_scale(amax_of(x_MN))[0]
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """What to cast a tensor with whose amax on this rank is `amax`."""
+        """Return the (scale, format) for a tensor whose amax on this rank is `amax`."""
         if self.reduce_max is not None:
             self.reduce_max(amax)
         return scale_of_amax(amax, self.fmt, power_2=self.power_2), self.fmt

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megafp8.precision.formats import FORMATS, Fp8Format
-from megafp8.precision.quantizers.base import Role, TensorQuantizer
-from megafp8.precision.quantizers.blockwise import BlockwiseQuantizer
-from megafp8.precision.quantizers.delayed import DelayedQuantizer
-from megafp8.precision.quantizers.linear import LinearQuantizer
-from megafp8.precision.quantizers.rowwise import RowwiseQuantizer
-from megafp8.precision.quantizers.tensorwise import TensorwiseQuantizer
+from megafp8.precision.quantizer import LinearQuantizer
+from megafp8.precision.recipes.base import Role, TensorQuantizer
+from megafp8.precision.recipes.blockwise import BlockwiseQuantizer
+from megafp8.precision.recipes.delayed import DelayedQuantizer
+from megafp8.precision.recipes.rowwise import RowwiseQuantizer
+from megafp8.precision.recipes.tensorwise import TensorwiseQuantizer
 from megafp8.precision.scaling import ReduceMax, ScalingState
 from megafp8.specs.precision import HIGH_PRECISION, RecipeName
 

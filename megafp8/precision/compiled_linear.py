@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megafp8.precision.quantizers.base import SavedForm
+from megafp8.precision.recipes.base import SavedForm
 
 PROVEN_FROM = (2, 13)
 """The torch from which objects are known to be inputs of a graph and of its backward."""
@@ -38,7 +38,7 @@ class TracedLinear:
     `saved`: how the input is kept for backward; `tokens_out`: of the output, given the input's.
     """
 
-    handle: Any  # traced_ops.Handle
+    handle: Any  # compiled_linear_ops.Handle
     out_features: int
     saved: SavedForm
     tokens_out: Callable[[int], int]
@@ -55,10 +55,3 @@ class TracedLinear:
             self.saved.scale_shape(tokens, features),
         )[0]
         return output_TO
-
-
-def trace_linear(linear: Any) -> None:
-    """From now on `linear` is one operation where it is compiled; its device must be settled."""
-    from megafp8.precision.traced_ops import traced
-
-    linear.traced = traced(linear)

@@ -11,14 +11,21 @@ import torch
 
 from megafp8.precision.cast import amax_along, amax_of, quantize_scaled
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.quantizers.base import Fp8Operands, Need, SavedForm, column_sum
-from megafp8.precision.quantizers.scales import scale_of_amax_torchao
+from megafp8.precision.recipes.base import (
+    Need,
+    Operands,
+    SavedForm,
+    TensorQuantizer,
+    column_sum,
+    operands_of,
+)
+from megafp8.precision.recipes.scales import scale_of_amax_torchao
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 
 
 @dataclass(frozen=True)
-class RowwiseQuantizer:
+class RowwiseQuantizer(TensorQuantizer):
     """`tensorwise_first`: one scale for the whole tensor where the sum runs along the first dim.
 
     That is the weight of `rowwise_with_gw_hp` in the product for the input gradient.
@@ -29,16 +36,15 @@ class RowwiseQuantizer:
     power_2: bool
     tensorwise_first: bool = False
 
-    def quantize(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
         if self.state.engine.uses_triton:
-            return self._by_triton(x_MN.contiguous(), need)
-        return Fp8Operands(
-            self._along(x_MN, dim=1) if need.last else None,
-            self._along(x_MN, dim=0) if need.first else None,
-        )
-
-    def quantize_and_sum(self, x_MN: torch.Tensor, need: Need) -> tuple[Fp8Operands, torch.Tensor]:
-        return self.quantize(x_MN, need), column_sum(x_MN)
+            last, first = self._by_triton(x_MN.contiguous(), need)
+        else:
+            last = self._along(x_MN, dim=1) if need.last else None
+            first = self._along(x_MN, dim=0) if need.first else None
+        return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
     def saved_form(self) -> SavedForm:
         return SavedForm("row", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
@@ -66,7 +72,9 @@ class RowwiseQuantizer:
             layout="tensor" if is_whole else "row",
         )
 
-    def _by_triton(self, x_MN: torch.Tensor, need: Need) -> Fp8Operands:
+    def _by_triton(
+        self, x_MN: torch.Tensor, need: Need
+    ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
         """The same bits, the second quantization laid out as its product reads it."""
         from megafp8.precision.kernels.triton_cast import cast
         from megafp8.precision.kernels.triton_current import cast_rowwise
@@ -86,4 +94,4 @@ class RowwiseQuantizer:
             ).payload_t
             assert payload_t is not None
             first = self._scaled(payload_t.t(), quant_scale.reciprocal(), dim=0)
-        return Fp8Operands(None if rows is None else self._scaled(*rows, dim=1), first)
+        return None if rows is None else self._scaled(*rows, dim=1), first

@@ -1,0 +1,123 @@
+"""A linear's three quantizers together: which product reads which tensor in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.precision.engine import Engine
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.fused import Producer
+from megafp8.precision.recipes.base import (
+    READERS,
+    Need,
+    Operands,
+    Role,
+    SavedForm,
+    TensorQuantizer,
+    column_sum,
+)
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.precision import GEMMS, GemmName
+
+
+@dataclass(frozen=True)
+class LinearQuantizer:
+    """`high_precision`: the products that are not done in FP8. `name` is the linear's."""
+
+    name: str
+    state: ScalingState
+    tensors: dict[Role, TensorQuantizer]
+    high_precision: frozenset[GemmName]
+
+    def products(self, gemm: GemmName) -> tuple[Engine, bool]:
+        """Return where this product runs, and whether it may accumulate fast there."""
+        return self.state.engine, gemm in self.state.recipe.fast_accumulation
+
+    def is_fp8(self, gemm: GemmName) -> bool:
+        return gemm not in self.high_precision
+
+    @property
+    def fp8_gemms(self) -> tuple[GemmName, ...]:
+        return tuple(gemm for gemm in GEMMS if self.is_fp8(gemm))
+
+    def operands(self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True) -> Operands:
+        """Return one of the linear's tensors as its products read it.
+
+        `with_first` False: only the product of the forward pass will be done.
+        """
+        return self._quantized(role, x_MN, with_first=with_first, with_sum=False)[0]
+
+    def operands_and_sum(self, role: Role, x_MN: torch.Tensor) -> tuple[Operands, torch.Tensor]:
+        """Return `operands` and the FP32 sum of each column of the tensor itself, [N]."""
+        operands, total_N = self._quantized(role, x_MN, with_first=True, with_sum=True)
+        assert total_N is not None
+        return operands, total_N
+
+    def _quantized(
+        self, role: Role, x_MN: torch.Tensor, *, with_first: bool, with_sum: bool
+    ) -> tuple[Operands, torch.Tensor | None]:
+        need = self._need(role, with_first)
+        if not need.any:
+            return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
+        operands, total_N = self.tensors[role].quantize(x_MN, need, with_sum=with_sum)
+        self._observe(role, x_MN, operands)
+        return operands, total_N
+
+    def saved_form(self) -> SavedForm:
+        """Return how the input is kept between forward and backward."""
+        if not self.is_fp8("grad_weight"):
+            return SavedForm()
+        return self.tensors["input"].saved_form()
+
+    def fuses(self, *, with_first: bool) -> bool:
+        """Whether what makes the input may cast it in the same pass."""
+        need = self._need("input", with_first)
+        is_whole = need.last and need.first == with_first  # else a product reads it as it is
+        return is_whole and self.tensors["input"].can_fuse
+
+    def produce(
+        self, producer: Producer, x_MX: torch.Tensor, *, with_first: bool
+    ) -> tuple[Operands, tuple[torch.Tensor, ...]]:
+        """Return the input as `producer` makes it of `x_MX`, and what its backward needs."""
+        need, is_observed = self._need("input", with_first), bool(self.state.observers)
+        operands, made = self.tensors["input"].produce(producer, x_MX, need, with_plain=is_observed)
+        if made.plain is not None:
+            self._observe("input", made.plain, operands)
+        return operands, made.kept
+
+    def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
+        """Return a weight that is to be kept in FP8 alone.
+
+        One quantization serves both products.
+        """
+        operands, _ = self.tensors["weight"].quantize(weight_OI, Need(True, True))
+        self._observe("weight", weight_OI, operands)
+        last, first = operands
+        assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
+        assert last.dequant_scale.data_ptr() == first.dequant_scale.data_ptr(), "one scale for both"
+        return last
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """Return the (scale, format) to cast a weight with of which several ranks hold parts.
+
+        `amax` (0-d FP32, may be overwritten) is that of all parts.
+        """
+        return self.tensors["weight"].store_scale(amax)
+
+    def observe_part(self, part_MN: torch.Tensor, stored: Fp8Tensor) -> None:
+        """Show the observers a part of a weight that is kept in FP8 alone."""
+        for observe in self.state.observers:
+            observe(f"{self.name}.weight", part_MN, stored, stored)
+
+    def _observe(self, role: Role, x_MN: torch.Tensor, operands: Operands) -> None:
+        last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
+        for observe in self.state.observers:
+            observe(f"{self.name}.{role}", x_MN, last, first)
+
+    def _need(self, role: Role, with_first: bool) -> Need:
+        last, first = READERS[role]
+        enabled = self.state.fp8_enabled
+        return Need(enabled and self.is_fp8(last), enabled and with_first and self.is_fp8(first))

@@ -1,0 +1,130 @@
+"""What a recipe does with one tensor of one linear.
+
+Each of a linear's three tensors is read by two products, in one of which the sum runs along its
+last dim, in the other along its first:
+
+    tensor              along last                along first
+    input [T, I]        output (over I)           grad_weight (over T)
+    weight [O, I]       output (over I)           grad_input (over O)
+    grad_output [T, O]  grad_input (over O)       grad_weight (over T)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.fused import Produced, Producer
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.precision import BLOCK, GemmName
+
+Operand = torch.Tensor | Fp8Tensor
+Role = Literal["input", "weight", "grad_output"]
+
+# (the product that sums along the last dim, the one that sums along the first)
+READERS: dict[Role, tuple[GemmName, GemmName]] = {
+    "input": ("output", "grad_weight"),
+    "weight": ("output", "grad_input"),
+    "grad_output": ("grad_input", "grad_weight"),
+}
+
+
+class Operands(NamedTuple):
+    """One tensor as its two products read it: in FP8, or as it is."""
+
+    along_last: Operand
+    along_first: Operand
+
+
+class Need(NamedTuple):
+    """For which of the two products FP8 is wanted."""
+
+    last: bool
+    first: bool
+
+    @property
+    def any(self) -> bool:
+        return self.last or self.first
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """How an input [T, I] is kept for the weight gradient: as it is (`scales` None), or in FP8 of
+    `dtype` with one scale, one for each column, or one for each 128 elements of a column.
+
+    `is_transposed`: its bytes lie in memory as [I, T].
+    """
+
+    scales: Literal["tensor", "row", "block"] | None = None
+    dtype: torch.dtype = torch.uint8
+    is_transposed: bool = False
+
+    def payload_shape(self, tokens: int, features: int) -> list[int]:
+        """As it lies in memory; nothing where the input itself is kept."""
+        if self.scales is None:
+            return [0]
+        return [features, tokens] if self.is_transposed else [tokens, features]
+
+    def scale_shape(self, tokens: int, features: int) -> list[int]:
+        if self.scales is None:
+            return [0]
+        if self.scales == "tensor":
+            return []
+        return [1 if self.scales == "row" else -(-tokens // BLOCK), features]
+
+
+class TensorQuantizer(ABC):
+    """Quantize one tensor of one linear; what is kept between calls is in the `ScalingState`."""
+
+    @abstractmethod
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Return `x_MN` in FP8 for the products in `need`, and as it is for the others.
+
+        With `with_sum` the second result is the FP32 sum of each column of `x_MN` itself, [N].
+        """
+
+    @abstractmethod
+    def saved_form(self) -> SavedForm:
+        """Return the form of what the product that sums along the first dim reads."""
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether a norm or an activation may cast its own result (`produce`)."""
+        return False
+
+    def produce(
+        self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
+    ) -> tuple[Operands, Produced]:
+        """Return what `producer` makes of `x_MX` in FP8, and all that it made.
+
+        `need.last` must be set. `with_plain` asks for the result in high precision as well.
+        """
+        raise AssertionError(f"{type(self).__name__} needs its tensor before it knows the scale")
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """Return the (scale, format) to cast a whole tensor of this amax with.
+
+        `amax` (0-d FP32, may be overwritten) is known before all parts of the tensor are there.
+        """
+        raise AssertionError(f"{type(self).__name__} has no single scale for a tensor")
+
+
+def column_sum(x_MN: torch.Tensor) -> torch.Tensor:
+    """Return the FP32 sum of each column, [N]: a bias's gradient."""
+    return x_MN.sum(0, dtype=torch.float32)
+
+
+def operands_of(x_MN: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None) -> Operands:
+    """Return the operands of a tensor; None where its product reads the tensor as it is."""
+    return Operands(x_MN if last is None else last, x_MN if first is None else first)
+
+
+def serving_both(x_MN: torch.Tensor, x_fp8: Fp8Tensor, need: Need) -> Operands:
+    """Return the operands where one quantization serves both products."""
+    return operands_of(x_MN, x_fp8 if need.last else None, x_fp8 if need.first else None)

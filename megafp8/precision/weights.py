@@ -1,0 +1,253 @@
+"""How a linear keeps its weight between uses, and gives it to the three products.
+
+    PlainWeight     the linear computes in high precision
+    CachedFp8       the weight is quantized once a step, and the FP8 copy is kept
+    RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
+    StoredFp8       the parameter is the FP8 payload alone; the optimizer's master is the weight
+    GatheredFp8     ranks gather FP8 parts by a scale that they have agreed on (FSDP)
+
+A linear is given one of them when it is made. The weight itself is an argument of `operands`, since
+FSDP puts another parameter in the module's place while a layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megafp8.precision.cast import quantize
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.gemm import wide_dtype
+from megafp8.precision.quantizer import LinearQuantizer
+from megafp8.precision.recipes.base import Operands
+from megafp8.precision.tensor import Fp8Tensor
+
+KEEP_NUMBERS_BELOW = 4096
+"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers in a wider format as
+well, where FP8 products are emulated. The numbers cost 2 bytes a weight for BF16 products and 4 for
+FP32 ones, and below this count making them anew takes a noticeable part of the products' time. From
+there on activations dominate memory, and products dominate time."""
+
+
+class WeightForm(Protocol):
+    """The form in which a linear keeps its weight [O, I]."""
+
+    @property
+    def is_saved_for_backward(self) -> bool:
+        """Whether backward reads the operand that forward made; else `operands` makes it again."""
+        ...
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return `weight_OI`, the module's parameter, as the products of a microbatch read it.
+
+        `work` is the dtype of the products' results, `num_tokens` the microbatch's tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight whose products run in its own dtype."""
+
+    is_saved_for_backward: bool = True
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        return Operands(weight_OI, weight_OI)
+
+
+class CachedFp8:
+    """A weight that is quantized once a step; its FP8 copy serves all microbatches."""
+
+    is_saved_for_backward = True
+
+    def __init__(self, quantizer: LinearQuantizer) -> None:
+        self._quantizer = quantizer
+        self._kept: Operands | None = None
+        self._version = -1
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        version = self._quantizer.state.weights_version
+        if self._kept is None or self._version != version:
+            self._kept = self._quantizer.operands("weight", weight_OI.detach())
+            self._version = version
+        if num_tokens >= KEEP_NUMBERS_BELOW:
+            self._kept = _without_numbers(self._kept)
+        return self._kept
+
+
+class RecastFp8:
+    """A weight that is gathered for each use and quantized for this use alone.
+
+    The first use of a step records the amax; later ones repeat its scale and record nothing, so
+    that all uses of a step have the same bits.
+    """
+
+    is_saved_for_backward = False
+
+    def __init__(self, quantizer: LinearQuantizer) -> None:
+        self._quantizer = quantizer
+        self._repeat: AbstractContextManager[None] | None = None
+        self._version = -1
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        state = self._quantizer.state
+        if self._repeat is None or self._version != state.weights_version:
+            self._repeat, self._version = state.recomputation(), state.weights_version
+            return self._quantizer.operands("weight", weight_OI.detach())
+        with self._repeat:
+            return self._quantizer.operands("weight", weight_OI.detach())
+
+
+class StoredFp8:
+    """A weight of which the FP8 payload alone is kept (`fp8_params`), filled from its master.
+
+    A master is rounded to `compute_dtype` before it is quantized, so that the payload is the one
+    that a weight kept in the compute dtype would get (Megatron-LM's `quantize_param_shard`).
+    """
+
+    is_saved_for_backward = True
+
+    def __init__(
+        self, payload_OI: nn.Parameter, quantizer: LinearQuantizer, compute_dtype: torch.dtype
+    ) -> None:
+        self.payload_OI, self.compute_dtype = payload_OI, compute_dtype
+        self._quantizer = quantizer
+        self._remake: Callable[[torch.Tensor, torch.Tensor], Fp8Tensor] | None = None
+        self._dequant_scale: torch.Tensor | None = None
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        assert self._remake is not None and self._dequant_scale is not None, "nothing is stored yet"
+        stored = self._remake(weight_OI.detach(), self._dequant_scale)
+        if self._quantizer.state.fp8_enabled:
+            return Operands(stored, stored)
+        plain_OI = stored.dequantize(work)
+        return Operands(plain_OI, plain_OI)
+
+    @torch.no_grad()
+    def store(self, master_OI: torch.Tensor) -> None:
+        """Quantize the FP32 master into the parameter.
+
+        Where scales are delayed, its amax is recorded for the next step, in which it is used.
+        """
+        value = self._quantizer.store(master_OI.to(self.compute_dtype))
+        self.payload_OI.data.copy_(value.payload)
+        self._remake, self._dequant_scale = value.factory(), value.dequant_scale
+
+    @torch.no_grad()
+    def store_parts(
+        self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Do what `store` does where ranks hold parts of the master.
+
+        `amax` (0-d FP32, may be overwritten) is that of all parts. Each of this rank's `parts` is
+        (the part, rounded to the compute dtype; its place in the payload), both of one shape. The
+        payload is whole when the ranks' places have been gathered.
+        """
+        quant_scale, fmt = self._quantizer.store_scale(amax)
+        for part, place in parts:
+            stored = Fp8Tensor.quantize(part, quant_scale, fmt)
+            place.copy_(stored.payload)
+            self._quantizer.observe_part(part, stored)
+        self._dequant_scale = quant_scale.reciprocal()
+        self._remake = Fp8Tensor(self.payload_OI.data, self._dequant_scale, fmt).factory()
+
+
+class GatheredFp8:
+    """A weight that ranks hold parts of, and that crosses between them as FP8 bytes.
+
+    The gathered parameter holds FP8 numbers times their scale, in the compute dtype. That rounding
+    is far finer than FP8's, so casting with the same scale finds the very same numbers again.
+    """
+
+    is_saved_for_backward = False
+
+    def __init__(self, quantizer: LinearQuantizer, compute_dtype: torch.dtype) -> None:
+        self.compute_dtype = compute_dtype
+        self._quantizer = quantizer
+        self._agreed: AgreedScale | None = None
+
+    @property
+    def agreed(self) -> AgreedScale:
+        """The scale of the newest `agree_on_scale`."""
+        assert self._agreed is not None, "no scale has been agreed on"
+        return self._agreed
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        if not self._quantizer.state.fp8_enabled:
+            return Operands(weight_OI, weight_OI)
+        agreed, grid_dtype = self.agreed, wide_dtype(weight_OI.device, weight_OI.dtype)
+        weight_fp8 = Fp8Tensor.quantize(
+            weight_OI.detach(), agreed.quant_scale, agreed.fmt, grid_dtype=grid_dtype
+        )
+        return Operands(weight_fp8, weight_fp8)
+
+    @torch.no_grad()
+    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
+        """Fix the scale that `amax` of all ranks' parts leads to, until the next call.
+
+        `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight, rounded
+        to the compute dtype; the observers of FP8 health see it.
+        """
+        self._agreed = AgreedScale.of(*self._quantizer.store_scale(amax))
+        state = self._quantizer.state
+        if state.recording and state.observers:
+            self._quantizer.observe_part(part, self._agreed.quantized(part))
+
+
+@dataclass(frozen=True)
+class AgreedScale:
+    """The scale with which every rank casts its part of one weight.
+
+    FSDP casts the parts on one CUDA stream and reads `dequant_scale` on another. So it is made
+    once, with the scale itself, and lives as long as this object does.
+    """
+
+    quant_scale: torch.Tensor  # 0-d FP32
+    dequant_scale: torch.Tensor  # 0-d FP32
+    fmt: Fp8Format
+
+    @classmethod
+    def of(cls, quant_scale: torch.Tensor, fmt: Fp8Format) -> AgreedScale:
+        """Return the agreed scale with the scale that undoes it."""
+        return cls(quant_scale, quant_scale.reciprocal(), fmt)
+
+    def quantized(self, part: torch.Tensor) -> Fp8Tensor:
+        """Return a part of the weight in FP8, with `dequant_scale` itself, not a copy of it."""
+        payload, _ = quantize(part, self.quant_scale, self.fmt, amax=None, grid_dtype=None)
+        return Fp8Tensor(payload, self.dequant_scale, self.fmt)
+
+
+def weight_form(
+    parameter: nn.Parameter,
+    quantizer: LinearQuantizer | None,
+    *,
+    stored_compute_dtype: torch.dtype | None = None,
+    is_gathered: bool = False,
+) -> WeightForm:
+    """Choose the form for a linear's weight.
+
+    `quantizer` None keeps the linear in high precision. `stored_compute_dtype` asks for a weight
+    that is kept (or, with `is_gathered`, crosses ranks) in FP8 alone, and is the dtype in which the
+    linear computes. `is_gathered`: FSDP puts the weight together for each use.
+    """
+    if quantizer is None:
+        return PlainWeight(is_saved_for_backward=not is_gathered)
+    if stored_compute_dtype is not None:
+        if is_gathered:
+            return GatheredFp8(quantizer, stored_compute_dtype)
+        return StoredFp8(parameter, quantizer, stored_compute_dtype)
+    return RecastFp8(quantizer) if is_gathered else CachedFp8(quantizer)
+
+
+def _without_numbers(weight: Operands) -> Operands:
+    """Return the same FP8 operands without their numbers in a wider format.
+
+    One object still serves both products where it did.
+    """
+    last, first = (o.without_grid() if isinstance(o, Fp8Tensor) else o for o in weight)
+    return Operands(last, last if weight.along_first is weight.along_last else first)
