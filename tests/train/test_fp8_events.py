@@ -144,9 +144,14 @@ def test_bytes_of_weights_in_fp8_alone() -> None:
     """A byte an element of every FP8 linear, and no second copy anywhere."""
     alone, _ = train(recipe_of("delayed", params_in_fp8=True), num_microbatches=1)
     for linear in linears_of(alone.model):
-        held = [t for t in vars(linear).values() if isinstance(t, Fp8Tensor)]
-        assert [t.payload.data_ptr() for t in held] == [linear.weight.data_ptr()]
-        assert held[0].grid is None and linear.weight.element_size() == 1
+        form = linear.weight_form
+        held = [value for of in (linear, form) for value in vars(of).values()]
+        tensors = {t.data_ptr(): t for t in held if isinstance(t, torch.Tensor)}
+        assert not any(isinstance(value, Fp8Tensor) for value in held)
+        sizes = {pointer: t.nbytes for pointer, t in tensors.items() if t.ndim}
+        assert sizes == {linear.weight.data_ptr(): linear.weight.numel()}
+        operand = linear.weight_operands(torch.bfloat16).along_last
+        assert isinstance(operand, Fp8Tensor) and operand.grid is None
 
 
 def test_modules_out_of_fp8_stay_out() -> None:
