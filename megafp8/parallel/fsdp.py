@@ -84,10 +84,10 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
     in_fp8: dict[nn.Parameter, GatheredFp8] = {}
-    for module in model.modules():
-        form = getattr(module, "weight_form", None)
+    for owner in model.modules():
+        form = getattr(owner, "weight_form", None)
         if isinstance(form, GatheredFp8):
-            weight = module.weight
+            weight = owner.weight
             assert isinstance(weight, nn.Parameter)
             in_fp8[weight] = form
             _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
