@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 BLOCK = 128
 ALIGNMENT = 16  # of K and N
+BLOCK_ROWS = 4  # of M where a has scales of blocks: cuBLASLt reads them 16 bytes at a time
 SQUARE_ALIGNMENT = 4 * BLOCK  # of K where scales of square blocks need strides of 16 bytes
 
 Layout = Literal["tensor", "row", "block", "square"]
@@ -98,7 +99,7 @@ def scaled_mm(
     step = SQUARE_ALIGNMENT if "square" in (a_layout, b_layout) else step
     inner = _round_up(a_MK.shape[1], step)
     cols = _round_up(num_cols, BLOCK if b_layout == "square" else ALIGNMENT)
-    rows = _round_up(num_rows, BLOCK if a_layout == "square" else 1)
+    rows = _round_up(num_rows, {"square": BLOCK, "block": BLOCK_ROWS}.get(a_layout, 1))
     late_bias = bias_N if out_dtype == torch.float32 else None
     early_bias = None if bias_N is None or late_bias is not None else bias_N.to(out_dtype)
     out = matmul(

@@ -43,6 +43,7 @@ class TensorCores:
 
     def __init__(self) -> None:
         self.fast: list[bool] = []
+        self.picked: list[tuple[str, str]] = []  # by what the scales of a and b are read
 
     def __call__(
         self,
@@ -60,15 +61,51 @@ class TensorCores:
         assert k % 16 == 0 and n % 16 == 0
         assert not (a.dtype == b.dtype == torch.float8_e5m2)
         assert bias is None or (bias.dtype == out_dtype != torch.float32)
-        is_tensor = scale_a.numel() == scale_b.numel() == 1
-        is_row = scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, n)
-        if not (is_tensor or is_row):
-            assert k % 128 == 0 and not use_fast_accum
-            for scale, rows in ((scale_a, a.shape[0]), (scale_b.t(), n)):
-                assert scale.shape in {(rows, k // 128), (-(-rows // 128), k // 128)}
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        picked = picked_scaling(a, b.t(), scale_a, scale_b.t())
+        if "block" in picked:  # cuBLASLt reads these scales four rows at a time
+            assert k % 128 == 0 and a.shape[0] % 4 == 0 and not use_fast_accum
+        self.picked.append(picked)
         self.fast.append(use_fast_accum)
         product, _ = exact(a, b.t(), scale_a, scale_b.t())
         return (product if bias is None else product + bias.double()).to(out_dtype)
+
+
+PAIRS = (
+    ("tensor", "tensor"),
+    ("row", "row"),
+    ("square", "block"),
+    ("block", "square"),
+    ("block", "block"),
+)
+"""In the order in which torch tries them (get_joint_scaling in ScaledBlas.cpp)."""
+
+
+def picked_scaling(
+    a_MK: torch.Tensor, b_NK: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor
+) -> tuple[str, str]:
+    """How torch reads scales of these shapes and strides; it takes no others."""
+    for pair in PAIRS:
+        if fits(a_MK, scale_a, pair[0]) and fits(b_NK, scale_b, pair[1]):
+            return pair
+    raise AssertionError(f"scales {scale_a.shape} {scale_a.stride()}, {scale_b.shape}")
+
+
+def fits(payload: torch.Tensor, scale: torch.Tensor, kind: str) -> bool:
+    rows, blocks = payload.shape[0], -(-payload.shape[1] // 128)
+    if kind == "tensor":
+        return scale.numel() == 1
+    if kind == "row":
+        return scale.shape == (rows, 1) and scale.is_contiguous()
+    sizes, strides = ((rows, blocks), (1, rows))
+    if kind == "square":
+        sizes, strides = ((-(-rows // 128), blocks), (-(-blocks // 4) * 4, 1))
+    has_strides = all(
+        size <= 1 or stride == asked
+        for size, stride, asked in zip(scale.shape, scale.stride(), strides, strict=True)
+    )
+    return scale.shape == sizes and has_strides
 
 
 def hopper(matmul: Any = None) -> Engine:
@@ -198,6 +235,10 @@ def assert_same_products(name: RecipeName, shape: tuple[int, int, int], matmul: 
         backend = "emulated" if engine is EMULATED else "tensor cores"
         assert linear.counter.fp8_backends == {backend: in_fp8 * 2 * tokens * outs * ins}
         assert linear.counter.by_precision()["fp8"] == in_fp8 * 2 * tokens * outs * ins
+    if isinstance(matmul, TensorCores):
+        meant = {"delayed": {"tensor"}, "tensorwise": {"tensor"}}.get(name, {"row"})
+        meant |= {"block", "square"} if name == "blockwise" else set()  # one block is a row too
+        assert set().union(*matmul.picked) <= meant
     (output, grad_x, grad_w, grad_b), (output2, grad_x2, grad_w2, grad_b2) = results
     assert_close(output2 - bias, output - bias, x, weight.t(), "output")
     assert_close(grad_x2, grad_x, grad, weight, "grad_input")
