@@ -16,7 +16,7 @@ from megafp8.config.app import AppInfo, run_app
 from megafp8.config.overrides import quoted
 from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
-from megafp8.parallel.launch import has_launcher, is_rank, launch, leave_process
+from megafp8.parallel.launch import has_launcher, is_rank, launch, prepare_allocator, run_process
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 
 DEFAULT_CONFIG = "pretrain_gpt"
@@ -84,6 +84,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
 
 def main() -> int:
     """Returns the exit code. Ctrl-C before training begins has nothing to save."""
+    prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)
         return run_app(sys.argv[1:], task)
@@ -93,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave_process(main())
+    run_process(main)

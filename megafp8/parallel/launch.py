@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -44,6 +45,15 @@ def has_launcher() -> bool:
     return is_rank() and LAUNCHER in os.environ
 
 
+def prepare_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let CUDA's allocator grow its segments, so that memory freed in one size serves another.
+
+    torch reads this once, before CUDA starts. What the user has chosen stays.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def follow_launcher() -> None:
     """A rank of ours dies with its launcher, however that dies (Linux); others are left alone."""
     launcher = os.environ.get(LAUNCHER)
@@ -52,6 +62,22 @@ def follow_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):  # it died before we asked
         os._exit(int(ExitCode.CRASHED))
+
+
+def run_process(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and end this process with the exit code that it returns.
+
+    A rank whose `main` raises prints the traceback and leaves without destructors too: those of
+    process groups can wait for ranks that will never answer.
+    """
+    try:
+        code = main()
+    except Exception:
+        if not is_rank():
+            raise
+        traceback.print_exc()
+        code = int(ExitCode.CRASHED)
+    leave_process(code)
 
 
 def leave_process(code: int) -> NoReturn:

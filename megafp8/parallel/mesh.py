@@ -106,7 +106,11 @@ def group_of(axis: Axis) -> dist.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Drop the process groups; no collective, so a failed rank cannot hang the others."""
+    """Drop the process groups, on all ranks or on none.
+
+    NCCL finishes what is under way before it lets go of a group, and waits for the other ranks to
+    do the same. A rank that fails alone must leave its groups as they are and end its process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
 

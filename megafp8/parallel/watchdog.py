@@ -3,6 +3,10 @@
 A hang anywhere stops every rank, in the next collective. Each watches itself and, when its step
 lasts too long, tells the others through the store whether it waits for them and where it stands;
 one that does not wait, or says nothing, is the one that hangs.
+
+On GPUs a collective is queued and returns at once: the ranks go on until they read a result, and
+then all of them stand there, the one that all wait for too. So it is the number of collectives that
+tells first: a rank that has started fewer than another one of its pipeline stage is behind.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ REPORT_SECONDS = 3.0  # for the other ranks to notice too and tell
 LINGER_SECONDS = 1.0  # rank 0 may serve the store that the others still read
 WITHOUT_GIL_SECONDS = 6.0  # after which a rank that cannot run Python leaves all the same
 _WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
+_READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "evaluate", "signals"))
+_READING += ("torch/cuda/",)  # where a result is read that a GPU has yet to compute
 
 
 class Watchdog:
@@ -69,19 +75,25 @@ class Watchdog:
 
     def _expire(self) -> None:
         rank = self.mesh.world.rank
-        own = {
-            "waits": is_waiting(sys._current_frames().get(self._main)),
-            "what": self._what,
-            "collectives": sum(self.mesh.traffic.num_calls.values()),
-            "stacks": _stacks(),
-        }
-        reports = self._exchange(own)
+        reports = self._exchange(self._report())
         if rank == min(reports):
             print(describe(reports, self.mesh.world.size, self.timeout_seconds), file=sys.stderr)
             sys.stderr.flush()
         if rank == 0:
             time.sleep(LINGER_SECONDS)
         os._exit(int(ExitCode.HUNG))
+
+    def _report(self) -> dict[str, Any]:
+        """Where this rank stands, as JSON takes it."""
+        is_queued = self.mesh.device.type == "cuda"
+        return {
+            "waits": is_waiting(sys._current_frames().get(self._main), is_queued),
+            "what": self._what,
+            "collectives": sum(self.mesh.traffic.num_calls.values()),
+            "is_queued": is_queued,
+            "stage": self.mesh.pp.rank,
+            "stacks": _stacks(),
+        }
 
     def _exchange(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """The reports of all ranks that give one, by rank."""
@@ -106,26 +118,58 @@ def describe(
     lines = [f"megafp8: no sign of life for trainer.step_timeout={timeout_seconds} s"]
     for rank in sorted(set(range(world_size)) - reports.keys()):
         lines.append(f"megafp8: rank {rank} hangs: it does not even answer; the others wait for it")
-    busy = {rank: report for rank, report in reports.items() if not report["waits"]}
-    if not busy and len(reports) == world_size:  # they wait for each other
-        fewest = min(report["collectives"] for report in reports.values())
-        busy = {r: report for r, report in reports.items() if report["collectives"] == fewest}
+    busy = _hanging(reports, world_size)
     for rank, report in sorted(busy.items()):
         done = f"after {report['collectives']} collectives"
         lines.append(f"megafp8: rank {rank} hangs in {report['what']}, {done}. Its stacks:")
         lines.append(report["stacks"].rstrip())
     waiting = [str(rank) for rank in sorted(reports.keys() - busy.keys())]
-    if waiting:
+    if not busy and len(reports) == world_size:
+        rank, report = min(reports.items())
+        lines.append(
+            f"megafp8: rank(s) {', '.join(waiting)} all wait for their GPUs in {report['what']}, "
+            "and none of a pipeline stage has started fewer collectives than the others: which "
+            f"GPU hangs cannot be told from the ranks. The stacks of rank {rank}:"
+        )
+        lines.append(report["stacks"].rstrip())
+    elif waiting:
         lines.append(f"megafp8: rank(s) {', '.join(waiting)} wait for others; all leave")
     return "\n".join(lines)
 
 
-def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread's innermost Python frame is a call into another rank."""
+def _hanging(reports: dict[int, dict[str, Any]], world_size: int) -> dict[int, dict[str, Any]]:
+    """Of the ranks that have told where they stand, those for which the others wait."""
+    is_queued = all(report["is_queued"] for report in reports.values())
+    if is_queued:
+        if len(reports) < world_size:
+            return {}  # those that said nothing
+        fewest: dict[int, int] = {}  # of each pipeline stage: other stages send more, or less
+        most: dict[int, int] = {}
+        for report in reports.values():
+            stage, count = report["stage"], report["collectives"]
+            fewest[stage] = min(count, fewest.get(stage, count))
+            most[stage] = max(count, most.get(stage, count))
+        behind = {
+            rank: report
+            for rank, report in reports.items()
+            if report["collectives"] == fewest[report["stage"]] < most[report["stage"]]
+        }
+        if behind:
+            return behind
+    busy = {rank: report for rank, report in reports.items() if not report["waits"]}
+    if not busy and not is_queued and len(reports) == world_size:  # they wait for each other
+        count = min(report["collectives"] for report in reports.values())
+        busy = {r: report for r, report in reports.items() if report["collectives"] == count}
+    return busy
+
+
+def is_waiting(frame: FrameType | None, is_queued: bool = False) -> bool:
+    """Whether a thread's innermost Python frame is a call into another rank, or (`is_queued`) may
+    be one that reads what a GPU computes after such a call."""
     if frame is None:
         return False
     path = frame.f_code.co_filename.replace(os.sep, "/")
-    return any(part in path for part in _WAITING)
+    return any(part in path for part in (_WAITING + _READING if is_queued else _WAITING))
 
 
 def _stacks() -> str:

@@ -51,16 +51,18 @@ def pretrain(
             )
             progress_bar = spec.observe.progress_bar
             with open_console(main_rank=mesh.is_main, progress_bar=progress_bar) as console:
-                return _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
+                code = _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
+            leave()
+            return code
         except UserError as error:
-            if error.is_shared and not mesh.is_main:
-                return int(error.exit_code)
+            if error.is_shared:
+                leave()  # as all ranks do; a sweep goes on in the same processes
+                if not mesh.is_main:
+                    return int(error.exit_code)
             raise
         except Exception as error:
             note_death(error)
             raise
-        finally:
-            leave()
 
 
 def _pretrain(

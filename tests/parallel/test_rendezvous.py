@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megafp8.errors import RunError
@@ -96,3 +97,16 @@ def test_torchruns_restarts_over_hosts_are_warned_of(recwarn: pytest.WarningsRec
     assert not recwarn.list
     _warn_of_hosts_that_never_meet(one | {"GROUP_WORLD_SIZE": "2"})
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(recwarn.pop().message)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_nccl_is_told_which_gpu_is_this_ranks(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """So that it connects the ranks at once, where an error is told."""
+    given: dict[str, object] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **more: given.update(more))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    rendezvous._join(backend, dist.HashStore(), 3, 4)  # type: ignore[attr-defined]
+    assert given["device_id"] == (torch.device("cuda", 3) if backend == "nccl" else None)

@@ -1,0 +1,101 @@
+"""How a rank leaves: with its process groups where all ranks do, at once where it fails alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megafp8.errors import RunError
+from megafp8.parallel.launch import prepare_allocator
+from megafp8.parallel.mesh import single_rank
+from megafp8.train import pretrain
+from tests.tiny import run_spec
+
+ROOT = Path(__file__).parents[2]
+
+
+def shared(error: RunError) -> RunError:
+    error.is_shared = True
+    return error
+
+
+class Nccl:
+    """A double of NCCL's process groups: a group is let go of when all ranks do it."""
+
+    def __init__(self) -> None:
+        self.destroyed = 0
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_destroyed"),
+    [
+        (0, True),
+        (75, True),
+        (shared(RunError("every rank raises this")), True),
+        (RunError("this rank alone has no room on its disk"), False),
+        (ValueError("a bug on this rank alone"), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=["finished", "saved", "shared error", "error", "bug", "interrupt"],
+)
+def test_process_groups_stay_while_an_exception_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException, is_destroyed: bool
+) -> None:
+    """NCCL waits for the other ranks when a group is destroyed: one that fails would never end."""
+
+    def run(*arguments: object) -> int:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    groups = Nccl()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", groups.destroy)
+    monkeypatch.setattr(pretrain, "join", lambda spec: single_rank())
+    monkeypatch.setattr(pretrain, "_pretrain", run)
+    code = None
+    try:
+        code = pretrain.pretrain(run_spec(), is_sweep=False, command=[])
+    except BaseException as error:
+        assert error is outcome
+    assert code == (outcome if isinstance(outcome, int) else None)
+    assert groups.destroyed == is_destroyed
+
+
+def test_the_allocator_grows_segments_unless_the_user_has_chosen() -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment = {name: "max_split_size_mb:128"}
+        prepare_allocator(environment)
+        assert environment == {name: "max_split_size_mb:128"}
+    environment = {}
+    prepare_allocator(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_a_rank_with_a_bug_leaves_without_destructors(is_rank: bool) -> None:
+    """Those of process groups may wait for ever; the traceback is printed all the same."""
+    program = """if True:
+        import atexit
+        from megafp8.parallel.launch import run_process
+        atexit.register(lambda: print("destructors ran", flush=True))
+        def main():
+            raise ValueError("the number is 42")
+        run_process(main)
+    """
+    environment = {name: os.environ[name] for name in os.environ if name not in ("RANK",)}
+    environment |= {"RANK": "1", "WORLD_SIZE": "2"} if is_rank else {}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the number is 42") == 1
+    assert ("destructors ran" in done.stdout) != is_rank
