@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu test-slurm test-hosts container test-container lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container lint format check docs clean
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ test-cpus: setup-dev ## the numeric tests on each lesser CPU that this one can i
 
 test-gpu: setup-dev ## the tests that need a CUDA device
 	@$(PY) -m pytest -m "gpu" -q $(ARGS)
+
+gpu-check: setup-dev ## ask this GPU machine everything; results in gpu-check/ (ARGS="runs" for one stage)
+	@$(PY) scripts/gpu_check.py --out gpu-check $(ARGS)
 
 test-slurm: setup-dev ## the tests on a real Slurm of two nodes, which they start (root)
 	@$(PY) -m pytest -m "slurm" -q $(ARGS)

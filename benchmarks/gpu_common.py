@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import platform
 import statistics
@@ -17,6 +18,8 @@ import torch
 
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
 RESULTS = Path(__file__).parent / "results"
+PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs
+LINES = "results.jsonl"  # beside the results: one line for each row, as it comes
 
 
 def bytes_per_second(name: str) -> float:
@@ -31,22 +34,28 @@ def device_and_name() -> tuple[torch.device, str]:
 
 
 def timed(run: Callable[[], object], device: torch.device, warm_up: int, runs: int) -> list[float]:
-    """Seconds of each run."""
+    """Seconds of each run.
+
+    On a GPU all runs are queued behind a pause and waited for once: a wait after each would add the
+    time that the host needs to launch the first kernel of the next one.
+    """
     for _ in range(warm_up):
         run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+        torch.cuda._sleep(PAUSE_CYCLES)
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
     seconds = []
     for _ in range(runs):
-        if device.type == "cuda":
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            run()
-            ended.record()
-            torch.cuda.synchronize()
-            seconds.append(began.elapsed_time(ended) / 1e3)
-        else:
-            clock = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - clock)
+        clock = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - clock)
     return seconds
 
 
@@ -85,5 +94,43 @@ def write_result(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{today}_{name.replace(' ', '-').lower()}_{subject}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path}")
     return path
+
+
+class Results:
+    """The rows of one benchmark, on the disk as soon as they are measured.
+
+    Each row is a line of `results.jsonl` too, where a reader sees what came last.
+    """
+
+    def __init__(self, folder: Path, subject: str, name: str, what: str, **content: Any) -> None:
+        self.folder, self.subject, self.name, self.what = folder, subject, name, what
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.skipped: dict[str, str] = {}  # why a row could not be had here
+        self.failed: dict[str, str] = {}  # what went wrong
+        self.content = content
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        self.rows[key] = row
+        self._write(key, {"row": row})
+
+    def skip(self, key: str, reason: str) -> None:
+        self.skipped[key] = reason
+        print(f"{key:>24}  skipped: {reason}", flush=True)
+        self._write(key, {"skipped": reason})
+
+    def fail(self, key: str, error: str) -> None:
+        self.failed[key] = error
+        print(f"{key:>24}  failed: {error}", flush=True)
+        self._write(key, {"failed": error})
+
+    def _write(self, key: str, found: Mapping[str, Any]) -> None:
+        parts = {"rows": self.rows, "skipped": self.skipped, "failed": self.failed}
+        write_result(self.folder, self.subject, self.name, self.what, self.content | parts)
+        line = {"subject": self.subject, "hardware": self.name, "key": key, **found}
+        with (self.folder / LINES).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def exit_code(self) -> int:
+        """1 where something failed, or nothing was measured."""
+        return int(bool(self.failed) or not self.rows)

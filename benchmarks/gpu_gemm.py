@@ -11,6 +11,7 @@ the larger of operations over peak and bytes over bandwidth of the SXM card.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +19,11 @@ import torch
 from gpu_common import (
     PEAK_FLOPS,
     RESULTS,
+    Results,
     bytes_per_second,
     device_and_name,
     spread,
     timed,
-    write_result,
 )
 
 from megafp8.precision.kernels.scaled_mm import scaled_mm, unsupported
@@ -66,22 +67,26 @@ def main() -> None:
         parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
     if args.tiny:
         args.size, args.runs, args.warm_up = 64, 3, 1
-    rows = {}
+    title = f"{args.size} cubed product of random normal operands, scales 1; medians"
+    results = Results(args.results, f"gemm-{args.size}", name, title, runs=args.runs)
     for what, run in variants(args.size, device).items():
-        times = spread(timed(run, device, args.warm_up, args.runs))
+        try:
+            times = spread(timed(run, device, args.warm_up, args.runs))
+        except Exception as error:
+            results.fail(what, f"{type(error).__name__}: {error}")
+            continue
         median, precision = times["median_seconds"], what.split()[0]
         flops = 2 * args.size**3 / median
-        rows[what] = {
+        row = {
             **times,
             "flops_per_second": flops,
             "share_of_bf16_peak": flops / PEAK_FLOPS["bf16"],
             "share_of_fp8_peak": flops / PEAK_FLOPS["fp8"],
             "floor_seconds": floor_seconds(args.size, precision, name),
         }
-        print(f"{what:>26}  {1e3 * median:9.3f} ms  {flops / 1e12:8.2f} TFLOP/s")
-    what = f"{args.size} cubed product of random normal operands, scales 1; medians"
-    content = {"runs": args.runs, "rows": rows}
-    write_result(args.results, f"gemm-{args.size}", name, what, content)
+        results.add(what, row)
+        print(f"{what:>26}  {1e3 * median:9.3f} ms  {flops / 1e12:8.2f} TFLOP/s", flush=True)
+    sys.exit(results.exit_code())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,18 @@ import torch
 from gpu_common import (
     PEAK_FLOPS,
     RESULTS,
+    Results,
     bytes_per_second,
     device_and_name,
     spread,
     timed,
-    write_result,
 )
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
+from megafp8.train import backends
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 
@@ -68,24 +70,27 @@ def state_of(
             f"model.max_position_embeddings={args.seq}",
             f"model.micro_batch_size={args.batch}",
             f"model.global_batch_size={args.batch}",
+            "model.openai_gelu=True",  # Transformer Engine's GELU, so that all compute the same
             "trainer.precision=bf16",
             *settings,
         ]
     )
     spec = resolve(cfg, torch.cuda.is_available)
     spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=128))
+    backends.check(spec, device)
     return build(spec, single_rank(device))
 
 
 def one_run(
     state: TrainState, args: argparse.Namespace, device: torch.device
-) -> Callable[[], None]:
+) -> Callable[[], torch.Tensor]:
+    """One microbatch; returns the gradient of the layer's input."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (args.batch, args.seq, args.hidden)
     x = torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
     grad = (1e-3 * torch.randn(shape, device=device, generator=generator)).bfloat16()
 
-    def run() -> None:
+    def run() -> torch.Tensor:
         x.grad = None
         state.sink.begin_step()
         state.scaling.begin_microbatch(0)
@@ -93,6 +98,8 @@ def one_run(
         state.scaling.end_forward()
         output.backward(grad)
         state.scaling.end_backward()
+        assert x.grad is not None
+        return x.grad
 
     return run
 
@@ -164,41 +171,48 @@ def main() -> None:
         parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
     if args.tiny:
         args.hidden, args.heads, args.batch, args.seq, args.runs, args.warm_up = 128, 2, 2, 64, 2, 1
-    rows: dict[str, Any] = {}
-    skipped: dict[str, str] = {}
+    shape = {key: getattr(args, key) for key in ("hidden", "heads", "batch", "seq", "runs")}
+    title = "one layer, forward and backward; medians; ratios of medians of one process"
+    subject = f"layer-{args.hidden}-{args.batch * args.seq}"
+    results = Results(args.results, subject, name, title, shape=shape)
     for what in args.variants:
         try:
-            rows[what] = row = measure(args, device, name, VARIANTS[what])
+            row = measure(args, device, name, VARIANTS[what])
         except UserError as error:  # refused here: a backend that is not there
-            skipped[what] = str(error)
-            print(f"{what:>24}  skipped: {error}")
-            continue
-        finally:
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        base = rows.get("bf16")
-        ratio = None if base is None else base["median_seconds"] / row["median_seconds"]
-        row["times_bf16"] = ratio
-        row["bf16_share_of_peak"] = None if base is None else base["share_of_bf16_peak_causal"]
-        row["memory_over_bf16"] = None
-        if base is not None and base["peak_memory_bytes"]:
-            row["memory_over_bf16"] = row["peak_memory_bytes"] / base["peak_memory_bytes"]
-        quotient = "" if ratio is None else f"{ratio:.2f} x bf16"
-        print(
-            f"{what:>24}  {1e3 * row['median_seconds']:9.3f} ms  "
-            f"{row['flops_per_second_full'] / 1e12:7.1f} TFLOP/s full  "
-            f"{row['flops_per_second_causal'] / 1e12:7.1f} causal  "
-            f"floor {1e3 * row['floor_seconds']:8.3f} ms  "
-            f"{quotient}"
-        )
-    shape = {key: getattr(args, key) for key in ("hidden", "heads", "batch", "seq", "runs")}
-    write_result(
-        args.results,
-        f"layer-{args.hidden}",
-        name,
-        "one layer, forward and backward; medians; ratios of medians of one process",
-        {"shape": shape, "rows": rows, "skipped": skipped},
+            results.skip(what, str(error))
+        except Exception as error:  # one variant's error is not the others'
+            results.fail(what, f"{type(error).__name__}: {error}")
+        else:
+            row |= beside_bf16(row, results.rows.get("bf16", row if what == "bf16" else None))
+            results.add(what, row)
+            print(shown(what, row), flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    sys.exit(results.exit_code())
+
+
+def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, float | None]:
+    if base is None:
+        return {"times_bf16": None, "bf16_share_of_peak": None, "memory_over_bf16": None}
+    has_memory = base["peak_memory_bytes"]
+    return {
+        "times_bf16": base["median_seconds"] / row["median_seconds"],
+        "bf16_share_of_peak": base["share_of_bf16_peak_causal"],
+        "memory_over_bf16": (
+            row["peak_memory_bytes"] / base["peak_memory_bytes"] if has_memory else None
+        ),
+    }
+
+
+def shown(what: str, row: dict[str, Any]) -> str:
+    ratio = row["times_bf16"]
+    return (
+        f"{what:>24}  {1e3 * row['median_seconds']:9.3f} ms  "
+        f"{row['flops_per_second_full'] / 1e12:7.1f} TFLOP/s full  "
+        f"{row['flops_per_second_causal'] / 1e12:7.1f} causal  "
+        f"floor {1e3 * row['floor_seconds']:8.3f} ms  "
+        f"{'' if ratio is None else f'{ratio:.2f} x bf16'}"
     )
 
 

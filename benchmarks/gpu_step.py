@@ -19,10 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_common import PEAK_FLOPS, RESULTS, device_and_name, write_result
+from gpu_common import PEAK_FLOPS, RESULTS, Results, device_and_name
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
+from megafp8.errors import ExitCode
 from megafp8.observe.metrics import read_metrics
 from megafp8.specs import GPTSpec
 
@@ -77,6 +78,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str]:
     chosen = [*PRESETS[preset], *VARIANTS[variant], "trainer.precision=bf16"]
+    if not any(setting.startswith("model.activation=") for setting in chosen):
+        chosen.append("model.openai_gelu=True")  # Transformer Engine's GELU: all compute the same
     if "model.fp8=True" in chosen:
         chosen.append("model.fp8_health=off")
     micro = next(int(s.split("=")[1]) for s in chosen if s.startswith("model.micro_batch_size"))
@@ -173,33 +176,39 @@ def main() -> None:
         parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
     if args.tiny:
         args.presets, args.steps, args.warm_up = ["tiny"], 2, 1
-    rows: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
+    what = "training steps of real runs; medians of the steps after the warm-up"
+    subject = f"step-{'-'.join(args.presets)}"
+    results = Results(args.results, subject, name, what, accumulation=args.accumulation)
     for preset in args.presets:
         for variant in args.variants:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    row = run(preset, variant, args, Path(folder) / "run")
-                except subprocess.CalledProcessError as error:
-                    failed[f"{preset} {variant}"] = error.stderr.strip()[-500:]
-                    print(f"{preset:>14} {variant:<14} failed: {error.stderr.strip()[-300:]}")
-                    continue
-            rows[f"{preset} {variant}"] = row
-            base = rows.get(f"{preset} bf16")
-            row |= beside_bf16(row, base)
-            ratio = "" if row["times_bf16"] is None else f"{row['times_bf16']:.2f} x bf16"
-            print(
-                f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "
-                f"{row['tflops_full']:6.1f} TFLOP/s full {row['tflops_causal']:6.1f} causal  "
-                f"{row['share_of_bf16_peak_causal']:.1%} of BF16's peak  "
-                f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  {ratio}",
-                flush=True,
-            )
-    content = {"rows": rows, "failed": failed, "accumulation": args.accumulation}
-    what = "training steps of real runs; medians of the steps after the warm-up"
-    write_result(args.results, f"step-{'-'.join(args.presets)}", name, what, content)
-    if not rows:
-        sys.exit(1)
+            measure(preset, variant, args, results)
+    sys.exit(results.exit_code())
+
+
+def measure(preset: str, variant: str, args: argparse.Namespace, results: Results) -> None:
+    """One row, or why it cannot be had; an error of one run is not the others'."""
+    key = f"{preset} {variant}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            row = run(preset, variant, args, Path(folder) / "run")
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.strip()[-500:]
+            is_refused = error.returncode == ExitCode.USER_ERROR
+            (results.skip if is_refused else results.fail)(key, said)
+            return
+        except Exception as error:
+            results.fail(key, f"{type(error).__name__}: {error}")
+            return
+    row |= beside_bf16(row, row if variant == "bf16" else results.rows.get(f"{preset} bf16"))
+    results.add(key, row)
+    ratio = "" if row["times_bf16"] is None else f"{row['times_bf16']:.2f} x bf16"
+    print(
+        f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "
+        f"{row['tflops_full']:6.1f} TFLOP/s full {row['tflops_causal']:6.1f} causal  "
+        f"{row['share_of_bf16_peak_causal']:.1%} of BF16's peak  "
+        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  {ratio}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -15,11 +15,15 @@ from gpu_common import RESULTS
 SUBJECTS = ("gemm", "layer", "step")
 
 
-def newest(folder: Path, subject: str) -> dict[str, Any] | None:
-    """The last written result of a subject, of a GPU."""
+def newest(folder: Path, subject: str) -> list[dict[str, Any]]:
+    """The last written result of each shape of a subject, of a GPU."""
     paths = [path for path in folder.glob(f"*_{subject}-*.json") if "_cpu_" not in path.name]
-    found = max(paths, key=lambda path: path.stat().st_mtime, default=None)
-    return None if found is None else json.loads(found.read_text())
+    last = {path.name.rsplit("_", 1)[1]: path for path in sorted(paths, key=_written)}
+    return [json.loads(path.read_text()) for path in last.values()]
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def line(subject: str, what: str, row: dict[str, Any]) -> str:
@@ -44,13 +48,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for subject in SUBJECTS:
-        result = newest(args.results, subject)
-        if result is None:
+        results = newest(args.results, subject)
+        if not results:
             print(f"{subject:<6} no result of a GPU in {args.results}")
-            continue
-        print(f"{subject}: {result['hardware']}, {result['date']}, commit {result['commit'][:9]}")
-        for what, row in result["rows"].items():
-            print(line(subject, what, row))
+        for result in results:
+            shape = "".join(f", {key} {size}" for key, size in result.get("shape", {}).items())
+            commit = result["commit"][:9]
+            print(f"{subject}: {result['hardware']}, {result['date']}, commit {commit}{shape}")
+            for what, row in result["rows"].items():
+                print(line(subject, what, row))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Record a trace of Transformer Engine's delayed scaling on a GPU, and replay it at once.
+"""Record a trace of delayed scaling on a GPU, Transformer Engine's or our own; replay it at once.
 
-    python benchmarks/gpu_trace.py --steps 200 --out tests/precision/traces/te_h100
+    python benchmarks/gpu_trace.py --engine te --steps 200 --out tests/precision/traces/te_h100
 
 A small GPT trains on the built-in corpus' shapes with random tokens; what is written is described
-in megafp8/precision/traces.py. `--engine native` records our own engine on the same model.
+in megafp8/precision/traces.py. Without `--engine te` our own engine is recorded on the same model.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def samples(trace: Trace, names: list[str], device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=("te", "native"), default="te")
+    parser.add_argument("--engine", choices=("te", "native"), default="native")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)

@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_PIN=${TORCH_PIN:-2.13.0}
-TORCH_RANGE='torch>=2.11,<3'
+TORCH_RANGE='torch>=2.11,<2.14' # those that the project is tested with
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=${VENV:-.venv}
 ASKED_PYTHON=${PYTHON:-}

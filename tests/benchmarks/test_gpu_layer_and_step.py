@@ -25,7 +25,7 @@ def test_a_tiny_layer(tmp_path: Path) -> None:
     variants = ("bf16", "fp8 delayed", "fp8 blockwise")
     done = run("gpu_layer.py", "--tiny", "--results", str(tmp_path), "--variants", *variants)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*_layer-128.json")
+    (path,) = tmp_path.glob("*_layer-128-128.json")
     rows = json.loads(path.read_text())["rows"]
     assert tuple(rows) == variants
     tokens, hidden = 2 * 64, 128
@@ -74,6 +74,55 @@ def test_products_of_grouped_queries_and_gates_are_in_the_floor() -> None:
     )
     weights = 8 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
     assert float(done.stdout) == 6 * weights, done.stderr
+
+
+def in_benchmarks(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, 'benchmarks');" + script],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_variant_that_dies_keeps_the_others_rows(tmp_path: Path) -> None:
+    """As where Transformer Engine is not installed: any error, not only one of a user's."""
+    script = f"""
+import gpu_layer
+plain = gpu_layer.measure
+def measure(args, device, name, settings):
+    if "model.fp8_recipe=tensorwise" in settings:
+        raise ModuleNotFoundError("No module named 'a_backend'")
+    return plain(args, device, name, settings)
+gpu_layer.measure = measure
+sys.argv[1:] = ["--tiny", "--results", {str(tmp_path)!r}, "--variants", "bf16",
+                "te bf16", "fp8 tensorwise", "fp8 delayed"]
+gpu_layer.main()
+"""
+    done = in_benchmarks(script)
+    assert done.returncode == 1, done.stderr
+    (path,) = tmp_path.glob("*_layer-128-128.json")
+    found = json.loads(path.read_text())
+    assert list(found["rows"]) == ["bf16", "fp8 delayed"]
+    assert "a_backend" in found["failed"]["fp8 tensorwise"]
+    if not torch.cuda.is_available():
+        assert "model.fp8_backend=te" in found["skipped"]["te bf16"]
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    keys = [line["key"] for line in lines]
+    assert keys == ["bf16", "te bf16", "fp8 tensorwise", "fp8 delayed"], "as they come"
+
+
+def test_transformer_engine_can_run_what_it_is_compared_on() -> None:
+    """It has the tanh form of GELU alone."""
+    script = """
+import argparse, gpu_step as g
+args = argparse.Namespace(accumulation=1)
+print(*{g.spec_of(p, v, args).activation for p in ("125m", "1.3b", "5b") for v in g.VARIANTS
+        if not v.startswith(("te", "torchao"))})
+"""
+    done = in_benchmarks(script)
+    assert done.stdout.split() == ["gelu-tanh"], done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

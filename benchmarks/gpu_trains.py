@@ -1,0 +1,173 @@
+"""Does it train on this GPU: whole runs of `pretrain_gpt.py`, as a user types them.
+
+losses     the default job in BF16, `delayed` and `blockwise`: the loss falls, FP8's like BF16's
+continues  a run that is killed after a checkpoint, and continued by the same command
+repeats    the same run twice with `trainer.deterministic=True`: equal losses, bit for bit
+
+python benchmarks/gpu_trains.py losses --results DIR
+python benchmarks/gpu_trains.py continues --tiny --results DIR    # on a CPU: does it run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_common import RESULTS, Results, device_and_name
+
+from megafp8.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = (
+    "model.num_layers=1",
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=256",
+    "model.num_attention_heads=2",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=2",
+    "model.tokenizer.vocab_size=512",
+    "trainer.precision=bf16",
+)
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "bf16": ("trainer.precision=bf16",),
+    "fp8 delayed": ("trainer.precision=bf16", "model.fp8=True"),
+    "fp8 blockwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=blockwise"),
+}
+CLOSE = 0.05  # of the last tenth's mean loss, FP8 beside BF16
+
+
+def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        *(TINY if args.tiny else ()),
+        *settings,
+        "trainer.log_every_n_steps=1",
+        "trainer.limit_val_batches=0",
+        "exp_manager.create_tensorboard_logger=False",
+        f"exp_manager.explicit_log_dir={folder}",
+    ]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    """Raises RuntimeError with what it said where it failed."""
+    said = process.communicate()[1]
+    if process.returncode != 0:
+        raise RuntimeError(f"exit code {process.returncode}: {said.strip()[-500:]}")
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "lr" in line]
+
+
+def measure_losses(args: argparse.Namespace, results: Results) -> None:
+    steps = 6 if args.tiny else 600
+    names = list(VARIANTS)[:2] if args.tiny else list(VARIANTS)
+    for name in names:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run = Path(folder) / "run"
+                ended(start(args, run, *VARIANTS[name], f"trainer.max_steps={steps}", *unsaved()))
+                summary = json.loads((run / "summary.json").read_text())
+                found = losses(run)
+            except Exception as error:
+                results.fail(name, f"{type(error).__name__}: {error}")
+                continue
+        row: dict[str, Any] = {
+            "seconds": time.perf_counter() - began,
+            "steps": len(found),
+            "losses": found,
+            "last_tenth": statistics.mean(found[-max(1, steps // 10) :]),
+            "precision": summary["precision"],
+            "fp8_flops_by_backend": summary["fp8_flops_by_backend"],
+        }
+        base = results.rows.get("bf16", row)
+        row["over_bf16"] = row["last_tenth"] / base["last_tenth"]
+        is_right = all(map(math.isfinite, found)) and len(found) == steps
+        is_right &= args.tiny or (found[-1] < found[0] - 1 and abs(row["over_bf16"] - 1) < CLOSE)
+        show(results, name, row, is_right)
+
+
+def unsaved() -> tuple[str, ...]:
+    return ("exp_manager.create_checkpoint_callback=False",)
+
+
+def show(results: Results, name: str, row: dict[str, Any], is_right: bool) -> None:
+    if not is_right:
+        results.fail(name, f"wrong: {row}")
+        return
+    results.add(name, row)
+    short = {key: value for key, value in row.items() if key != "losses"}
+    print(f"{name:>24}  {short}", flush=True)
+
+
+def measure_continues(args: argparse.Namespace, results: Results) -> None:
+    """SIGKILL after the first checkpoint; the continued run ends with every step logged."""
+    steps, every = (8, 2) if args.tiny else (200, 50)
+    settings = (*VARIANTS["fp8 delayed"], f"trainer.max_steps={steps}")
+    settings += (f"exp_manager.checkpoint_callback_params.every_n_train_steps={every}",)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        process = start(args, run, *settings)
+        while process.poll() is None and not list(run.glob("checkpoints/step_*")):
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        saved = sorted(path.name for path in run.glob("checkpoints/step_*"))
+        began = time.perf_counter()
+        ended(start(args, run, *settings))
+        found = losses(run)
+    row = {"saved": saved, "losses": found, "seconds_to_the_end": time.perf_counter() - began}
+    is_right = bool(saved) and len(found) >= steps and all(map(math.isfinite, found))
+    show(results, "killed and continued", row, is_right)
+
+
+def measure_repeats(args: argparse.Namespace, results: Results) -> None:
+    steps = 4 if args.tiny else 50
+    settings = (*VARIANTS["fp8 delayed"], f"trainer.max_steps={steps}", *unsaved())
+    found = []
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder) / "run"
+            ended(start(args, run, *settings, "trainer.deterministic=True"))
+            found.append(losses(run))
+    is_right = found[0] == found[1] and len(found[0]) == steps
+    show(results, "twice, deterministic", {"losses": found}, is_right)
+
+
+PARTS = {"losses": measure_losses, "continues": measure_continues, "repeats": measure_repeats}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--tiny", action="store_true", help="any device, few steps: a check")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    device, name = device_and_name()
+    if device.type == "cpu" and not args.tiny:
+        parser.error("no CUDA device: this asks one (--tiny checks that it runs)")
+    results = Results(args.results, f"trains-{args.part}", name, __doc__.splitlines()[0])
+    try:
+        PARTS[args.part](args, results)
+    except Exception as error:
+        results.fail(args.part, f"{type(error).__name__}: {error}")
+    sys.exit(results.exit_code())
+
+
+if __name__ == "__main__":
+    main()

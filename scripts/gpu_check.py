@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""Ask a GPU machine all that megafp8 claims of it, in stages that each end within ten minutes.
+
+    runs    does anything run: versions, products in each layout, casts, attention, one layer
+    right   is it right: the tests marked `gpu`, and memory checks of the casts
+    fast    is it fast: products, layers and steps in BF16 and FP8
+    trains  does it train: losses, a killed run that is continued, bit-for-bit repeats
+    te      optional: Transformer Engine beside our own engine, where it is installed
+
+    python scripts/gpu_check.py wheels .wheels        # once, where there is a network
+    python scripts/gpu_check.py runs --out DIR        # then each stage on the GPU machine
+    python scripts/gpu_check.py --out DIR             # the four stages one after the other
+    python scripts/gpu_check.py --out DIR --tiny      # on a CPU: does the check itself run
+
+Each stage has parts with a deadline each, and a failing part stops no other. Every row is a line of
+DIR/results.jsonl as soon as it is there, and so is the end of each part; what a part prints is in
+DIR/logs. The exit code is 1 where a part failed. This file needs no package: what the machine's
+PyTorch image lacks of megafp8's dependencies is brought along as wheels (`--wheels`, by default the
+folder .wheels of the project).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+WHEELS = ("hydra-core==1.3.2", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4.9.3", "torchao")
+"""omegaconf 2.4 warns where hydra calls it, and warnings are errors in the tests."""
+NEEDED = ("torch", "hydra", "omegaconf", "antlr4")
+STAGES = ("runs", "right", "fast", "trains")
+STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
+ALL_SECONDS = 1750.0  # and all of them thirty
+PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to say what it has found
+GPU_TESTS = (
+    "tests/gpu",
+    "tests/precision/kernels",
+    "tests/models/test_attention_block.py",
+    "tests/observe/test_memory.py",
+    "tests/train/test_profiling.py",
+    "tests/data/test_loader.py",
+)
+TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    junit: Path | None = None  # what pytest writes: a part of tests has to run some
+
+
+def benchmark(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, f"benchmarks/{name}.py", *arguments)
+
+
+def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
+    """The parts of a stage, in their order: what others build on comes first."""
+    out, tiny = str(args.out), ("--tiny",) if args.tiny else ()
+    results = (*tiny, "--results", out)
+    if stage == "runs":
+        names = {"device": 60, "products": 60, "casts": 120, "sdpa": 60, "layers": 150}
+        return [
+            Part(name, seconds, benchmark("gpu_runs", name, *results))
+            for name, seconds in names.items()
+        ]
+    if stage == "right":
+        return right_parts(args)
+    few = ("--variants", "bf16", "fp8 delayed") if args.tiny else ()  # none that is compiled
+    if stage == "fast":
+        layers = [
+            Part(
+                f"layer {2048 * batch} tokens",
+                110,
+                benchmark("gpu_layer", "--batch", str(batch), "--runs", "20", *few, *results),
+            )
+            for batch in ((4,) if args.tiny else (4, 1, 8))
+        ]
+        steps = ("--presets", "1.3b", "--variants", "bf16", "fp8", "--steps", "30", *results)
+        gemm = Part("products", 40, benchmark("gpu_gemm", *results))
+        return [gemm, *layers, Part("steps", 180, benchmark("gpu_step", *steps))]
+    if stage == "trains":
+        names = {"losses": 300, "continues": 120, "repeats": 120}
+        return [
+            Part(name, seconds, benchmark("gpu_trains", name, *results))
+            for name, seconds in names.items()
+        ]
+    trace = ("--engine", "native" if args.tiny else "te", "--steps", "2" if args.tiny else "200")
+    steps = ("--variants", "bf16", "fp8", "te bf16", "te fp8", "--steps", "30")
+    return [
+        tests_part("tests", 180, ("tests/gpu/test_te_gpu.py",), args),
+        Part("layer", 120, benchmark("gpu_layer", "--variants", *TE_VARIANTS, *results)),
+        Part("steps", 200, benchmark("gpu_step", *steps, *results)),
+        Part("trace", 60, benchmark("gpu_trace", *trace, "--out", str(args.out / "trace"))),
+    ]
+
+
+def right_parts(args: argparse.Namespace) -> list[Part]:
+    tests = GPU_TESTS[3:4] if args.tiny else GPU_TESTS
+    parts = [tests_part("tests", 420, tests, args)]
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is not None:
+        casts = benchmark("gpu_runs", "casts", "--tiny", "--results", str(args.out / "sanitizer"))
+        command = (sanitizer, "--error-exitcode", "1", *casts)
+        parts.append(Part("memory checks of casts", 100, command))
+    return parts
+
+
+def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse.Namespace) -> Part:
+    junit = args.out / f"{name}-{Path(paths[0]).stem}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-m", "gpu"]
+    command += ["--junitxml", str(junit), "-p", "no:cacheprovider"]
+    if args.workers and importlib.util.find_spec("xdist"):
+        command += ["-n", str(args.workers)]
+    return Part(name, seconds, (*command, *paths), junit)
+
+
+class Check:
+    """Runs parts and writes down what becomes of them."""
+
+    def __init__(self, out: Path, environment: dict[str, str], is_tiny: bool) -> None:
+        self.out, self.environment, self.is_tiny = out, environment, is_tiny
+        self.failed: list[str] = []
+
+    def note(self, **line: object) -> None:
+        with (self.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def stage(self, stage: str, parts: list[Part], deadline: float) -> None:
+        for part in parts:
+            left = deadline - time.monotonic()
+            if left < 5:
+                self.end(stage, part, "not begun: no time was left", 0.0)
+                continue
+            self.run(stage, part, min(part.seconds * (10 if self.is_tiny else 1), left))
+
+    def run(self, stage: str, part: Part, seconds: float) -> None:
+        began = time.monotonic()
+        log = self.out / "logs" / f"{stage}-{part.name.replace(' ', '-')}.txt"
+        print(f"== {stage}: {part.name} (at most {seconds:.0f} s)", flush=True)
+        with log.open("w") as file:
+            code, is_late = call(part.command, self.environment, seconds, file.fileno())
+        outcome = "passed" if code == 0 else f"failed: exit code {code}"
+        if is_late:
+            outcome = f"failed: cut after {seconds:.0f} s"
+        counts = {} if part.junit is None else counts_of(part.junit)
+        if part.junit is not None and outcome == "passed":
+            if not counts.get("passed") and not self.is_tiny:
+                outcome = "failed: no test ran"
+        self.end(stage, part, outcome, time.monotonic() - began, **counts)
+        if outcome != "passed":
+            print(log.read_text(errors="replace")[-2000:], flush=True)
+
+    def end(self, stage: str, part: Part, outcome: str, seconds: float, **counts: int) -> None:
+        if outcome != "passed":
+            self.failed.append(f"{stage}: {part.name}")
+        self.note(stage=stage, part=part.name, outcome=outcome, seconds=round(seconds, 1), **counts)
+        said = "".join(f", {count} {what}" for what, count in counts.items())
+        print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{said}", flush=True)
+
+
+def call(
+    command: tuple[str, ...], environment: dict[str, str], seconds: float, output: int
+) -> tuple[int, bool]:
+    """The exit code, and whether it was cut: by SIGINT, on which pytest reports, then SIGKILL."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(seconds), False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(PATIENCE_SECONDS), True
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL, True
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def counts_of(junit: Path) -> dict[str, int]:
+    """How the tests of a file of pytest's ended; nothing where it wrote none."""
+    if not junit.exists():
+        return {}
+    suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
+    found = {
+        key: sum(int(suite.get(key, "0")) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    }
+    return {"passed": found.pop("tests") - sum(found.values()), **found}
+
+
+def unpacked(wheels: Path, folder: Path) -> list[str]:
+    """A wheel is an archive of importable packages; returns those that were unpacked."""
+    found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
+    for wheel in found:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    return [wheel.name for wheel in found]
+
+
+def environment_with(site: Path) -> dict[str, str]:
+    """Children find the brought packages, the project and its tests; settings of a check."""
+    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    mine = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+    mine |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **mine}
+
+
+def missing(environment: dict[str, str]) -> list[str]:
+    """Of the packages that nothing runs without, those that a child does not find."""
+    program = (
+        "import importlib.util as u, sys\n"
+        "def has(name):\n"
+        "    try: return u.find_spec(name) is not None\n"
+        "    except ImportError: return False\n"
+        "print(*[name for name in sys.argv[1:] if not has(name)])"
+    )
+    command = [sys.executable, "-c", program, *NEEDED]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def fetch_wheels(folder: Path) -> int:
+    """Fetch or build the wheels, without their dependencies: a few MB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), *WHEELS]
+    return subprocess.run(command).returncode
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}, te")
+    parser.add_argument("--stage", nargs="+", default=[], choices=(*STAGES, "te"))
+    parser.add_argument("--out", type=Path, required=True, help="a folder for all results")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
+    parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--seconds", type=float, help="for the whole command")
+    parser.add_argument("--tiny", action="store_true", help="any device, small shapes: a check")
+    args = parser.parse_args(argv)
+    args.stages = [*args.stages, *args.stage] or list(STAGES)
+    if unknown := set(args.stages) - {*STAGES, "te"}:
+        parser.error(f"unknown stage {', '.join(sorted(unknown))}: use {', '.join(STAGES)} or te")
+    args.out = args.out.absolute()
+    return args
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["wheels"]:
+        if len(argv) != 2:
+            print("usage: gpu_check.py wheels DIR", file=sys.stderr)
+            return 2
+        return fetch_wheels(Path(argv[1]))
+    args = arguments(argv)
+    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    default = STAGE_SECONDS if len(args.stages) == 1 else ALL_SECONDS
+    stage_seconds = STAGE_SECONDS
+    if args.tiny:  # what is asked then is whether it runs, on however busy a machine
+        default = stage_seconds = 10 * ALL_SECONDS
+    end = time.monotonic() + (args.seconds or default)
+    with tempfile.TemporaryDirectory(prefix="megafp8-check-") as site:
+        brought = unpacked(args.wheels, Path(site))
+        check = Check(args.out, environment_with(Path(site)), args.tiny)
+        check.note(began=time.strftime("%Y-%m-%dT%H:%M:%S%z"), stages=args.stages, wheels=brought)
+        if lacking := missing(check.environment):
+            check.note(missing=lacking)
+            print(
+                f"missing: {', '.join(lacking)}. Where there is a network, `python "
+                f"scripts/gpu_check.py wheels {args.wheels.name}` fetches what a PyTorch image "
+                "lacks; then give that folder as --wheels",
+                file=sys.stderr,
+            )
+            return 1
+        for stage in args.stages:
+            deadline = min(end, time.monotonic() + stage_seconds)
+            check.stage(stage, parts_of(stage, args), deadline)
+    check.note(failed=check.failed)
+    print("failed: " + "; ".join(check.failed) if check.failed else "all parts passed")
+    return int(bool(check.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""`scripts/gpu_check.py` on a CPU: its stages at tiny shapes, its deadlines, and the packages that
+it brings to a machine without them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+BARE = """
+import importlib.abc, importlib.machinery, sys
+
+class Bare(importlib.abc.MetaPathFinder):
+    '''An interpreter without these packages, but for those in brought folders.'''
+
+    def find_spec(self, name, path=None, target=None):
+        if path is not None or name not in ("hydra", "omegaconf", "antlr4"):
+            return None
+        brought = [entry for entry in sys.path if "megafp8-check-" in entry]
+        found = importlib.machinery.PathFinder.find_spec(name, brought)
+        if found is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return found
+
+sys.meta_path.insert(0, Bare())
+"""
+
+
+def loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/gpu_check.py", *arguments]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def outcomes(out: Path) -> dict[str, str]:
+    return {line["part"]: line["outcome"] for line in lines(out) if "part" in line}
+
+
+def wheel_of(distribution: str, folder: Path) -> None:
+    """A wheel of what is installed here: an archive of its files."""
+    found = importlib.metadata.distribution(distribution)
+    with zipfile.ZipFile(folder / f"{distribution}-{found.version}-py3-none-any.whl", "w") as wheel:
+        for file in found.files or []:
+            if file.suffix != ".pyc" and ".." not in file.parts:
+                wheel.write(str(file.locate()), str(file))
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A PYTHONPATH under which Python has no hydra, omegaconf and antlr4."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BARE)
+    return str(folder)
+
+
+def test_a_bare_machine_is_told_what_to_bring(tmp_path: Path, bare: str) -> None:
+    out, none = tmp_path / "out", tmp_path / "none"
+    done = check("runs", "--tiny", "--out", str(out), "--wheels", str(none), PYTHONPATH=bare)
+    assert done.returncode == 1
+    assert "missing: hydra, omegaconf, antlr4" in done.stderr and "wheels none" in done.stderr
+    assert not outcomes(out)
+
+
+def test_layers_run_on_a_bare_machine_with_the_wheels(tmp_path: Path, bare: str) -> None:
+    """The part that loads a configuration, through hydra, from the brought folder alone."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("hydra-core", "omegaconf", "antlr4-python3-runtime"):
+        wheel_of(name, wheels)
+    gpu_check = loaded()
+    site = tmp_path / "megafp8-check-site"
+    assert len(gpu_check.unpacked(wheels, site)) == 3
+    environment = gpu_check.environment_with(site) | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] += os.pathsep + bare
+    assert gpu_check.missing(environment) == []
+    checked = gpu_check.Check(tmp_path, environment, True)
+    (tmp_path / "logs").mkdir()
+    arguments = gpu_check.arguments(["runs", "--tiny", "--out", str(tmp_path)])
+    parts = [part for part in gpu_check.parts_of("runs", arguments) if part.name == "layers"]
+    checked.stage("runs", parts, float("inf"))
+    assert outcomes(tmp_path) == {"layers": "passed"}
+    keys = [line["key"] for line in lines(tmp_path) if "row" in line]
+    assert keys[:2] == ["bf16", "delayed"] and len(keys) == 6
+
+
+def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
+    gpu_check = loaded()
+    (tmp_path / "logs").mkdir()
+    checked = gpu_check.Check(tmp_path, dict(os.environ), False)
+    gpu_check.PATIENCE_SECONDS = 5.0
+    programs = {
+        "fails": (60, "raise SystemExit(3)"),
+        "endless": (1, "import time; print('begun', flush=True); time.sleep(600)"),
+        "works": (60, "print('fine')"),
+    }
+    parts = [
+        gpu_check.Part(name, seconds, (sys.executable, "-c", program))
+        for name, (seconds, program) in programs.items()
+    ]
+    checked.stage("runs", parts, float("inf"))
+    checked.stage("late", parts[2:], 0.0)
+    found = [(line["part"], line["outcome"]) for line in lines(tmp_path)]
+    assert found == [
+        ("fails", "failed: exit code 3"),
+        ("endless", "failed: cut after 1 s"),
+        ("works", "passed"),
+        ("works", "not begun: no time was left"),
+    ]
+    assert checked.failed == ["runs: fails", "runs: endless", "late: works"]
+
+
+def test_pytest_that_is_cut_still_reports(tmp_path: Path) -> None:
+    """SIGINT, on which it writes what has run; SIGTERM would leave nothing."""
+    gpu_check = loaded()
+    (tmp_path / "logs").mkdir()
+    test = tmp_path / "test_slow.py"
+    test.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n")
+    junit = tmp_path / "found.xml"
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml")
+    part = gpu_check.Part("tests", 8, (*command, str(junit), "--rootdir", str(tmp_path), str(test)))
+    part = gpu_check.Part(part.name, part.seconds, part.command, junit)
+    gpu_check.Check(tmp_path, dict(os.environ), False).stage("right", [part], float("inf"))
+    (line,) = lines(tmp_path)
+    assert line["outcome"] == "failed: cut after 8 s" and line["passed"] >= 1
+
+
+def test_no_test_that_ran_is_a_failure(tmp_path: Path) -> None:
+    gpu_check = loaded()
+    (tmp_path / "logs").mkdir()
+    junit = tmp_path / "found.xml"
+    junit.write_text(
+        '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="3"/></testsuites>'
+    )
+    part = gpu_check.Part("tests", 60, (sys.executable, "-c", ""), junit)
+    gpu_check.Check(tmp_path, dict(os.environ), False).stage("right", [part], float("inf"))
+    (line,) = lines(tmp_path)
+    assert line["outcome"] == "failed: no test ran" and line["skipped"] == 3
+
+
+def test_unknown_stages_are_refused(tmp_path: Path) -> None:
+    done = check("runs", "rihgt", "--out", str(tmp_path))
+    assert done.returncode == 2 and "unknown stage rihgt" in done.stderr
+
+
+def test_the_limits_of_parts_fit_into_a_command(tmp_path: Path) -> None:
+    gpu_check = loaded()
+    arguments = gpu_check.arguments(["--out", str(tmp_path)])
+    for stage in (*gpu_check.STAGES, "te"):
+        total = sum(part.seconds for part in gpu_check.parts_of(stage, arguments))
+        assert total <= gpu_check.STAGE_SECONDS, stage
+    assert gpu_check.STAGE_SECONDS + gpu_check.PATIENCE_SECONDS < 600
+    assert gpu_check.ALL_SECONDS + gpu_check.PATIENCE_SECONDS < 1800
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        pytest.param("runs", ["device", "products", "casts", "sdpa", "layers"], marks=SLOW),
+        ("right", ["tests"]),
+        pytest.param("fast", ["products", "layer 8192 tokens", "steps"], marks=SLOW),
+        pytest.param("trains", ["losses", "continues", "repeats"], marks=SLOW),
+    ],
+)
+def test_a_stage_at_tiny_shapes(stage: str, parts: list[str], tmp_path: Path) -> None:
+    done = check(stage, "--tiny", "--workers", "0", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert outcomes(tmp_path) == dict.fromkeys(parts, "passed")
+    assert {line["stage"] for line in lines(tmp_path) if "stage" in line} == {stage}
