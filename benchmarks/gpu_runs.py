@@ -26,8 +26,8 @@ from gpu_common import RESULTS, Results, device_and_name, spread, timed
 
 from megafp8.precision.engine import EMULATED, engine_of
 from megafp8.precision.kernels.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
-from megafp8.precision.quantizers.base import Need, Role
-from megafp8.precision.quantizers.build import linear_quantizer
+from megafp8.precision.recipes.base import Need, Role
+from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.tensor import spread as spread_scale
@@ -145,7 +145,7 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
         state.to(device)
         state.engine = engine
         quantize = quantizer.tensors[role].quantize
-        found.append(quantize(x, Need(True, True)))
+        found.append(quantize(x, Need(True, True))[0])
         run = lambda quantize=quantize: quantize(x, Need(True, True))  # noqa: E731
     same = all(same_tensor(a, b) for a, b in zip(*found, strict=True))
     times = spread(timed(run, device, 2, 2 if tiny else 20))

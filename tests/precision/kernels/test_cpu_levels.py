@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megafp8.precision import formats
-from megafp8.precision.grad_sink import accumulate
 from megafp8.precision.cast import decode, quantize, quantize_and_sum
 from megafp8.precision.formats import Fp8Format
+from megafp8.precision.grad_sink import accumulate
 from megafp8.precision.kernels.compile import COMPILE_FLAGS, SOURCE, library
 from tests.cpu_levels import LEVELS, compiler_for, missing
 from tests.spec import delayed
