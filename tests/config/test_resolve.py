@@ -28,10 +28,10 @@ def test_default_job() -> None:
     assert spec.parallel.accelerator == "cpu" and spec.parallel.dp == 1
     assert spec.model.vocab_size == 0 and spec.vocab_divisible_by == 128
     assert spec.model.head_size == 64
-    assert spec.train.num_microbatches(spec.parallel.dp) == 4
+    assert spec.train.num_microbatches(spec.parallel.dp) == 2
     assert spec.data.splits == (900.0, 50.0, 50.0)
     assert spec.optim.betas == (0.9, 0.98)
-    assert spec.optim.schedule.max_steps == spec.train.max_steps == 600
+    assert spec.optim.schedule.max_steps == spec.train.max_steps == 900
 
 
 def test_resolved_is_plain_and_complete() -> None:

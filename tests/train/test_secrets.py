@@ -49,5 +49,5 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
     assert b"inert: model.cpu_offloading=False" in output
     set_by = {entry["key"]: entry for entry in summary["non_default"]}
     assert set_by["trainer.max_steps"] == {
-        "key": "trainer.max_steps", "value": 2, "origin": "command line", "default": 600
+        "key": "trainer.max_steps", "value": 2, "origin": "command line", "default": 900
     }  # fmt: skip
