@@ -24,6 +24,14 @@ LAUNCH_ONLY = frozenset(
 
 _NAMES = {"te": "TE", "ao": "AO", "msamp": "MSAMP"}
 
+_SPELLINGS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
+"""What `accelerate config` (1.15) writes, and the names that the recipe classes, the launcher's flags
+and the documentation have for the same things."""
+
 
 def translate(tree: dict[str, Any], m: Migration) -> None:
     """Write into `m` what Accelerate's file asks for."""
@@ -42,11 +50,15 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
                 m.change(key, value, {"trainer.accelerator": "cpu"})
             else:
                 m.drop(key, value, "trainer.accelerator=auto takes the GPU if there is one")
-        elif key == "fsdp_config":
+        elif key == "fsdp_config" and value:
             m.decide(
                 key, plain(value), "has no translation key by key",
                 "Leave it out, and use model.fsdp=True with model.fsdp_sharding_strategy",
             )  # fmt: skip
+        elif key == "gpu_ids" and str(value).lower() == "all":
+            m.drop(key, value, "trainer.devices says how many")
+        elif isinstance(value, dict) and not value and key != "fp8_config":
+            m.drop(str(key), value, "it is empty")
         elif key in LAUNCH_ONLY:
             m.drop(key, value, "it is about Accelerate's own launcher")
         elif key != "fp8_config":
@@ -60,7 +72,8 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
         for key, value in (block or {}).items():
             m.drop(f"fp8_config.{key}", value, f"mixed_precision={precision} runs without FP8")
         return
-    _fp8_block(dict(block or {}), m)
+    kind = tree.get("distributed_type")
+    _fp8_block(dict(block or {}), m, shards=kind is None or str(kind).upper() == "FSDP")
 
 
 def _mixed_precision(value: Any, m: Migration) -> None:
@@ -87,48 +100,77 @@ def _per_node(tree: dict[str, Any]) -> Any:
     return processes
 
 
-def _fp8_block(block: dict[str, Any], m: Migration) -> None:
-    backend = str(block.get("backend", "TE")).lower()
+def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
+    """`shards`: whether Accelerate may shard parameters in this job."""
+    given = _with_one_spelling(block, m)
+    values = {name: value for name, (_, value) in given.items()}
+    backend = str(values.get("backend", "TE")).lower()
     if backend == "ao":
-        _torchao_block(block, m)
+        _torchao_block(given, m, shards=shards)
         return
     if backend != "te":
-        name = _NAMES.get(backend, plain(block.get("backend")))
-        for key, value in block.items():
+        name = _NAMES.get(backend, plain(values.get("backend")))
+        for path, value in given.values():
             ways = {
                 "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported. Decide "
                 "for FP8 products with FP32 masters, as written",
             }
             way_out = ways.get(backend, "Known backends are TE, AO and MSAMP")
-            m.decide(f"fp8_config.{key}", value, f"belongs to the backend {name}", way_out)
+            m.decide(path, value, f"belongs to the backend {name}", way_out)
         return
-    given = dict(block)
     # Accelerate's own defaults, which are not NeMo's: said in full, so that none slips in.
-    given.setdefault("fp8_format", "HYBRID")
-    given.setdefault("amax_history_len", 1024)
-    given.setdefault("amax_compute_algo", "most_recent")
-    given.setdefault("use_autocast_during_eval", False)
-    for key, value in given.items():
-        path = f"fp8_config.{key}" if key in block else f"fp8_config.{key} (Accelerate's default)"
-        handler = _TE_KEYS.get(key)
+    defaults = {
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "use_autocast_during_eval": False,
+    }
+    for name, value in defaults.items():
+        given.setdefault(name, (f"fp8_config.{name} (Accelerate's default)", value))
+    for name, (path, value) in given.items():
+        handler = _TE_KEYS.get(name)
         if handler is None:
             m.decide(path, value, "has no translation", "See --help for what there is")
         else:
             handler(path, value, m)
 
 
-def _torchao_block(block: dict[str, Any], m: Migration) -> None:
-    """torchao's default recipe is `tensorwise`; its first and last linear stay out of FP8."""
+def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[str, Any]]:
+    """Each key's usual name, with the path as the file has it and the value.
+
+    Accelerate's launcher takes each key with `fp8_` before it too. A key that is there in two
+    spellings with two values must be decided.
+    """
+    given: dict[str, tuple[str, Any]] = {}
     for key, value in block.items():
-        path = f"fp8_config.{key}"
-        if key == "backend":
+        path, name = f"fp8_config.{key}", str(key)
+        if name not in _TE_KEYS:
+            name = name.removeprefix("fp8_")
+            name = "fp8_format" if name == "format" else _SPELLINGS.get(name, name)
+        if name not in _TE_KEYS:
+            name = str(key)  # unknown: it keeps the name that the file has
+        if name not in given:
+            given[name] = (path, value)
+        elif given[name][1] != value:
+            other, _ = given[name]
+            m.decide(path, value, f"says otherwise than {other}", "Keep one of the two")
+    return given
+
+
+def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: bool) -> None:
+    """torchao's default recipe is `tensorwise`; its first and last linear stay out of FP8."""
+    for name, (path, value) in given.items():
+        if name == "backend":
             chosen = {"model.fp8_backend": "torchao", "model.fp8_recipe": "tensorwise"}
             m.change(path, value, chosen)
-        elif key == "pad_inner_dim":
+        elif name == "pad_inner_dim":
             m.change(path, value, {"model.pad_inner_dim": bool(value)})
-        elif key == "enable_fsdp_float8_all_gather" and value:
+        elif name == "enable_fsdp_float8_all_gather" and value and shards:
             m.change(path, value, {"model.fsdp": True, "model.enable_fsdp_float8_all_gather": True})
-        elif key in _TE_KEYS:
+        elif name == "enable_fsdp_float8_all_gather":
+            reason = "it is about FSDP, which distributed_type does not ask for"
+            m.drop(path, value, reason if value else "weights are not gathered in FP8 unless asked")
+        elif name in _TE_KEYS:
             m.drop(path, value, "the backend AO does not read it")
         else:
             m.decide(path, value, "has no translation", "See --help for what there is")
@@ -152,7 +194,11 @@ def _format(path: str, value: Any, m: Migration) -> None:
 
 
 def _to(key: str) -> Callable[[str, Any, Migration], None]:
-    return lambda path, value, m: m.change(path, value, {key: value})
+    def change(path: str, value: Any, m: Migration) -> None:
+        spelling = path.removeprefix("fp8_config.").removeprefix("fp8_")
+        m.change(path, value, {key: value}, note=_UNREAD if spelling in _SPELLINGS else "")
+
+    return change
 
 
 def _override_linear_precision(path: str, value: Any, m: Migration) -> None:
@@ -179,6 +225,11 @@ def _is_row(value: Any) -> bool:
 def _foreign(backend: str) -> Callable[[str, Any, Migration], None]:
     return lambda path, value, m: m.drop(path, value, f"only the backend {backend} reads it")
 
+
+_UNREAD = (
+    "`accelerate config` writes this name, and Accelerate 1.15's launcher does not read it: there, "
+    "such a run had a history of 1024 and most_recent"
+)
 
 _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "backend": _backend,

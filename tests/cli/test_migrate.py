@@ -110,6 +110,103 @@ def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
     assert recipe.amax_compute_algo == "most_recent"
 
 
+QUESTIONNAIRE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fp8_config:
+  amax_compute_algorithm: max
+  amax_history_length: 16
+  backend: TE
+  fp8_format: HYBRID
+  interval: 1
+  margin: 0
+  override_linear_precision:
+  - false
+  - false
+  - true
+  use_autocast_during_eval: true
+fsdp_config: {}
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp8
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+"""As `accelerate config` of accelerate 1.15 writes it; the names are of its `cluster.py`."""
+
+
+def test_what_accelerates_questionnaire_writes(tmp_path: Path) -> None:
+    m = migrate(QUESTIONNAIRE, "old.yaml")
+    assert m.undecided == []
+    recipe = run_spec(**write(tmp_path, m)).precision.fp8
+    assert recipe is not None and recipe.fp8_in_evaluation
+    assert (recipe.amax_history_len, recipe.amax_compute_algo) == (16, "max")
+    assert recipe.high_precision_gemms == {"grad_weight"}
+    report = m.report()
+    assert "fp8_config.amax_history_length: 16 -> model.fp8_amax_history_len=16" in report
+    assert "Accelerate's default" not in report
+    assert "launcher does not read it" in report
+
+
+@pytest.mark.parametrize("prefix", ["", "fp8_"])
+def test_every_spelling_of_the_history(prefix: str) -> None:
+    for length, algorithm in [
+        ("amax_history_len", "amax_compute_algo"),
+        ("amax_history_length", "amax_compute_algorithm"),
+    ]:
+        block = {f"{prefix}{length}": 7, f"{prefix}{algorithm}": "max", f"{prefix}margin": 2}
+        m = migrate(yaml.safe_dump({"mixed_precision": "fp8", "fp8_config": block}), "x")
+        assert not m.undecided
+        model = m.out["model"]
+        assert (model["fp8_amax_history_len"], model["fp8_amax_compute_algo"]) == (7, "max")
+        assert model["fp8_margin"] == 2
+
+
+def test_two_spellings_that_disagree_must_be_decided() -> None:
+    m = migrate(TE_BLOCK + "    amax_history_length: 16\n", "x")
+    assert keys_of(m.undecided) == {"fp8_config.amax_history_length"}
+    assert not migrate(TE_BLOCK + "    amax_history_length: 1024\n", "x").undecided
+
+
+@pytest.mark.parametrize("backend", ["TE", "AO", "MSAMP"])
+def test_no_key_of_the_block_goes_unnamed(backend: str) -> None:
+    block = {
+        "backend": backend, "fp8_format": "HYBRID", "margin": 1, "opt_level": "O1", "fp8_new": 1,
+        "optimization_level": "O1", "amax_histories": 3, "pad_inner_dim": False,
+        "enable_fsdp_float8_all_gather": False,
+    }  # fmt: skip
+    m = migrate(yaml.safe_dump({"mixed_precision": "fp8", "fp8_config": block}), "x")
+    named = keys_of([*m.undecided, *m.changes, *m.inert])
+    assert {f"fp8_config.{key}" for key in block} - {"fp8_config.optimization_level"} <= named
+    assert {"fp8_config.amax_histories", "fp8_config.fp8_new"} <= keys_of(m.undecided)
+
+
+def test_torchaos_gathering_is_about_fsdp() -> None:
+    text = (
+        "mixed_precision: fp8\ndistributed_type: {}\n"
+        "fp8_config: {{backend: AO, enable_fsdp_float8_all_gather: {}}}\n"
+    )
+    for kind, value, is_fsdp in [
+        ("MULTI_GPU", "true", False),
+        ("FSDP", "true", True),
+        ("FSDP", "false", False),
+    ]:
+        m = migrate(text.format(kind, value), "x")
+        assert m.out["model"].get("fsdp", False) is is_fsdp
+        key = "fp8_config.enable_fsdp_float8_all_gather"
+        assert (key in keys_of(m.changes), key in keys_of(m.inert)) == (is_fsdp, not is_fsdp)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
