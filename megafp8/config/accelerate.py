@@ -29,8 +29,8 @@ _SPELLINGS = {
     "amax_compute_algorithm": "amax_compute_algo",
     "optimization_level": "opt_level",
 }
-"""What `accelerate config` (1.15) writes, and the names that the recipe classes, the launcher's flags
-and the documentation have for the same things."""
+"""What `accelerate config` (1.15) writes, and the names that the recipe classes, the launcher's
+flags and the documentation have for the same things."""
 
 
 def translate(tree: dict[str, Any], m: Migration) -> None:

@@ -33,7 +33,7 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One log step; numbers are of the steps since the last report."""
+    """One step that is shown; numbers are of this step alone."""
 
     step: int  # optimizer steps done, this one included
     loss: float  # nats per token
@@ -61,7 +61,10 @@ class Console:
         """What this run is, before its first step. May come before `start`."""
 
     def step(self, report: StepReport) -> None:
-        """A log step."""
+        """A step whose numbers are shown: the first of this process, log steps, the last."""
+
+    def progress(self, step: int) -> None:
+        """A step is done whose numbers are not shown."""
 
     def validation(
         self,
@@ -111,16 +114,22 @@ class _Eta:
         self._clock = clock
         self._seen: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)
         self.total_steps = 0
+        self._per_step = float("nan")
 
     def seconds(self, report: StepReport) -> float:
+        """Time left after a step that is shown."""
         self._seen.append((report.step, self._clock()))
         (first_step, first_time), (last_step, last_time) = self._seen[0], self._seen[-1]
         if last_step > first_step:
-            per_step = (last_time - first_time) / (last_step - first_step)
+            self._per_step = (last_time - first_time) / (last_step - first_step)
         else:
-            per_step = report.step_seconds
+            self._per_step = report.step_seconds
             self._seen = deque([self._seen[-1]], maxlen=self.WINDOW)  # a rollback starts anew
-        return per_step * (self.total_steps - report.step)
+        return self.left(report.step)
+
+    def left(self, step: int) -> float:
+        """Time left after `step`, at the pace of the last report; NaN before the first one."""
+        return self._per_step * (self.total_steps - step)
 
 
 def _quality(report: StepReport) -> list[str]:
@@ -292,9 +301,15 @@ class LiveConsole(Console):
             self._print(line)
 
     def step(self, report: StepReport) -> None:
+        is_first = self._report is None
         self._step, self._report = report.step, report
         self._eta_text = format_duration(self._eta.seconds(report))
-        self._draw(force=report.step >= self._eta.total_steps)
+        self._draw(force=is_first or report.step >= self._eta.total_steps)
+
+    def progress(self, step: int) -> None:
+        self._step = step
+        self._eta_text = format_duration(self._eta.left(step))
+        self._draw(force=False)
 
     def validation(
         self,
@@ -347,6 +362,8 @@ class LiveConsole(Console):
         from rich.table import Table
         from rich.text import Text
 
+        report = self._report
+        shown = "" if report is None else f"numbers of step {report.step} | "
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -354,11 +371,11 @@ class LiveConsole(Console):
         bar.add_row(
             Text(self._at(self._step), style="bold"),
             ProgressBar(total=max(1, self._eta.total_steps), completed=self._step),
-            Text(f"ETA {self._eta_text}", style="bold"),
+            Text(f"{shown}ETA {self._eta_text}", style="bold"),
         )
-        if self._report is None:
-            return Group(bar, Text("the first step is running", style="dim"))
-        report = self._report
+        if report is None:
+            which = "no further step" if self._step else "no step"
+            return Group(bar, Text(f"{which} is done yet", style="dim"))
         quality = [f"loss {format_number(report.loss)}"]
         if self._val_loss is not None:
             quality.append(f"val loss {format_number(self._val_loss)}")

@@ -32,7 +32,7 @@ class TrainSpec:
     max_time_seconds: float | None = None  # of one process, from its start
     micro_batch_size: int  # samples per forward pass and data-parallel rank
     global_batch_size: int  # samples per optimizer step over all ranks
-    log_every_n_steps: int
+    log_every_n_steps: int  # the first and the last step are logged besides
     val_check_interval: int
     limit_val_batches: int  # global batches a validation, but for the last, whole one; 0: none
     seed: int
@@ -46,6 +46,11 @@ class TrainSpec:
 
     rampup: RampupSpec | None = None
     compile: Literal["off", "block"] = "off"  # by torch; block: a transformer layer at a time
+
+    def logs_at(self, step: int) -> bool:
+        """Whether the step with this number (from 1) has a line of metrics: the first, the last,
+        and each `log_every_n_steps`-th."""
+        return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Samples over all ranks of the step that begins after `consumed_samples`."""

@@ -24,6 +24,7 @@ from megafp8.train.evaluate import evaluate
 from megafp8.train.garbage import Garbage
 from megafp8.train.health import HealthLog
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.pace import Pace
 from megafp8.train.profiling import StepProfiler
 from megafp8.train.signals import StopRequest, agree
 from megafp8.train.state import TrainState
@@ -50,6 +51,7 @@ class Run:
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
     background: BackgroundSaver | None = None  # writes the periodic checkpoints, with `async_save`
+    pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None
     last_loss: float | None = None
     stopped_by_time: bool = False
@@ -90,7 +92,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
-            if (run.state.step + 1) % run.spec.train.log_every_n_steps == 0:
+            if run.spec.train.logs_at(run.state.step + 1):
                 run.health.begin()
             run.profiler.before_step(run.state.step)
             result = train_step(run.state, microbatches)
@@ -138,8 +140,21 @@ def open_loader(run: Run) -> Loader:
 def after_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> bool:
     """Log, validate and save where due; True if a signal asks to leave (all is saved then)."""
     spec, step = run.spec, run.state.step
-    if step % spec.train.log_every_n_steps == 0 or not result.is_finite:
-        log_step(run, result, samples, seconds, waited)
+    run.pace.after_step(seconds)
+    is_logged = spec.train.logs_at(step) or not result.is_finite
+    if is_logged or run.pace.num_steps == 1:
+        report = report_of(run, result, samples, seconds, waited)
+        if is_logged:
+            log_step(run, result, samples, report)
+        # A process that continues a run shows its first step and leaves it out of the files, which
+        # are those of a run that was never interrupted.
+        run.console.step(report)
+        run.last_report, run.last_loss = report, result.loss
+    else:
+        run.console.progress(step)
+    slow = run.pace.slow(spec, step, run.state.mesh.device) if run.state.mesh.is_main else None
+    if slow is not None:
+        run.console.warn(slow)
     is_last = step == spec.train.max_steps
     validates = spec.train.limit_val_batches > 0 and not is_last
     if validates and step % spec.train.val_check_interval == 0:
@@ -164,15 +179,17 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     return stop and not is_last
 
 
-def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> None:
-    """One line to metrics.jsonl, the trackers and the console: this step's own numbers."""
+def report_of(
+    run: Run, result: StepResult, samples: int, seconds: float, waited: float
+) -> StepReport:
+    """This step's own numbers."""
     state, spec = run.state, run.spec
     tokens = samples * spec.data.seq_length
     flops = {
         kind: tokens * flops_per_token(spec.model, kind, seq_length=spec.data.seq_length) / seconds
         for kind in ("causal", "full")
     }
-    report = StepReport(
+    return StepReport(
         step=state.step,
         loss=result.loss,
         grad_norm=result.grad_norm,
@@ -185,6 +202,11 @@ def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited:
         data_wait_fraction=waited / seconds,
         notes=_notes(state, result),
     )
+
+
+def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> None:
+    """One line to metrics.jsonl and the trackers, and FP8's health where `begin` was called."""
+    state, spec = run.state, run.spec
     values = {
         "consumed_samples": state.consumed_samples,
         "loss": result.loss,
@@ -205,8 +227,6 @@ def log_step(run: Run, result: StepResult, samples: int, seconds: float, waited:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)
     run.health.end(state.step, run.trackers)
-    run.console.step(report)
-    run.last_report, run.last_loss = report, result.loss
     run.saver.metrics["reduced_train_loss"] = result.loss
 
 

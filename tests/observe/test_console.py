@@ -117,6 +117,33 @@ def test_eta_follows_the_wall_clock_and_survives_a_rollback() -> None:
     assert etas == ["3:00", "6:40", "3:00"]
 
 
+def test_the_live_block_counts_steps_that_are_not_logged() -> None:
+    clock = Clock()
+    console = LiveConsole(Terminal(), clock=clock)
+
+    def shown() -> str:
+        with console._rich.capture() as capture:
+            console._rich.print(console._block())
+        return ESCAPE.sub("", capture.get())
+
+    console.start(100)
+    assert "step   0/100" in shown() and "no step is done yet" in shown()
+    assert "ETA -:--" in shown()
+    console.step(dataclasses.replace(REPORT, step=1, step_seconds=2.0))
+    assert "loss 5.1234" in shown() and "numbers of step 1 | ETA 3:18" in shown()
+    assert "no step" not in shown()
+    console.progress(3)
+    text = shown()
+    assert "step   3/100" in text and "numbers of step 1 | ETA 3:14" in text
+    console.close()
+    again = LiveConsole(Terminal(), clock=clock)
+    again.start(100, 40)
+    with again._rich.capture() as capture:
+        again._rich.print(again._block())
+    assert "no further step is done yet" in capture.get()
+    again.close()
+
+
 def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     console = open_console(main_rank=False)
     assert isinstance(console, SilentConsole)
@@ -129,6 +156,7 @@ def use_everything(console: Console) -> None:
         console.header(["header"])
         console.start(100, 10)
         console.step(REPORT)
+        console.progress(51)
         console.validation(50, 1.0)
         console.event("event")
         console.warn("warning")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +57,29 @@ def test_other_log_steps_continue(place: Place, undisturbed: tuple[Place, Done])
     stopped_at(place, 6)
     assert place.run("trainer.log_every_n_steps=5").code == 0
     rows = [row for row in place.metrics() if "lr" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 10]
-    assert rows[-1]["loss"] == losses(undisturbed[0])[9]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 10, STEPS]
+    assert [row["loss"] for row in rows[-2:]] == [losses(undisturbed[0])[n] for n in (9, -1)]
+
+
+def test_first_and_last_steps_are_logged(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """In the files those of the run; on the screen also the first one of each process."""
+    flags = ["trainer.log_every_n_steps=5", "model.fp8_health=scales"]
+    stopped_at(place, 6, *flags)
+    done = place.run(*flags)
+    assert done.code == 0, done.output
+    rows = [row for row in place.metrics() if "lr" in row]
+    assert [row["step"] for row in rows] == [1, 5, 10, STEPS]
+    assert [row["loss"] for row in rows] == [losses(undisturbed[0])[n] for n in (0, 4, 9, -1)]
+    health = (place.dir() / "health.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in health] == [1, 5, 10, STEPS]
+    shown = re.findall(r"^step +(\d+)/\d+ \| loss .* \| ETA \d+:\d\d$", done.output, re.MULTILINE)
+    assert shown == ["7", "10", str(STEPS)]
+
+
+def test_a_run_shorter_than_a_log_interval_shows_its_loss(place: Place) -> None:
+    done = place.run("trainer.log_every_n_steps=50", "trainer.max_steps=2")
+    assert done.code == 0 and "training loss" in done.output
+    assert [row["step"] for row in place.metrics() if "lr" in row] == [1, 2]
 
 
 def test_a_finished_run_is_prolonged(place: Place) -> None:

@@ -48,7 +48,11 @@ class Trainer:
         valid=at_least(1),
     )
     log_every_n_steps: int = key(
-        10, "Steps between two lines of metrics.", nemo=10, kind="logging", valid=at_least(1)
+        10,
+        "Steps between two lines of metrics. The first and the last step of a run have a line too.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(1),
     )
     val_check_interval: int = key(
         MISSING, "Steps between two validations.", nemo=100, kind="logging", valid=at_least(1)

@@ -1,0 +1,93 @@
+"""What a process's first steps say of how long its run will take, and what would be faster."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megafp8.observe.units import format_duration
+from megafp8.precision.gemm import GemmCounter, gemm
+from megafp8.specs import RunSpec
+from megafp8.train.build import COMPUTE_DTYPES
+
+LONG_SECONDS = 30 * 60
+SLOWER_BY = 1.5  # products in the run's dtype, over FP32 ones, from which on FP32 is named
+LARGEST_SIDE = 512  # of the matrices that are multiplied to find out: at most 0.27 GFLOP
+
+
+class Pace:
+    """Counts the steps of one process, the first of which has costs that no other has."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._seconds = float("inf")
+
+    def after_step(self, seconds: float) -> None:
+        """A step took so long, waiting for data included."""
+        self.num_steps += 1
+        if self.num_steps <= 2:
+            self._seconds = min(self._seconds, seconds)
+
+    def slow(self, spec: RunSpec, step: int, device: torch.device) -> str | None:
+        """After the second step: what to say of a run that will take long on a CPU, else None.
+
+        Args:
+            step: Steps that are done.
+            device: Where the run computes.
+        """
+        left = (spec.train.max_steps - step) * self._seconds
+        limit = spec.train.max_time_seconds
+        if self.num_steps != 2 or device.type != "cpu" or left <= LONG_SECONDS:
+            return None
+        if limit is not None and limit <= LONG_SECONDS:
+            return None  # trainer.max_time ends this process before
+        told = f"at {self._seconds:.3g} s a step, the {spec.train.max_steps - step} steps that are "
+        told += f"left take {format_duration(left)} on this CPU, without validation. Faster: "
+        return told + "; ".join(_ways(spec, step, self._seconds, device))
+
+
+def _ways(spec: RunSpec, step: int, seconds: float, device: torch.device) -> list[str]:
+    ways = []
+    steps = step + int(LONG_SECONDS / seconds)
+    if steps > step:
+        ways.append(f"trainer.max_steps={steps} (half an hour)")
+    else:
+        ways.append("a smaller model: one step alone takes more than half an hour")
+    smallest = spec.train.micro_batch_size * spec.parallel.dp
+    if spec.train.global_batch_size > smallest:
+        ways.append(
+            f"a model.global_batch_size below {spec.train.global_batch_size}, with fewer tokens a "
+            "step (a new run)"
+        )
+    ratio = _times_as_long(spec, device)
+    if ratio >= SLOWER_BY:
+        name = spec.precision.compute.upper()
+        ways.append(
+            f"trainer.precision=32 (a new run): a product of {name} matrices took {ratio:.1f} "
+            "times as long here as one of FP32 matrices"
+        )
+    return ways
+
+
+def _times_as_long(spec: RunSpec, device: torch.device) -> float:
+    """How long a product of the model's shape takes in its dtype, over the same in FP32."""
+    dtype = COMPUTE_DTYPES[spec.precision.compute]
+    if dtype == torch.float32:
+        return 1.0
+    model = spec.model
+    sides = (spec.data.seq_length, model.hidden_size, model.ffn_hidden_size)
+    m, k, n = (min(LARGEST_SIDE, side) for side in sides)
+    return _seconds_of(m, k, n, dtype, device) / _seconds_of(m, k, n, torch.float32, device)
+
+
+def _seconds_of(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The shorter of two, after one that is not counted."""
+    a_MK = torch.ones(m, k, dtype=dtype, device=device)
+    b_KN = torch.ones(k, n, dtype=dtype, device=device)
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        gemm(a_MK, b_KN, work=dtype, counter=GemmCounter(), place="pace")
+        took.append(time.perf_counter() - began)
+    return min(took[1:])
