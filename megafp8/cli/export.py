@@ -16,6 +16,7 @@ import torch
 from megafp8.checkpoint.huggingface import architecture, write_folder
 from megafp8.checkpoint.reader import Reader
 from megafp8.config.app import report
+from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode, UserError
 from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer
 from megafp8.train.weights import find_checkpoint, read_tensor, shape_of
@@ -50,9 +51,12 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
     files = write_folder(folder, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
     copied = copy_tokenizer(home, folder)
+    own = tokenizer is not None and tokenizer.file_name != JSON_FILE
     print(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
     for name in [*(file.name for file in files), *copied]:
         print(f"  {folder / name}")
+    if own:
+        print("transformers does not read this kind of tokenizer: use its own package beside it")
     if not copied:
         print(f"no tokenizer: {home} has none. Put the one of its data into {folder}")
 

@@ -16,6 +16,7 @@ import torch
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.export import DTYPES, home_of
 from megafp8.config.app import report
+from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
 from megafp8.train.generate import Sampling, beyond_training, generate
 from megafp8.train.tokenizer_files import find_tokenizer
@@ -52,7 +53,9 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
     tokenizer = find_tokenizer(home)
     if tokenizer is None:
         raise CheckpointError(
-            home / "tokenizer.json", "is not there", "Put the tokenizer of the run's data there"
+            home / "tokenizer.json",
+            "is not there, nor another kind of tokenizer",
+            "Put the tokenizer of the run's data there",
         )
     reader = Reader(checkpoint)
     dtype = options.dtype or run_dtype(reader.meta)
@@ -69,11 +72,11 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
-        text = tokenizer.decode(tokens)
+        text = continuation(tokenizer, prompt, tokens)
         if not text.endswith("\ufffd"):  # else in the middle of a character
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    print(tokenizer.decode(tokens)[len(shown) :] if tokens else "")
+    print(continuation(tokenizer, prompt, tokens)[len(shown) :])
 
 
 def run_dtype(meta: dict[str, Any]) -> str:

@@ -92,7 +92,7 @@ def _check_vocabulary_size(prefix: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str) -> None:
+def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str | None) -> None:
     """The configuration's tokenizer must be the recorded one, which its vocabulary tells."""
     if given is None:
         return

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megafp8.data.indexed import bin_path, idx_path
-from megafp8.data.tokenize import END_OF_DOCUMENT
 from megafp8.errors import DataError
 
 FORMAT_VERSION = 1
@@ -145,15 +144,15 @@ def find_beside(prefix: Path, name: str) -> Path | None:
     return None
 
 
-def end_of_document_beside(prefix: Path) -> str:
-    """The token that ends a document, as a foreign dataset's `dataset.json` may name it."""
+def end_of_document_beside(prefix: Path) -> str | None:
+    """The token that ends a document, if there is a `dataset.json` that names it."""
     path = find_beside(prefix, "dataset.json")
     if path is None:
-        return END_OF_DOCUMENT
+        return None
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["end_of_document"])
     except (OSError, ValueError, KeyError, TypeError):
-        return END_OF_DOCUMENT
+        return None
 
 
 def recorded_vocab_size(prefix: Path) -> int | None:

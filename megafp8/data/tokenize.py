@@ -107,6 +107,16 @@ class JsonTokenizer:
         path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
 
 
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of `prompt`.
+
+    Decoded alone they would lose a space before their first word where a tokenizer, such as
+    SentencePiece's, writes none at the start of a text.
+    """
+    before = tokenizer.decode(prompt)
+    return tokenizer.decode([*prompt, *tokens])[len(before) :]
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Trains a byte-level BPE; the same texts always give the same tokenizer.
 
@@ -147,12 +157,13 @@ def byte_tokenizer() -> JsonTokenizer:
     return train_tokenizer([], SMALLEST_VOCABULARY)
 
 
-def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokenizer:
+def load_tokenizer(path: Path, end_of_document: str | None = None) -> Tokenizer:
     """Reads a tokenizer as it was recorded; the end of its name says which kind it is.
 
     Args:
         path: The file.
-        end_of_document: The token that ends a document; it must be in the vocabulary.
+        end_of_document: The token that ends a document; it must be in the vocabulary. None: the
+            kind's own, which is a SentencePiece model's end of a sentence, else `<|endoftext|>`.
 
     Raises:
         DataError: The file is missing, not a tokenizer, or has no such token.
@@ -164,8 +175,8 @@ def load_tokenizer(path: Path, end_of_document: str = END_OF_DOCUMENT) -> Tokeni
     if path.name.endswith(SENTENCEPIECE_FILE):
         from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
 
-        return load_sentencepiece(path, None)
-    return load_json(path, end_of_document)
+        return load_sentencepiece(path, end_of_document)
+    return load_json(path, end_of_document or END_OF_DOCUMENT)
 
 
 def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:

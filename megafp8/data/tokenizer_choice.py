@@ -75,4 +75,4 @@ def _recorded_end(words: Path) -> str:
     if not words.name.endswith(JSON_FILE):
         return END_OF_DOCUMENT
     prefix = words.name.removesuffix(f".{JSON_FILE}")
-    return end_of_document_beside(words.with_name(prefix))
+    return end_of_document_beside(words.with_name(prefix)) or END_OF_DOCUMENT

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
 from megafp8.data.prepare import PreparedData
+from megafp8.data.tokenize import continuation
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
 from megafp8.specs import RunSpec
@@ -148,7 +149,7 @@ def sample_text(run: Run) -> str:
         temperature=0.7,
         seed=run.spec.train.seed,
     )
-    return SAMPLE_PROMPT + tokenizer.decode(drawn)
+    return SAMPLE_PROMPT + continuation(tokenizer, prompt, drawn)
 
 
 def _newest_checkpoint(run: Run) -> str | None:

@@ -19,19 +19,20 @@ from megafp8.checkpoint.rundir import (
 from megafp8.checkpoint.runlock import LOCK_NAME
 from megafp8.checkpoint.verification import check_structure
 from megafp8.config.identity import check_continues, full_identity
+from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
 from megafp8.observe.files import write_atomically
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.specs import RunSpec
 from megafp8.train.restarts import RECORD as RESTARTS_NAME
-from megafp8.train.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG
+from megafp8.train.tokenizer_files import TOKENIZER_CONFIG
 
 LOGS = ("metrics.jsonl", HEALTH_FILE)
 MADE_AT_THE_START = (
     CONFIG_NAME,
     RECORD_NAME,
     RESTARTS_NAME,
-    TOKENIZER,
+    *TOKENIZER_FILES,
     TOKENIZER_CONFIG,
     "events.out.tfevents.*",
     LOCK_NAME,

@@ -1,65 +1,139 @@
-"""A run's tokenizer beside its checkpoints, in the files that transformers reads too."""
+"""A run's tokenizer beside its checkpoints, in a file of its kind; transformers reads one kind."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
-from megafp8.data.tokenize import Tokenizer, load_tokenizer
+from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
+from megafp8.data.tiktoken_tokenizer import load_tiktoken
+from megafp8.data.tokenize import (
+    JSON_FILE,
+    SENTENCEPIECE_FILE,
+    TIKTOKEN_FILE,
+    Tokenizer,
+    load_json,
+    load_tokenizer,
+)
 from megafp8.errors import RunError
 
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+EXPORTED_SENTENCEPIECE = "sentencepiece.model"
+"""Its name in an exported folder: `tokenizer.model` there is converted by transformers by guess,
+which gave other tokens (5.23)."""
+
+OF_TRANSFORMERS = "PreTrainedTokenizerFast"
+OWN_CLASSES = {
+    SENTENCEPIECE_FILE: "megafp8.SentencePieceTokenizer",
+    TIKTOKEN_FILE: "megafp8.TiktokenTokenizer",
+}
+"""What `tokenizer_config.json` says of the kinds that transformers does not read; it then refuses
+the folder."""
+
 FILES = (
-    TOKENIZER,
+    JSON_FILE,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
-    "tokenizer.model",
+    SENTENCEPIECE_FILE,
+    EXPORTED_SENTENCEPIECE,
+    TIKTOKEN_FILE,
     "chat_template.jinja",
 )
 """What a model's folder may have of a tokenizer."""
 
+_TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
+
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write `tokenizer.json` and its configuration: the end of a document, the longest text."""
-    end = tokenizer.decode([tokenizer.eod_id])
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+    """Write the tokenizer's file, and `tokenizer_config.json`: the end of a document, the longest
+    text, and what reads the file."""
+    end = tokenizer.end_of_document
+    config: dict[str, Any] = {
+        "tokenizer_class": OWN_CLASSES.get(tokenizer.file_name, OF_TRANSFORMERS),
         "model_max_length": max_length,
-        "bos_token": end,
         "eos_token": end,
-        "pad_token": end,
-        "clean_up_tokenization_spaces": False,
     }
+    if tokenizer.file_name == JSON_FILE:
+        config |= {"bos_token": end, "pad_token": end, "clean_up_tokenization_spaces": False}
+    target = folder / tokenizer.file_name
+    misnamed = folder / JSON_FILE
     try:
-        tokenizer.save(folder / TOKENIZER)
+        tokenizer.save(target)
+        if tokenizer.file_name != JSON_FILE and _kind_of(misnamed) == tokenizer.file_name:
+            misnamed.unlink()  # the same tokenizer, as versions before this one named it
     except OSError as error:
-        raise RunError(f"{folder / TOKENIZER}: cannot be written ({error})") from error
+        raise RunError(f"{target}: cannot be written ({error})") from error
     write_json_atomically(folder / TOKENIZER_CONFIG, config)
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a run's or a model's folder; None if it has no `tokenizer.json`."""
-    if not (folder / TOKENIZER).is_file():
-        return None
-    end: object = None
-    if (folder / TOKENIZER_CONFIG).is_file():
-        end = read_json(folder / TOKENIZER_CONFIG).get("eos_token")
+    """The tokenizer in a run's or a model's folder.
+
+    None if there is none; a `tokenizer.model` of others counts as none, because tokens that were
+    added to it are not in that file.
+
+    Raises:
+        DataError: It cannot be read, or the package for its kind is missing.
+    """
+    config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    end: object = config.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
-    return (
-        load_tokenizer(folder / TOKENIZER, end)
-        if isinstance(end, str)
-        else load_tokenizer(folder / TOKENIZER)
-    )
+    end = end if isinstance(end, str) else None
+    path = folder / JSON_FILE
+    match _kind_of(path):
+        case "tokenizer.json":
+            return load_json(path) if end is None else load_json(path, end)
+        case "tokenizer.model":  # as versions before this one named it, with "" as its end
+            return load_sentencepiece(path, end or None)
+        case "tokenizer.tiktoken.json":
+            return load_tiktoken(path)
+    if not is_own(config):
+        return None
+    names = (SENTENCEPIECE_FILE, EXPORTED_SENTENCEPIECE, TIKTOKEN_FILE)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is not None and found.name == EXPORTED_SENTENCEPIECE:
+        return load_sentencepiece(found, end)
+    return None if found is None else load_tokenizer(found, end)
+
+
+def is_own(config: dict[str, Any]) -> bool:
+    """Whether a `tokenizer_config.json` is about a kind that transformers does not read."""
+    return config.get("tokenizer_class") in OWN_CLASSES.values()
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files there are; returns their names."""
-    copied = [name for name in FILES if (source / name).is_file()]
-    for name in copied:
-        shutil.copyfile(source / name, target / name)
+    """Copy whatever tokenizer files there are; returns their new names.
+
+    A SentencePiece model that only we can read gets a name that transformers does not guess at.
+    """
+    config = source / TOKENIZER_CONFIG
+    renames = config.is_file() and is_own(read_json(config))
+    copied = []
+    for name in FILES:
+        if not (source / name).is_file():
+            continue
+        new = EXPORTED_SENTENCEPIECE if renames and name == SENTENCEPIECE_FILE else name
+        shutil.copyfile(source / name, target / new)
+        copied.append(new)
     return copied
+
+
+def _kind_of(path: Path) -> str | None:
+    """Of which kind a `tokenizer.json` is: the kind's own file name; None if it is not there.
+
+    Versions before this one gave all three kinds this name.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(256)
+    except OSError:
+        return None
+    if head.startswith(b"\n"):  # the first field of a model's protocol buffer: a piece
+        return SENTENCEPIECE_FILE
+    return TIKTOKEN_FILE if _TIKTOKEN_TREE.match(head) else JSON_FILE
