@@ -248,7 +248,8 @@ def _model_memory_and_speed(t: _Table) -> None:
     t.add("batch_p2p_comm", True, order)
     reduce = "gradients are one flat FP32 buffer, divided once after its reduction"
     t.add("grad_div_ar_fusion", True, reduce)
-    t.add("gradient_accumulation_fusion", False, "weight gradients go straight into FP32 sums",
+    t.add("gradient_accumulation_fusion", False,
+          "a weight gradient is rounded to the compute dtype, then added to its FP32 sum",
           also=(True,))  # fmt: skip
     t.add("gradient_as_bucket_view", True, reduce)
     t.add("sync_batch_comm", False, reduce)

@@ -1,4 +1,10 @@
-"""Every collective of a run passes here: bytes are counted by axis, operation and dtype."""
+"""Collectives of tensors along mesh axes: bytes are counted by axis, operation and dtype.
+
+Three kinds of traffic do not pass here. FSDP2's gathers and scatters and the sends of pipeline
+schedules are torch's own calls; `parallel/fsdp.py` and `parallel/pipeline.py` add their bytes to
+the same `Traffic`, but for the all-reduce between nodes of a hybrid FSDP run, which is not counted.
+Objects that ranks agree by (`train/saving.py`) are not counted either.
+"""
 
 from __future__ import annotations
 
