@@ -13,13 +13,13 @@ import transformers
 
 from megafp8.cli import export, generate, import_hf, preprocess
 from megafp8.data.tokenize import continuation, load_tokenizer
-from megafp8.train.tokenizer_files import find_tokenizer, save_tokenizer
+from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer, save_tokenizer
 from tests.train.runs import Place
 
 TEXTS = [
     f"def function_{n}(x):\n    return x * {n * 7} + {n % 13}\n" * (n % 5 + 1) for n in range(90)
 ]
-SHORT = ["trainer.precision=32", "trainer.max_steps=2", "model.tokenizer.vocab_size=1000"]
+SHORT = ["trainer.precision=32", "model.tokenizer.vocab_size=1000"]
 END = "<stop>"  # of a document, for SentencePiece: another piece than its end of a sentence
 
 
@@ -59,13 +59,14 @@ def dataset(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_continued_generated_exported_and_back(
     kind: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = dataset(tmp_path, kind)
     place = dataclasses.replace(place, data=data)
-    assert place.run(*SHORT, "trainer.max_steps=1").code == 0
+    assert place.run(*SHORT, "trainer.max_steps=2").code == 0
     run = place.dir()
     recorded = load_tokenizer(
         data.with_name(f"d.{kind}"), END if kind == "tokenizer.model" else None
@@ -80,8 +81,8 @@ def test_trained_continued_generated_exported_and_back(
     (run / "tokenizer_config.json").write_text(json.dumps(old))
     found = find_tokenizer(run)
     assert found is not None and found.digest == recorded.digest
-    done = place.run(*SHORT)
-    assert done.code == 0 and "continuing after step 1 of 2" in done.output, done.output
+    done = place.run(*SHORT, "trainer.max_steps=3")
+    assert done.code == 0 and "continuing after step 2 of 3" in done.output, done.output
     assert (run / kind).is_file() and not (run / "tokenizer.json").exists()
 
     capsys.readouterr()
@@ -134,3 +135,11 @@ def test_a_continuation_keeps_its_spaces(kind: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "run" / "tokenizer_config.json").read_text())
     assert config["eos_token"] == tokenizer.end_of_document and config["eos_token"]
     assert config["tokenizer_class"].startswith("megafp8.")
+    (tmp_path / "out").mkdir()
+    exported = kind if kind != "tokenizer.model" else "sentencepiece.model"
+    assert set(copy_tokenizer(tmp_path / "run", tmp_path / "out")) == {
+        exported, "tokenizer_config.json"
+    }  # fmt: skip
+    for folder in ("run", "out"):
+        found = find_tokenizer(tmp_path / folder)
+        assert found is not None and found.digest == tokenizer.digest
