@@ -50,8 +50,6 @@ WHOLE = {
     "FP32": job("fp32", model=ODD, num_microbatches=4, grows=True),
     "FP8": job("fp32", DELAYED, model=ODD),
     "FP8 weights": job("fp32", IN_FP8, model=ODD),
-    "FP8, even": job("fp32", DELAYED),
-    "FP8 weights, even": job("fp32", IN_FP8),
     "FP8 tensorwise weights": job("fp32", Fp8Recipe(name=TENSORWISE, params_in_fp8=True)),
     "BF16, one NaN": job("bf16", spoiled=1),
     "BF16, FP8": job("bf16", DELAYED, num_microbatches=4),
@@ -60,7 +58,7 @@ WHOLE = {
     "torchao": job("bf16", Fp8Recipe(name=TENSORWISE), backend="torchao"),
 }
 SLOW = pytest.mark.slow
-DEFAULT = ("FP32", "FP8 weights", "FP8 weights, even", "BF16, FP8")
+DEFAULT = ("FP32", "FP8 weights", "BF16, FP8")
 """The others are slow: `pytest -m slow` runs them."""
 JOBS = {f"{name}/whole": whole for name, whole in WHOLE.items()}
 JOBS |= {f"{name}/full": sharded(whole, fsdp()) for name, whole in WHOLE.items()}
@@ -173,38 +171,32 @@ def test_fp32_with_accumulation(two: Two, how: str) -> None:
     assert ours[0].losses == two.runs["FP32/full"][0].losses, "ZeRO-2 gathers less, and no more"
 
 
-@pytest.mark.parametrize("name", marked("FP8", "FP8 weights"))
-def test_fp8_has_the_first_step_of_whole_weights(name: str, request: pytest.FixtureRequest) -> None:
-    """Bit for bit, also where weights cross as FP8 bytes, in shards of any size: the first loss and
-    every amax of the first step, which is the oldest of three in the history.
+@pytest.mark.parametrize("name", marked("FP8", "FP8 weights", "FP8 tensorwise weights"))
+def test_fp8_has_the_scales_and_losses_of_whole_weights(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """The first step is the same bit for bit, also where weights cross as FP8 bytes: its loss, and
+    its amaxes, which are the oldest of three in the histories.
 
-    What follows an update is not: torch's fused AdamW rounds the elements that do not fill a vector
-    otherwise than those that do, and odd shards have others of them than whole weights.
+    Later steps differ by roundings of the first update, each at most a unit in the last place: a
+    tied embedding's gradient is (head + row) + row there and head + (row + row) here, and torch's
+    fused AdamW rounds elements that fill no vector otherwise than those that do. Three updates move
+    a weight by at most 3 * lr = 3e-3 in all, so the weights agree to 2**-22 of that beside their own
+    rounding, and losses and amaxes to about 1e-6. The bounds are ten times that for losses, and a
+    hundred times that for amaxes, which are of one element and not a mean.
     """
     runs = runs_of(name, request)
     ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
     assert_same_on_all(ours)
     assert ours[0].losses[0] == whole[0].losses[0]
+    assert ours[0].losses == pytest.approx(whole[0].losses, rel=1e-5)
+    assert ours[0].validation == pytest.approx(whole[0].validation, rel=1e-5)
     for direction, fields in whole[0].tables.items():
         found = ours[0].tables[direction]
-        assert fields["num_updates"].unique().tolist() == [fields["history"].shape[1]] == [3]
-        assert torch.equal(found["num_updates"], fields["num_updates"])
-        assert torch.equal(found["history"][:, 0], fields["history"][:, 0])
-
-
-@pytest.mark.parametrize("name", marked("FP8, even", "FP8 weights, even", "FP8 tensorwise weights"))
-def test_fp8_has_the_scales_and_losses_of_whole_weights(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    """Bit for bit over several steps, also where weights cross as FP8 bytes: scales, histories,
-    losses. Every shard is a multiple of 16 elements, a vector of AVX-512 in FP32, so the optimizer
-    computes each element as it does in the whole tensor."""
-    runs = runs_of(name, request)
-    ours, whole = runs[f"{name}/full"], runs[f"{name}/whole"]
-    assert_same_on_all(ours)
-    assert ours[0].losses == whole[0].losses
-    assert ours[0].validation == whole[0].validation
-    assert_same_tables(ours[0], whole[0])
+        for field, tensor in fields.items():
+            torch.testing.assert_close(found[field], tensor, rtol=1e-4, atol=0, msg=field)
+        if fields["history"].numel():
+            assert torch.equal(found["history"][:, 0], fields["history"][:, 0])
 
 
 @pytest.mark.parametrize("name", marked("BF16, FP8", "BF16, FP8 weights"))
