@@ -1,34 +1,38 @@
 """Runs short jobs in two versions of this repository and compares them bit for bit.
 
-python -m scripts.compare_trees BASE [--head COMMIT] [--jobs 'tensor/*' …]
+python -m scripts.compare_trees BASE [--head COMMIT] [--jobs 'tensor/*' …] [--keep FOLDER] [--both]
 
 BASE and COMMIT are commits; without --head it is the working tree, with what is not committed. For
 each job: losses, gradient norms, the health of FP8 tensors and all tensors of the checkpoints
-(weights, moments, scales, histories) must be the same bits, and the head must continue the base's
-checkpoint as the base itself did. The exit code is 1 if anything differs.
+(weights, moments, scales, histories) must be the same bits, and for each kind of state the head
+must continue the base's checkpoint as the base itself did. With --keep the base's runs stay in
+FOLDER and are used again by the next comparison with the same base. A job that both trees refuse
+compares nothing and is told. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
-import os
+import json
+import platform
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 from scripts.compare_trees import differences
 from scripts.compare_trees.jobs import MIDDLE, Job, chosen
-from scripts.compare_trees.tree import CannotCompareError, Done, Tree, extract, make_text
+from scripts.compare_trees.perform import GENERATED, RUN, hand_over, perform, prepare
+from scripts.compare_trees.tree import CannotCompareError, Tree, commit_of, extract, make_text
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "pretrain_gpt.py"
-BAD_SETTING = 2  # its exit code
-KILLED = "killed"  # the run as a kill left it, within a job's folder
+BAD_SETTING = 2  # pretrain_gpt.py's exit code
 REFUSED = "refused by both: "
 SHOWN = 3  # differences of a job
 
@@ -46,40 +50,74 @@ def main(argv: list[str]) -> int:
         "--jobs", nargs="+", default=[], metavar="PATTERN", help="their names, as in a shell (all)"
     )
     parser.add_argument("--list", action="store_true", help="names the jobs, runs nothing")
-    parser.add_argument("--keep", type=Path, help="a new folder for trees and runs (none stay)")
+    parser.add_argument("--both", action="store_true", help="both trees at once, on two cores")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="all runs stay there (none do)")
     options = parser.parse_args(argv)
+    base, head, both = options.base, options.head, options.both
     try:
         jobs = chosen(options.jobs)
-    except ValueError as error:
-        parser.error(str(error))
-    if options.list:
-        print("\n".join(job.name for job in jobs))
-        return 0
-    if options.base is None:
-        parser.error("which commit is the base?")
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="compare-"))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return compare(folder.absolute(), options.base, options.head, jobs)
+        if options.list:
+            print("\n".join(job.name for job in jobs))
+            return 0
+        if base is None:
+            parser.error("which commit is the base?")
+        if options.keep is not None:
+            return compare_commits(options.keep.absolute(), base, head, jobs, both=both)
+        with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
+            return compare_commits(Path(folder), base, head, jobs, both=both)
     except CannotCompareError as error:
         parser.error(str(error))
-    finally:
-        if not options.keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
-def compare(folder: Path, base_commit: str, head_commit: str | None, jobs: list[Job]) -> int:
-    """Run `jobs` in both trees and print a row for each; the exit code."""
+def compare_commits(
+    folder: Path, base: str, head: str | None, jobs: list[Job], *, both: bool = False
+) -> int:
+    """Fetch both trees into `folder` and compare them; the exit code.
+
+    Raises:
+        CannotCompareError: There is no such commit, or `folder` holds something else.
+    """
+    commit = commit_of(ROOT, base)
+    makers = sorted(Path(__file__).parent.glob("*.py"))
+    made_of = {
+        "commit": commit,
+        "jobs": hashlib.sha256(b"".join(path.read_bytes() for path in makers)).hexdigest(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+    }
+    record = folder / "base.json"
+    if not record.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise CannotCompareError(f"{folder} is not empty, and no comparison made it")
+        extract(ROOT, commit, folder / "base" / "tree")
+        record.write_text(json.dumps(made_of))
+    elif (kept := json.loads(record.read_text())) != made_of:
+        changed = [key for key in made_of if kept.get(key) != made_of[key]]
+        raise CannotCompareError(f"{folder} holds runs with another {', '.join(changed)}")
+    shutil.rmtree(folder / "head", ignore_errors=True)
+    extract(ROOT, head and commit_of(ROOT, head), folder / "head" / "tree")
+    return compare(folder, jobs, both=both)
+
+
+def compare(folder: Path, jobs: list[Job], *, both: bool = False) -> int:
+    """Run `jobs` in `folder/base/tree` and `folder/head/tree`; print a row for each.
+
+    Args:
+        folder: Where the trees are and their runs go.
+        jobs: In their order.
+        both: Whether a job runs in both trees at the same time.
+
+    Returns:
+        The exit code.
+    """
     began = time.monotonic()
     make_text(folder / "text.txt")
-    extract(ROOT, base_commit, folder / "base" / "tree")
-    extract(ROOT, head_commit, folder / "head" / "tree")
     num_different = num_refused = 0
     width = max(len(job.name) for job in jobs)
     with Tree(folder / "base") as base, Tree(folder / "head") as head:
-        data = prepared(base, head)
-        rows = itertools.chain([("data", data)], ((j.name, compared(j, base, head)) for j in jobs))
-        for name, found in rows:
+        data = [("data", compared_data(base, head))]
+        rest = ((job.name, compared(job, base, head, both)) for job in jobs)
+        for name, found in itertools.chain(data, rest):
             told = list(itertools.islice(found, SHOWN))
             is_refused = bool(told) and told[0].startswith(REFUSED)
             num_refused += is_refused
@@ -93,106 +131,52 @@ def compare(folder: Path, base_commit: str, head_commit: str | None, jobs: list[
     return int(num_different > 0)
 
 
-def prepared(base: Tree, head: Tree) -> list[str]:
-    """Each tree makes its dataset of the text; what differs between them."""
-    words = "--output text --tokenizer bpe --vocab-size 300 --document paragraph --workers 0"
+def compared_data(base: Tree, head: Tree) -> Iterator[str]:
+    """Both trees make the dataset of all jobs; what differs between them."""
+    names = ("text.bin", "text.idx", "text.tokenizer.json")
     for tree in (base, head):
-        argv = ["../../text.txt", *words.split()]
-        done = tree.run("-m megafp8.cli.preprocess", argv, "data")
+        if all((tree.folder / "data" / name).exists() for name in names):
+            continue  # a kept base
+        done = prepare(tree)
         if done.code:
             raise CannotCompareError(f"{tree.folder.name}: no dataset: {done.last_line}")
-    ours, theirs = base.folder / "data", head.folder / "data"
-    names = ("text.bin", "text.idx", "text.tokenizer.json")
-    return [f"{n} differs" for n in names if (ours / n).read_bytes() != (theirs / n).read_bytes()]
+    for name in names:
+        ours, theirs = (tree.folder / "data" / name for tree in (base, head))
+        if ours.read_bytes() != theirs.read_bytes():
+            yield f"{name} differs"
 
 
-def compared(job: Job, base: Tree, head: Tree) -> Iterator[str]:
-    """Runs the job in both; the differences, or that both refuse it."""
-    ours = trained(job, base)
-    if job.kind == "kill" and ours.code == 0:
-        shutil.copytree(
-            base.folder / job.folder / KILLED, head.folder / job.folder / "runs" / "handed"
-        )
-    theirs = trained(job, head)
+def compared(job: Job, base: Tree, head: Tree, both: bool) -> Iterator[str]:
+    """Run the job in both; the differences, or that both refuse it."""
+    with ThreadPoolExecutor(2 if both else 1) as pool:
+        ours, theirs = pool.map(lambda tree: perform(job, tree), (base, head))
     if ours.code or theirs.code:
-        same = ours.code == theirs.code
-        if same and ours.code == BAD_SETTING and ours.last_line == theirs.last_line:
+        if ours == theirs and ours.code == BAD_SETTING:
             yield f"{REFUSED}{ours.last_line}"
-        else:
-            yield from (
-                f"{n}: exit code {d.code}: {d.last_line}"
-                for n, d in (("base", ours), ("head", theirs))
-            )
-        return
-    mine, other = (tree.folder / job.folder / "runs" / "job" for tree in (base, head))
-    yield from differences.of_runs(mine, other)
-    if job.kind == "generate":
-        yield from said(job, base, head)
-    elif job.kind == "export":
-        yield from exported(job, base, head)
-    elif job.kind != "launch":
-        yield from continued(job, base, head)
-
-
-def trained(job: Job, tree: Tree) -> Done:
-    """The job's run, in runs/job."""
-    if job.kind == "launch":
-        return tree.launch(SCRIPT, job.argv(), job.folder)
-    if job.kind == "kill":
-        middle = f"runs/job/checkpoints/step_{MIDDLE:08d}/manifest.json"
-        done = tree.run(SCRIPT, job.argv(), job.folder, num_ranks=job.num_ranks, kill_at=middle)
-        if done.code != -signal.SIGKILL:
-            return done
-        shutil.copytree(
-            tree.folder / job.folder / "runs" / "job", tree.folder / job.folder / KILLED
-        )
-    return tree.run(SCRIPT, job.argv(), job.folder, num_ranks=job.num_ranks)
-
-
-def continued(job: Job, base: Tree, head: Tree) -> Iterator[str]:
-    """The head goes on where the base was in the middle of its run, and gets where it got."""
-    there = base.folder / job.folder / "runs" / "job"
-    if job.kind == "kill":
-        name, more = "handed", []
-    else:
-        name = "continued"
-        path = os.path.relpath(differences.checkpoint(there, MIDDLE), head.folder / job.folder)
-        more = [f"model.resume_from_checkpoint={path}"]
-    argv = job.argv(f"exp_manager.name={name}", *more)
-    done = head.run(SCRIPT, argv, job.folder, num_ranks=job.num_ranks, log="continued.txt")
-    if done.code:
-        yield f"the base's checkpoint does not go on: exit code {done.code}: {done.last_line}"
-        return
-    here = head.folder / job.folder / "runs" / name
-    for difference in differences.of_continued(there, here, MIDDLE):
-        yield f"after the base's checkpoint: {difference}"
-
-
-def said(job: Job, base: Tree, head: Tree) -> Iterator[str]:
-    """Text that the models generate."""
-    for how in (["--temperature", "0"], ["--temperature", "0.9", "--top-k", "40"]):
-        argv = ["runs/job", "--prompt", "def f", "--tokens", "20", *how]
-        log = f"generated{how[1]}.txt"
-        ours, theirs = (
-            tree.run("-m megafp8.cli.generate", argv, job.folder, log=log) for tree in (base, head)
-        )
-        if ours.code or theirs.code or ours.log.read_bytes() != theirs.log.read_bytes():
-            yield f"generated: {ours.last_line!r} became {theirs.last_line!r}"
-
-
-def exported(job: Job, base: Tree, head: Tree) -> Iterator[str]:
-    """Weights in the form of transformers."""
-    for tree in (base, head):
-        done = tree.run(
-            "-m megafp8.cli.export", ["runs/job", "exported"], job.folder, log="export.txt"
-        )
-        if done.code:
-            yield f"{tree.folder.name}: export: exit code {done.code}: {done.last_line}"
             return
-    yield from differences.of_checkpoints(
-        *(t.folder / job.folder / "exported" for t in (base, head))
-    )
+        for name, done in (("base", ours), ("head", theirs)):
+            yield f"{name}: exit code {done.code}: {done.last_line}"
+        return
+    mine, other = base.folder / job.folder, head.folder / job.folder
+    yield from differences.of_runs(mine / RUN, other / RUN)
+    if job.kind == "generate":
+        for name in GENERATED:
+            said, heard = (folder.joinpath(name).read_text() for folder in (mine, other))
+            if said != heard:
+                yield f"{name}: {said!r} became {heard!r}"
+    elif job.kind == "export":
+        yield from differences.of_checkpoints(mine / "exported", other / "exported")
+    if job.is_handed_over:
+        done, run = hand_over(job, base, head)
+        if done.code:
+            yield f"the base's checkpoint: exit code {done.code}: {done.last_line}"
+            return
+        for difference in differences.of_continued(mine / RUN, run, MIDDLE):
+            yield f"after the base's checkpoint: {difference}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -41,14 +41,21 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Job:
-    """`kind`: "train" runs and is continued by the head; "kill" is killed between and continued;
-    "launch" is the true command line, which starts the ranks itself; "generate" and "export" run a
-    model that the job has trained."""
+    """A few steps of training, and what comes after them.
+
+    `kind`: "kill" is killed between and goes on; "launch" is the true command line, which starts
+    the ranks itself; "generate" and "export" use the model that the job has trained.
+    """
 
     name: str
     overrides: tuple[str, ...] = ()
     num_ranks: int = 1
     kind: Literal["train", "kill", "launch", "generate", "export"] = "train"
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the head continues the base's run too: once for each kind of state."""
+        return self.kind == "kill" or self.name in HANDED_OVER
 
     @property
     def folder(self) -> str:
@@ -67,12 +74,18 @@ class Job:
 
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
-WHOLE_BLOCKS = ("model.hidden_size=128", "model.ffn_hidden_size=128")
+WHOLE_BLOCKS = (
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=128",
+    "model.encoder_seq_length=64",
+)
 WHOLE_BLOCKS_OF_2_RANKS = (
     "model.hidden_size=256",
     "model.ffn_hidden_size=256",
     "model.num_attention_heads=2",
+    "model.encoder_seq_length=64",
 )
+LONG = "model.encoder_seq_length=128"  # so that each rank's part has whole blocks
 LLAMA = (
     "model.normalization=rmsnorm",
     "model.activation=swiglu",
@@ -114,10 +127,11 @@ def _alone() -> list[Job]:
         "fp16": ("trainer.precision=16", "model.native_amp_init_scale=65536"),
     }
     jobs = [Job(name, words) for name, words in precisions.items()]
+    jobs += [Job(f"bf16/{recipe}", fp8(recipe)) for recipe in RECIPES]
     jobs += [
-        Job(f"{precision}/{recipe}", (*words, *fp8(recipe)))
-        for recipe in RECIPES
-        for precision, words in precisions.items()
+        Job(f"{precision}/{recipe}", (*precisions[precision], *fp8(recipe)))
+        for precision in ("fp32", "fp16")
+        for recipe in ("delayed", "rowwise_with_gw_hp", "blockwise")
     ]
     jobs += [Job(f"params/{r}", fp8(r, FP8_PARAMS)) for r in ("delayed", "tensorwise", "blockwise")]
     jobs += [
@@ -125,9 +139,8 @@ def _alone() -> list[Job]:
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     ]
     jobs += [
-        Job(f"recompute/{how}/{recipe}", fp8(recipe, *words))
-        for how, words in RECOMPUTE.items()
-        for recipe in ("delayed", "rowwise")
+        Job(f"recompute/{how}", fp8(recipe, *RECOMPUTE[how]))
+        for how, recipe in (("full", "delayed"), ("selective", "delayed"), ("block", "rowwise"))
     ]
     return jobs
 
@@ -163,41 +176,37 @@ def _ranks() -> list[Job]:
     context = "model.context_parallel_size=2"
     zero = "model.optim.name=distributed_fused_adam"
     fsdp = "model.fsdp=True"
-    jobs = [Job("tensor/bf16", (tensor,), 2)]
-    jobs += [Job(f"tensor/{r}", (tensor, *fp8(r, num_ranks=2)), 2) for r in RECIPES]
+    torchao, gathered = "model.fp8_backend=torchao", "model.enable_fsdp_float8_all_gather=True"
+    recipes = ("delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise")
+    jobs = [Job(f"tensor/{r}", (tensor, *fp8(r, num_ranks=2)), 2) for r in recipes]
     jobs += [
+        Job("tensor/fp32", (tensor, "trainer.precision=32"), 2),
         Job("tensor/llama", (tensor, *fp8("delayed", *LLAMA)), 2),
         Job("tensor/params", (tensor, *fp8("delayed", FP8_PARAMS)), 2),
         Job("tensor/recompute", (tensor, *fp8("delayed", *RECOMPUTE["full"])), 2),
-        Job("tensor/torchao", (tensor, *fp8("tensorwise", "model.fp8_backend=torchao")), 2),
         Job("tensor/zero", (tensor, zero, *fp8("delayed")), 2),
         Job("sequence/bf16", (tensor, sequence), 2),
-        Job("sequence/delayed", (tensor, sequence, *fp8("delayed")), 2),
         Job("sequence/tensorwise", (tensor, sequence, *fp8("tensorwise")), 2),
         Job("context/bf16", (context, *UNDROPPED), 2),
         Job("context/delayed", (context, *fp8("delayed", *UNDROPPED)), 2),
-        Job("context/blockwise", (context, *fp8("blockwise", *UNDROPPED)), 2),
+        Job("context/blockwise", (context, *fp8("blockwise", *UNDROPPED, LONG)), 2),
     ]
     jobs += [
         Job(f"pipeline/{name}", (*_pipeline(name), *fp8("delayed")), 2)
         for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     ]
     jobs += [
-        Job("pipeline/bf16", _pipeline("1F1B"), 2),
         Job("pipeline/blockwise", (*_pipeline("ZBVZeroBubble"), *fp8("blockwise")), 2),
         Job("data/fp32", ("trainer.precision=32",), 2),
-        Job("data/bf16", (), 2),
         Job("data/fp16", ("trainer.precision=16", "model.native_amp_init_scale=65536"), 2),
         Job("data/delayed", fp8("delayed"), 2),
         Job("data/rowwise", fp8("rowwise"), 2),
-        Job("zero/bf16", (zero,), 2),
         Job("zero/delayed", (zero, *fp8("delayed")), 2),
         Job("zero/params", (zero, *fp8("delayed", FP8_PARAMS)), 2),
         Job("fsdp/bf16", (fsdp,), 2),
         Job("fsdp/grad", (fsdp, "model.fsdp_sharding_strategy=grad", *fp8("delayed")), 2),
-        Job("fsdp/delayed", (fsdp, *fp8("delayed")), 2),
         Job("fsdp/params", (fsdp, *fp8("delayed", FP8_PARAMS)), 2),
-        Job("fsdp/params_blockwise", (fsdp, *fp8("blockwise", FP8_PARAMS)), 2),
+        Job("fsdp/torchao", (fsdp, *fp8("tensorwise", torchao, gathered)), 2),
         Job("mixed/tensor_data_zero", (tensor, sequence, zero, *fp8("delayed")), 4),
         Job("mixed/tensor_pipeline", (tensor, *_pipeline("1F1B"), *fp8("delayed")), 4),
     ]
@@ -228,6 +237,27 @@ def _ways() -> list[Job]:
     ]
 
 
+HANDED_OVER = {
+    "fp32",
+    "fp16",
+    "bf16/delayed",
+    "bf16/blockwise",
+    "params/delayed",
+    "params/tensorwise",
+    "params/blockwise",
+    "torchao/rowwise",
+    "settings/llama",
+    "settings/without_o2",
+    "settings/rampup",
+    "sequence/tensorwise",
+    "pipeline/ZBVZeroBubble",
+    "context/delayed",
+    "data/rowwise",
+    "zero/delayed",
+    "zero/params",
+    "fsdp/grad",
+    "fsdp/params",
+}
 JOBS = [*_alone(), *_settings(), *_ranks(), *_ways()]
 
 

@@ -22,7 +22,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
 TIMED_OUT = 124  # as `timeout` has it
@@ -32,7 +34,8 @@ def serve(tree: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[0] = str(tree)
-    importlib.import_module("torch")  # starts no thread, so that children may
+    torch = importlib.import_module("torch")  # starts no thread, so that children may
+    torch.manual_seed(0)  # a run that draws nothing saves the state that its process began with
     for line in sys.stdin:
         request = json.loads(line)
         code = run(tree, request)
@@ -51,7 +54,11 @@ def run(tree: Path, request: dict) -> int:
         with contextlib.suppress(OSError):  # whoever is first, parent or child
             os.setpgid(child, child)
         children.append(child)
-    code = watch(children, request)
+    codes: dict[int, int] = {}
+    try:
+        code = watch(children, codes, request)
+    finally:
+        kill(children, codes)  # of an interrupted comparison
     if seen.exists():  # a fork of the next command has them already
         for name in seen.read_text().split():
             with contextlib.suppress(Exception):
@@ -60,8 +67,8 @@ def run(tree: Path, request: dict) -> int:
     return code
 
 
-def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> None:
-    """Never returns."""
+def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoReturn:
+    """One rank of a command, in a process of its own."""
     code = 1
     try:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -71,15 +78,26 @@ def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> None
         os.chdir(request["cwd"])
         if request["ranks"] > 1:
             os.environ.update(environment(rank, request["ranks"], port))
+        if rank == 0:
+            os._exit = noting_modules(seen)  # ranks leave by it too
         code = command(tree, request["run"], request["argv"])
-        if request["ranks"] == 1:
-            names = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
-            seen.write_text("\n".join(names))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def noting_modules(path: Path) -> Callable[[int], NoReturn]:
+    """`os._exit` that first writes down which modules of the tree have been imported."""
+    leave = os._exit
+
+    def noting(code: int) -> NoReturn:
+        names = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
+        path.write_text("\n".join(names))
+        leave(code)
+
+    return noting
 
 
 def command(tree: Path, script: str, argv: list[str]) -> int:
@@ -109,9 +127,8 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def watch(children: list[int], request: dict) -> int:
-    """Waits for all of them; the first failure's code, else 0."""
-    codes: dict[int, int] = {}
+def watch(children: list[int], codes: dict[int, int], request: dict) -> int:
+    """Waits for all of them and fills `codes`; the first failure's code, else 0."""
     deadline, timed_out = time.monotonic() + request["timeout"], False
     kill_at = request["kill_at"] and Path(request["cwd"], request["kill_at"])
     while len(codes) < len(children):
@@ -145,4 +162,5 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(Path(sys.argv[1]))

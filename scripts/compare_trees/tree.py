@@ -26,13 +26,13 @@ class Done:
     """How a command ended."""
 
     code: int  # negative: a signal's number
-    log: Path  # both streams
+    last_line: str  # of its output, or the error that it tells
 
-    @property
-    def last_line(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+    @classmethod
+    def read(cls, code: int, log: Path) -> Self:
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         errors = [line for line in lines if line.startswith("error: ")]
-        return (errors or [line for line in lines if line.strip()] or ["no output"])[-1]
+        return cls(code, (errors or [line for line in lines if line.strip()] or ["no output"])[-1])
 
 
 class Tree:
@@ -51,19 +51,14 @@ class Tree:
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, str(SERVER), str(self.code)],
-            env=self._environment,
-            cwd=self.code,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._process is None:
+            return
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -72,6 +67,20 @@ class Tree:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+
+    @property
+    def _server(self) -> subprocess.Popen[str]:
+        """Started with the first command: runs that are kept need none."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SERVER), str(self.code)],
+                env=self._environment,
+                cwd=self.code,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        return self._process
 
     def run(
         self,
@@ -95,13 +104,14 @@ class Tree:
             "kill_at": kill_at,
             "timeout": TIMEOUT_SECONDS,
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        server = self._server
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
         if not answer:
             raise CannotCompareError(f"the process of {self.code} died in {name}")
-        return Done(int(answer), cwd / log)
+        return Done.read(int(answer), cwd / log)
 
     def launch(self, script: str, argv: list[str], name: str) -> Done:
         """The same as a process of its own, as a user starts it."""
@@ -117,22 +127,30 @@ class Tree:
                 stderr=subprocess.STDOUT,
                 timeout=TIMEOUT_SECONDS,
             )
-        return Done(done.returncode, cwd / "log.txt")
+        return Done.read(done.returncode, cwd / "log.txt")
+
+
+def commit_of(repository: Path, name: str) -> str:
+    """The hash of the commit that a branch, tag or abbreviation names.
+
+    Raises:
+        CannotCompareError: There is none.
+    """
+    words = ["rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    found = subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True)
+    if found.returncode:
+        raise CannotCompareError(f"{repository} has no commit {name!r}")
+    return found.stdout.strip()
 
 
 def extract(repository: Path, commit: str | None, target: Path) -> None:
     """The files of `commit`; without one those of the working tree that git does not ignore.
 
     They are copied, so that nobody's later edits reach a comparison that runs.
-
-    Raises:
-        CannotCompareError: There is no such commit.
     """
     git = ["git", "-C", str(repository)]
     if commit is not None:
-        archive = subprocess.run([*git, "archive", commit], capture_output=True)
-        if archive.returncode:
-            raise CannotCompareError(archive.stderr.decode().strip())
+        archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
             files.extractall(target, filter="data")
         return
