@@ -1,4 +1,5 @@
-"""Runs jobs in forked children: what a `pretrain_gpt.py` process does, without its start-up.
+"""Runs jobs in forked children: what a `pretrain_gpt.py` process does, without its start-up. Where
+it is a launcher, its ranks are forks too.
 
 Reads requests from stdin, one JSON a line, and answers each with a line:
 
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import megafp8.train.pretrain  # noqa: E402, F401
 import pretrain_gpt  # noqa: E402
 from megafp8.config.app import run_app  # noqa: E402
-from tests.train import faults  # noqa: E402
+from tests.train import faults, forked_ranks  # noqa: E402
 
 
 def start(request: dict) -> int:
@@ -37,8 +38,10 @@ def start(request: dict) -> int:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.chdir(request["cwd"])
-        if request["fault"]:
-            name, *arguments = request["fault"]
+        name, *arguments = request["fault"] or [None]
+        if name in (None, "in_rank"):  # other faults are this process's, not its ranks'
+            forked_ranks.install()
+        if name is not None:
             getattr(faults, name)(*arguments)
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
         code = run_app(request["argv"], pretrain_gpt.task)

@@ -1,4 +1,8 @@
-"""The true command line, as whole processes: killed, signalled, and as two ranks."""
+"""The command line, killed, signalled, and as two ranks.
+
+Each way is taken by whole processes once; what comes before or after it, and its variants, are
+forks, which do the same without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.train.runs import STEPS, TWO_RANKS, Done, Driver, Place, assert_same, wait_until
+from tests.train.runs import STEPS, TWO_RANKS, Child, Done, Driver, Place, assert_same, wait_until
 
 
 def finish(place: Place, *more: str) -> None:
@@ -23,9 +27,16 @@ def until_step(place: Place, process: subprocess.Popen[bytes], step: int) -> Non
     assert process.poll() is None, place.command_output
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
-    children = psutil.Process(process.pid).children()
-    return {int(child.environ()["RANK"]): child for child in children}
+def fork_until_step(place: Place, step: int, *more: str) -> Child:
+    child = place.start(*TWO_RANKS, *more)
+    wait_until(lambda: place.last_step() >= step or child.wait(0) is not None, f"step {step}")
+    return child
+
+
+def ranks_of(launcher: int) -> dict[int, psutil.Process]:
+    """They are started in their order. (A fork's environment is not to be seen from outside.)"""
+    children = psutil.Process(launcher).children()
+    return dict(enumerate(sorted(children, key=lambda child: (child.create_time(), child.pid))))
 
 
 def wait_for_end(processes: list[psutil.Process]) -> None:
@@ -67,7 +78,8 @@ def two_undisturbed(
     driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Place:
     place = Place(driver, dataset, tmp_path_factory.mktemp("two"))
-    finish(place, *TWO_RANKS)
+    done = place.run(*TWO_RANKS)
+    assert done.code == 0, done.output
     return place
 
 
@@ -75,7 +87,7 @@ def two_undisturbed(
 def test_a_rank_is_killed(place: Place, two_undisturbed: Place) -> None:
     process = place.command(*TWO_RANKS)
     until_step(place, process, 4)
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()
     assert process.wait(30) == 1
@@ -83,36 +95,37 @@ def test_a_rank_is_killed(place: Place, two_undisturbed: Place) -> None:
         place.command_output
     )
     wait_for_end(list(ranks.values()))
-    finish(place, *TWO_RANKS)
+    done = place.run(*TWO_RANKS)
+    assert done.code == 0, done.output
     assert_same(place, two_undisturbed)
 
 
 @pytest.mark.kill
 def test_the_launcher_is_killed(place: Place) -> None:
-    process = place.command(*TWO_RANKS)
-    until_step(place, process, 4)
-    ranks = ranks_of(process)
-    process.kill()
-    process.wait(10)
+    launcher = fork_until_step(place, 4)
+    ranks = ranks_of(launcher.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(launcher.pid, signal.SIGKILL)
+    done = launcher.wait(10)
+    assert done is not None and done.code == -signal.SIGKILL
     wait_for_end(list(ranks.values()))
 
 
 @pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: str) -> None:
     number = signal.Signals[name]
-    process = place.command(*TWO_RANKS)
-    until_step(place, process, 3)
-    ranks = ranks_of(process)
-    process.send_signal(number)
-    assert process.wait(60) == 75, place.command_output
+    launcher = fork_until_step(place, 3)
+    ranks = ranks_of(launcher.pid)
+    os.kill(launcher.pid, number)
+    done = launcher.wait(60)
+    assert done is not None and done.code == 75, launcher.output
     wait_for_end(list(ranks.values()))
-    assert f"megafp8: {name}: all ranks have left" in place.command_output
-    assert "Traceback" not in place.command_output
+    assert f"megafp8: {name}: all ranks have left" in done.output
+    assert "Traceback" not in done.output
     summary = place.summary()
     assert summary["status"] == f"saved on {name}" and place.steps()[-1] == summary["step"]
-    if name == "SIGINT":
-        return  # the way on is the slow one's
-    finish(place, *TWO_RANKS)
+    done = place.run(*TWO_RANKS)
+    assert done.code == 0, done.output
     names = [f"rank{rank}.safetensors" for rank in (0, 1)]
     for file in names:
         mine, theirs = (p.checkpoint(STEPS) / file for p in (place, two_undisturbed))
@@ -123,7 +136,7 @@ def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: st
 def test_a_second_signal_to_the_launcher(place: Place) -> None:
     process = place.command(*TWO_RANKS)
     until_step(place, process, 3)
-    ranks = ranks_of(process)
+    ranks = ranks_of(process.pid)
     for rank in ranks.values():
         os.kill(rank.pid, signal.SIGSTOP)  # so that they cannot leave at the first one
     process.send_signal(signal.SIGTERM)
@@ -142,9 +155,9 @@ def _pending(process: psutil.Process, number: int) -> bool:
 def test_an_error_of_all_ranks_is_told_once(place: Place) -> None:
     done = place.run(fault=["signalled", int(signal.SIGTERM), 2])
     assert done.code == 75
-    process = place.command(*TWO_RANKS, "model.optim.lr=0.5")
-    assert process.wait(60) == 2, place.command_output
-    lines = place.command_output.splitlines()
+    done = place.run(*TWO_RANKS, "model.optim.lr=0.5")
+    assert done.code == 2, done.output
+    lines = done.output.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: model.optim.lr=0.5: "), lines
 
 
