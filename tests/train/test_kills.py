@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from tests.train.runs import STEPS, Done, Driver, Place, assert_same
 pytestmark = pytest.mark.kill
 
 SEED = 20261121
-RANDOM_ROUNDS, RANDOM_KILLS = 4, 5  # of each round
-TORN_ROUNDS, TORN_KILLS = 2, 5  # of each round: tensors' files half written
+RANDOM_ROUNDS, RANDOM_KILLS = 3, 5  # of each round
+TORN_ROUNDS, TORN_KILLS = 1, 5  # of each round: tensors' files half written
 
 KILLED = -signal.SIGKILL
 
@@ -51,7 +52,7 @@ def test_killed_at_random(
             else:  # at any moment of training, of saving and of what comes after
                 at_step = chance.randint(0, STEPS)
                 while (done := child.wait(0)) is None and place.last_step() < at_step:
-                    pass
+                    time.sleep(0.002)  # else the test takes from the run what it computes with
                 done = done or child.wait(chance.uniform(0, 2 * step_seconds))
             if done is None:
                 os.kill(child.pid, signal.SIGKILL)
