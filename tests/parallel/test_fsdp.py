@@ -181,7 +181,7 @@ def test_fp8_has_the_scales_and_losses_of_whole_weights(
     Later steps differ by roundings of the first update, each at most a unit in the last place: a
     tied embedding's gradient is (head + row) + row there and head + (row + row) here, and torch's
     fused AdamW rounds elements that fill no vector otherwise than those that do. Three updates move
-    a weight by at most 3 * lr = 3e-3 in all, so the weights agree to 2**-22 of that beside their own
+    a weight by at most about 3 * lr = 9e-3, so the weights agree to 2**-22 of that beside their own
     rounding, and losses and amaxes to about 1e-6. The bounds are ten times that for losses, and a
     hundred times that for amaxes, which are of one element and not a mean.
     """
