@@ -1,3 +1,3 @@
-"""megafp8: pretrain GPT models with FP8 on any device."""
+"""Pretrain GPT models with FP8 on any device."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""What a user can cause, as exceptions with a way out; and the exit codes of a run.
+"""Define the errors that a user can cause, each with a hint, and the exit codes of a run.
 
-Everything else that is raised is a bug of ours and keeps its traceback.
+Every other exception is a bug in megafp8 and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """How a `pretrain_gpt.py` process ended; launchers and scripts may rely on the numbers."""
+    """Say how a `pretrain_gpt.py` process ended; launchers and scripts may rely on the numbers."""
 
     FINISHED = 0
     CRASHED = 1
@@ -21,13 +21,13 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """Base of every error that a user can cause and mend; printed without a traceback."""
+    """Report an error that a user can cause and correct; it is printed without a traceback."""
 
     exit_code = ExitCode.USER_ERROR
-    is_shared = False  # every rank raises it: the main rank tells, for all
+    is_shared = False  # whether every rank raises it: the main rank then reports it for all
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Ranks send errors to each other; `Exception`'s own way would call `__init__` again."""
+        """Return how to pickle the error without calling `__init__`; ranks exchange errors."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -38,7 +38,7 @@ def _restored(kind: type[UserError], args: tuple[Any, ...], state: dict[str, Any
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be honoured: names the key, its value and the way out."""
+    """Report a configuration that cannot be honoured, with the key, value, reason and a hint."""
 
     def __init__(self, key: str, value: object, reason: str, way_out: str) -> None:
         super().__init__(f"{key}={value}: {reason}. {way_out}")
@@ -46,7 +46,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data file that is missing, damaged or foreign: names the file and the field."""
+    """Report a data file that is missing, damaged or of another format; name the file and field."""
 
     def __init__(self, file: object, field: str, reason: str, way_out: str) -> None:
         super().__init__(f"{file}: {field}: {reason}. {way_out}")
@@ -54,7 +54,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is damaged or does not fit: names the file and what is wrong with it."""
+    """Report a checkpoint that is damaged or does not fit, with the file and the reason."""
 
     def __init__(self, file: object, reason: str, way_out: str) -> None:
         super().__init__(f"{file}: {reason}. {way_out}")
@@ -62,10 +62,10 @@ class CheckpointError(UserError):
 
 
 class RunError(UserError):
-    """A run directory that cannot be used as asked: locked, or made by other settings."""
+    """Report a run directory that is locked, or that was made with other settings."""
 
 
 class NonFiniteError(UserError):
-    """Training met a NaN or an infinity and `trainer.nonfinite_policy` says to stop."""
+    """Report a NaN or an infinity at which `trainer.nonfinite_policy` stops the training."""
 
     exit_code = ExitCode.NONFINITE

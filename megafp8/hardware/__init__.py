@@ -1,1 +1,4 @@
-"""What the machine can do by itself, and how products run where it cannot. Below every room."""
+"""Find out what the machine can compute itself, and run the products that it cannot.
+
+No other package of megafp8 is imported here.
+"""

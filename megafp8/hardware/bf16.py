@@ -1,4 +1,4 @@
-"""Products of BF16 matrices on CPUs without BF16 instructions: in FP32, rounded to BF16 once.
+"""Multiply BF16 matrices in FP32 on CPUs without BF16 instructions, rounding to BF16 once.
 
 Every BF16 number is an FP32 number, and the product of two has at most 16 significant bits, so an
 FP32 product sums exact terms, as BF16 hardware does with its FP32 accumulators. What autograd keeps
@@ -22,7 +22,7 @@ _planned_type = ContextVar("the type of the device that meta tensors stand for",
 
 @contextmanager
 def planning_for(device_type: str) -> Iterator[None]:
-    """Inside, tensors on the meta device stand for those of a device of this type."""
+    """Let meta tensors stand for tensors of this type of device, inside the context."""
     token = _planned_type.set(device_type)
     try:
         yield
@@ -42,7 +42,10 @@ def is_widened(x: torch.Tensor) -> bool:
 
 
 def mm(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """a @ b (+ bias) in the operands' dtype. For code with a backward pass of its own, and none."""
+    """Return a @ b (+ bias), [M, N], in the operands' dtype.
+
+    Autograd does not see the widening, so this is for code that has its own backward pass or none.
+    """
     if is_widened(a_MK):
         bias_N = None if bias_N is None else bias_N.float()
         return _product(a_MK.float(), b_KN.float(), bias_N).to(a_MK.dtype)
@@ -56,7 +59,7 @@ def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None
 def linear(
     x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear`: [..., I] -> [..., O]."""
+    """Return `F.linear` of the arguments: [..., I] -> [..., O], with gradients."""
     if not is_widened(x):
         return F.linear(x, weight_OI, bias_O)
     out: torch.Tensor = _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What this machine's CPU can multiply by itself, by its flags. Needs no torch."""
+"""Read from its flags what this machine's CPU can multiply; needs no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import platform
 from pathlib import Path
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
-"""Linux' names of BF16 dot products: AVX512-BF16 and AMX on x86; Arm's, plain and scalable."""
+"""Linux' names of BF16 dot products: AVX512-BF16 and AMX on x86, plain and SVE on Arm."""
 
 IMITATED = "MEGAFP8_CPU_FLAGS"
-"""Environment variable: flags that stand for the CPU's own, so that tests can imitate another."""
+"""The environment variable with flags that replace the CPU's own, so that tests imitate another."""
 
 
 def flags_of(cpuinfo: str) -> frozenset[str] | None:
-    """The flags that all cores have, from the text of /proc/cpuinfo; None if it tells none.
+    """Return the flags that all cores have, from the text of /proc/cpuinfo, or None if it has none.
 
     A line of x86 begins with `flags`, one of Arm with `Features`.
     """
@@ -25,10 +25,10 @@ def flags_of(cpuinfo: str) -> frozenset[str] | None:
 
 
 def read_flags() -> frozenset[str] | None:
-    """This CPU's flags, or those that `IMITATED` names; None where they cannot be read.
+    """Return this CPU's flags, or those that `IMITATED` names; None where they cannot be read.
 
-    Only Linux has them in a file. Elsewhere (macOS) products then run in FP32, which is right on
-    every CPU, and fast on every CPU that torch supports.
+    Only Linux has them in a file. Elsewhere (macOS), BF16 products then run in FP32, which is right
+    on every CPU, and fast on every CPU that torch supports.
     """
     if (imitated := os.environ.get(IMITATED)) is not None:
         return frozenset(imitated.split())
@@ -43,13 +43,16 @@ _fast = FLAGS is not None and bool(FLAGS & BF16_FLAGS)
 
 
 def fast_at_bf16() -> bool:
-    """Whether this CPU has BF16 dot products, without which torch multiplies BF16 matrices 5 to 90
-    times slower than FP32 ones. Tests replace this function; all that asks goes through it."""
+    """Whether this CPU has BF16 dot products.
+
+    Without them torch multiplies BF16 matrices 5 to 90 times slower than FP32 ones. Tests replace
+    this function, so everything that depends on it calls it.
+    """
     return _fast
 
 
 def why_not() -> str:
-    """Why `fast_at_bf16` says no, for a run's header."""
+    """Return why `fast_at_bf16` is false, for a run's header."""
     if FLAGS is None:
         return f"which instructions this CPU has cannot be read on {platform.system()}"
     return "this CPU has no BF16 instructions"

@@ -1,1 +1,1 @@
-"""Optimizer, schedule and clipping over FP32 master weights."""
+"""Update FP32 master weights: the optimizer, its learning-rate schedules and gradient clipping."""

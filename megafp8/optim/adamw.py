@@ -1,4 +1,4 @@
-"""Adam over the masters, by a fused kernel."""
+"""Run Adam on the FP32 master weights with a fused kernel."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """Kingma & Ba 2015 (arXiv 1412.6980), with decoupled weight decay (Loshchilov & Hutter 2019,
-    arXiv 1711.05101) or, as `adam`, with L2. Norms and biases do not decay (NeMo)."""
+    """Update FP32 master weights with Adam (Kingma & Ba 2015, arXiv 1412.6980).
+
+    Weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101) or, under the name
+    `adam`, an L2 term of the gradient. As in NeMo, norms and biases do not decay. The moments are
+    FP32, with the shape of their master weight.
+    """
 
     def __init__(self, masters: Masters, spec: OptimSpec) -> None:
         self.masters, self.spec = masters, spec
@@ -22,7 +26,7 @@ class AdamW:
         both = list(zip(masters.segments, masters.masters, strict=True))
         decaying = [master for segment, master in both if segment.param.dim() > 1]
         others = [master for segment, master in both if segment.param.dim() <= 1]
-        if not both:  # the shard of one of very many ranks may be empty
+        if not both:  # with very many ranks, the shard of one may be empty
             others = [torch.nn.Parameter(torch.zeros(0, device=masters.device))]
         groups = [
             {"params": decaying, "weight_decay": spec.weight_decay},
@@ -32,7 +36,10 @@ class AdamW:
         prepare_state(self._kernel, self._torch, decaying + others)
 
     def step(self, step: int) -> None:
-        """Apply the gradients in `masters` as optimizer step `step` (from 1), then round back."""
+        """Apply the gradients in `masters` as optimizer step `step`, counted from 1.
+
+        The updated master weights are then rounded into the weights that the model computes with.
+        """
         for group in self._torch.param_groups:
             group["lr"] = learning_rate(self.spec, step)
         with self.masters.lend_grads():
@@ -41,13 +48,17 @@ class AdamW:
 
     @property
     def num_updates(self) -> int:
-        """Updates applied so far: Adam's t (skipped steps do not count)."""
+        """Return how many updates were applied, which is Adam's t; skipped steps do not count."""
         return count(self._kernel, self._torch)
 
     def set_num_updates(self, count: int) -> None:
+        """Set Adam's t to `count`, when training continues from a checkpoint."""
         set_count(self._kernel, self._torch, count)
 
     def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """`exp_avg` or `exp_avg_sq` of every master, in the masters' order."""
+        """Return the FP32 moments of every master weight, in the order of the masters.
+
+        `name` is `exp_avg` or `exp_avg_sq`.
+        """
         assert name in STATES
         return [self._torch.state[master][name] for master in self.masters.masters]

@@ -1,4 +1,4 @@
-"""The global gradient norm over all ranks, and clipping."""
+"""Compute the gradient norm over all ranks, and clip gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from megafp8.specs import OptimSpec
 
 
 def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
-    """L2 norm over the logical model (FP64 scalar): sharded parts summed over tensor-parallel
-    ranks, all over pipeline stages and the optimizer's shards; replicated parameters counted
-    once."""
+    """Return the L2 norm of the gradients of the whole logical model, as a 0-d FP64 tensor.
+
+    The squares of sharded parameters are summed over tensor-parallel ranks, and all squares over
+    pipeline stages and the optimizer's shards. A replicated parameter counts once.
+    """
     squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
     if masters.grads:  # a shard may be all padding
         of_each = torch.stack(torch._foreach_norm(masters.grads)).double().square()
@@ -24,7 +26,7 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
         parts: list[int] = []
         for row, segment in enumerate(masters.segments):
             piece = pieces_of(segment.param)[0]
-            if not piece.replica:  # else another stage counts it
+            if not piece.replica:  # another stage counts a replica
                 (parts if piece.is_sharded else whole).append(row)
         squares = torch.stack((of_each[parts].sum(), of_each[whole].sum()))
     masters.shards.all_reduce_sum(squares)
@@ -34,9 +36,11 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
 def clip(
     flat_grads: Sequence[torch.Tensor], norm: float, spec: OptimSpec, *, divisor: float
 ) -> None:
-    """Divide all gradients by `divisor` and clip them, in place; `norm` is theirs after it.
+    """Divide all gradients by `divisor` and clip them, in place.
 
-    By norm, they shrink together until their norm is the limit; by value, each is cut off at it.
+    `norm` is the norm of the gradients after the division. Clipping by norm shrinks all gradients
+    together until their norm is `spec.clip_grad_norm`; clipping by value limits the magnitude of
+    each element to it.
     """
     limit, coefficient = spec.clip_grad_norm or math.inf, 1.0
     if spec.clip_algorithm == "norm":

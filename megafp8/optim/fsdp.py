@@ -1,4 +1,4 @@
-"""The optimizer's view of a model that FSDP shares out: its FP32 shards are the masters."""
+"""Give the optimizer the FP32 shards of a model under FSDP as its master weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megafp8.precision.cast import amax_of
 
 
 class FsdpMasters(Masters):
-    """Shards are rows of each parameter; FSDP makes their gradients anew in each step."""
+    """Hold this rank's rows of each FSDP parameter as FP32 master weights.
+
+    FSDP allocates new gradients of these rows in every step.
+    """
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.shards, self._modules = sharded.shards, sharded.modules
@@ -20,12 +23,12 @@ class FsdpMasters(Masters):
         self.params = list(sharded.params)
         self.device = local_of(self.params[0]).device
         self.segments, self.masters = [], []
-        self._owned: list[nn.Parameter] = []  # of the segments
+        self._owned: list[nn.Parameter] = []  # the parameter of each segment
         for param in self.params:
             local = local_of(param.detach())
             if local.numel() == 0:
                 continue  # fewer rows than ranks
-            rows = -(-param.shape[0] // self.shards.size)  # as torch.chunk cuts
+            rows = -(-param.shape[0] // self.shards.size)  # torch.chunk's rule
             begin = self.shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory
@@ -34,13 +37,16 @@ class FsdpMasters(Masters):
 
     @property
     def held_params(self) -> list[nn.Parameter]:
+        """Return the memory that parameters occupy on this rank: its FP32 shards."""
         return self.masters
 
     def begin_step(self) -> None:
+        """Drop the gradients of the last step, so that FSDP allocates new ones."""
         for param in self.params:
             param.grad = None
 
     def collect_grads(self) -> None:
+        """Take the reduced gradients from the parameters; a parameter without one gets zeros."""
         self.param_grads = [_grad_of(param) for param in self.params]
         self.grads = [grad for grad in self.param_grads if grad.numel()]
         self.own_grads = self.grads
@@ -51,8 +57,11 @@ class FsdpMasters(Masters):
         ]
 
     def write_back(self) -> None:
-        """Weights are gathered from the masters when they are next used; those that cross in FP8
-        by scales of the whole tensors: one reduction agrees on all amaxes."""
+        """Free the gathered weights, so that their next use gathers the updated masters.
+
+        For weights that cross ranks in FP8, the ranks also agree on the scale of each whole tensor,
+        with one reduction for all amaxes.
+        """
         self.reshard()
         if not self._fp8:
             return
@@ -65,6 +74,7 @@ class FsdpMasters(Masters):
             form.agree_on_scale(amax, part)
 
     def reshard(self) -> None:
+        """Free the gathered weights of every module."""
         for module in self._modules:
             module.reshard()
 

@@ -1,4 +1,4 @@
-"""Who computes Adam's update: Apex, Transformer Engine or torch, whichever really can."""
+"""Choose the fused kernel that computes Adam's update: Apex's, Transformer Engine's or torch's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused Adam. `counts_in_groups`: its step count is one number a parameter group, not one
-    tensor a parameter."""
+    """Describe a fused Adam.
+
+    `make` returns an optimizer for parameter groups. `counts_in_groups` says that the optimizer
+    keeps its step count as one number in each parameter group, instead of one tensor for each
+    parameter.
+    """
 
     name: str
     make: Callable[[Groups, OptimSpec], Any]
@@ -34,7 +38,10 @@ TORCH = Kernel("torch's fused kernel", _torch_adam, counts_in_groups=False)
 
 
 def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
-    """The kernel, and for the log why it is this one. On a GPU the fused ones have a choice."""
+    """Return the kernel for `spec` on `device`, and its name with the reason for the log.
+
+    Apex's and Transformer Engine's kernels are considered on a GPU only.
+    """
     if spec.name not in ("fused_adam", "distributed_fused_adam"):
         return TORCH, TORCH.name
     if device.type != "cuda":
@@ -45,7 +52,11 @@ def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
 def choose_foreign(
     spec: OptimSpec, device: torch.device, finders: dict[str, Callable[[], Any | None]]
 ) -> tuple[Kernel, str]:
-    """The first of other packages' classes that updates a scratch parameter as AdamW does."""
+    """Return the first of other packages' kernels that updates a scratch parameter as AdamW does.
+
+    `finders` gives for each package's name a function that returns its class, or None where it is
+    not installed. The second result is the kernel's name, with the reasons if it is torch's.
+    """
     why = []
     for name, find in finders.items():
         found = find()
@@ -61,7 +72,7 @@ def choose_foreign(
 
 
 def _apex() -> Any | None:
-    """NVIDIA's Apex; another project has its name on PyPI."""
+    """Return NVIDIA Apex's FusedAdam, or None; on PyPI, the name `apex` is another project's."""
     if importlib.util.find_spec("apex") is None:
         return None
     try:
@@ -78,13 +89,14 @@ def _maker(fused_adam: Any) -> Callable[[Groups, OptimSpec], Any]:
 
 
 def _problem(kernel: Kernel, spec: OptimSpec, device: torch.device) -> str | None:
-    """What is wrong with two updates from prepared state, against torch's AdamW; None if nothing.
+    """Return what is wrong with a kernel's update, or None if it equals torch's AdamW.
 
-    Their versions differ in how they keep state, and a wrong guess would train on wrongly.
+    Two updates from a prepared state are compared. The versions of these packages keep state in
+    different ways, and a wrong assumption would train with wrong numbers.
     """
     try:
         theirs = _two_updates(kernel, spec, device)
-    except Exception as error:  # whatever it is, torch's can do it
+    except Exception as error:  # whatever failed, torch's kernel can do the update
         return f"failed ({type(error).__name__}: {error})"
     ours = _two_updates(TORCH, spec, device)
     same = all(
@@ -106,7 +118,7 @@ def _two_updates(kernel: Kernel, spec: OptimSpec, device: torch.device) -> list[
 
 
 def prepare_state(kernel: Kernel, optimizer: Any, params: Sequence[torch.nn.Parameter]) -> None:
-    """Allocate what the first step would, so that a checkpoint can fill it."""
+    """Allocate the state that the first step would allocate, so that a checkpoint can fill it."""
     for param in params:
         state = optimizer.state[param]
         if not kernel.counts_in_groups:
@@ -117,7 +129,7 @@ def prepare_state(kernel: Kernel, optimizer: Any, params: Sequence[torch.nn.Para
 
 
 def count(kernel: Kernel, optimizer: Any) -> int:
-    """Updates applied so far: Adam's t."""
+    """Return how many updates were applied, which is Adam's t."""
     group = optimizer.param_groups[0]
     if kernel.counts_in_groups:
         return int(group["step"])
@@ -125,6 +137,7 @@ def count(kernel: Kernel, optimizer: Any) -> int:
 
 
 def set_count(kernel: Kernel, optimizer: Any, count: int) -> None:
+    """Set the number of applied updates, which is Adam's t, to `count`."""
     for group in optimizer.param_groups:
         if kernel.counts_in_groups:
             group["step"] = count

@@ -1,4 +1,4 @@
-"""FP16's dynamic loss scale."""
+"""Scale the loss of FP16 training dynamically."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScale:
-    """By what the gradients of FP16's backward pass are multiplied, so that they do not vanish.
+    """Hold the factor on the loss that keeps FP16 gradients from underflowing to zero.
 
-    NeMo's rule: after `growth_interval` finite steps in a row the scale doubles; from the
-    `hysteresis`-th overflow in a row on, each halves it, down to `min_scale`. A finite step ends
-    the row (in Megatron's `DynamicGradScaler` only growth does).
+    The rule is NeMo's: after `growth_interval` finite steps in a row the scale doubles; from the
+    `hysteresis`-th overflow in a row on, each overflow halves it, down to `min_scale`. A finite
+    step ends a row of overflows (in Megatron's `DynamicGradScaler`, only a growth does).
     """
 
     def __init__(self, spec: LossScaleSpec) -> None:
         self.spec = spec
         self.scale = spec.init_scale
-        self.num_finite = 0  # since the last overflow or growth
-        self.num_overflows = 0  # in a row
+        self.num_finite = 0  # finite steps since the last overflow or growth
+        self.num_overflows = 0  # overflows in a row
 
     @property
     def is_at_minimum(self) -> bool:
-        """Whether an overflow cannot be met with a smaller scale any more."""
+        """Whether the scale cannot be reduced any more after an overflow."""
         return self.scale <= self.spec.min_scale
 
     def update(self, *, overflowed: bool) -> None:
-        """Every rank calls it with the same answer, after each step."""
+        """Change the scale after a step; every rank calls this with the same value.
+
+        `overflowed` says whether the step's gradients held a NaN or an infinity.
+        """
         if overflowed:
             self.num_finite = 0
             self.num_overflows += 1
@@ -41,11 +44,11 @@ class LossScale:
         self.num_finite += 1
         if self.num_finite == self.spec.growth_interval:
             self.num_finite = 0
-            # Beyond FP32's range it would stop being a number (torch's rule as well).
+            # Beyond FP32's range the scale would become infinite (torch has the same rule).
             self.scale = self.scale * GROWTH if self.scale < 2.0**127 else self.scale
 
     def state(self) -> dict[str, float | int]:
-        """For a checkpoint's manifest."""
+        """Return the scale and the two counts, for a checkpoint's manifest."""
         return {
             "scale": self.scale,
             "num_finite": self.num_finite,
@@ -53,6 +56,7 @@ class LossScale:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
         self.scale = float(state["scale"])
         assert math.isfinite(self.scale) and self.scale > 0, state
         self.num_finite = int(state["num_finite"])

@@ -1,4 +1,4 @@
-"""FP32 master weights and gradients of a model whose compute weights may be BF16."""
+"""Keep FP32 master weights and FP32 gradients of a model whose weights may be BF16 or FP8."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from megafp8.parallel.collectives import Axis
 
 @dataclass(frozen=True)
 class Segment:
-    """The elements `begin` to `end` (exclusive) of a parameter, in memory order."""
+    """Name the elements `begin` to `end` (exclusive) of a parameter, in memory order."""
 
     param: nn.Parameter
     begin: int
     end: int
 
 
-# Puts a master's values into a parameter that a copy would not do for.
+# Quantizes a master's values into a parameter that cannot take a copy of them.
 Store = Callable[[torch.Tensor], None]
 
 
 class Masters:
-    """One FP32 master per parameter, and all gradients in one flat FP32 buffer.
+    """Hold one FP32 master weight for each parameter, and all gradients in one flat FP32 buffer.
 
-    For FP32 parameters the master *is* the parameter. Sharded parameters come first in the buffer,
-    so that the gradient norm needs two ranges; one division, clip and reduction serve all.
-    `stores`: the parameters that are quantized, not copied, when masters are written back.
+    For an FP32 parameter the master weight *is* the parameter. Sharded parameters come first in the
+    buffer, so that the gradient norm needs two ranges, and one division, clip and reduction serve
+    all. `stores` has, for each parameter kept in FP8, the function that quantizes its master into
+    it.
 
-    params         all of this rank's
-    param_grads    their gradients, as backward fills them
-    segments       what of them this rank updates: each whole, or a shard (`ShardedMasters`)
-    masters        FP32, one a segment
-    grads          of the segments, after the reduction
-    own_grads      flat ranges that hold all of `grads`
-    shards         the ranks that update the other segments
+        params         all parameters of this rank
+        param_grads    their gradients, as the backward pass fills them
+        segments       what this rank updates: whole parameters, or shards (`ShardedMasters`)
+        masters        the FP32 master weight of each segment
+        grads          the FP32 gradient of each segment, valid after the reduction
+        own_grads      flat ranges that hold all of `grads`
+        shards         the ranks that update the other segments
     """
 
     shards: Axis
@@ -63,27 +64,30 @@ class Masters:
 
     @property
     def held_params(self) -> Sequence[torch.Tensor]:
-        """The parameters' memory on this rank."""
+        """Return the memory that parameters occupy on this rank."""
         return self.params
 
     def begin_step(self) -> None:
-        """Before the first microbatch; the gradient sink starts anew by itself."""
+        """Prepare for a step; called before its first microbatch."""
 
     def collect_grads(self) -> None:
-        """After the reduction: `grads` are there."""
+        """Make `grads` valid; called after the gradients have been reduced over ranks."""
 
     def reshard(self) -> None:
-        """Let go of weights that were gathered for a forward pass without a backward."""
+        """Free the weights that were gathered for a forward pass without a backward pass."""
 
     def grads_of(self, param: nn.Parameter) -> list[torch.Tensor]:
-        """The gradients of what this rank updates of a parameter."""
+        """Return the gradients of the segments of `param` that this rank updates."""
         both = zip(self.segments, self.grads, strict=True)
         return [grad for segment, grad in both if segment.param is param]
 
     @contextmanager
     def lend_grads(self) -> Iterator[None]:
-        """Inside, `.grad` of each master is its gradient. Outside it is None: an FP32 master is a
-        parameter too, and autograd would add to it."""
+        """Set the `.grad` of each master to its gradient inside the context, and to None after it.
+
+        An FP32 master is also a parameter of the model, so autograd would add to a `.grad` that
+        stays.
+        """
         for master, grad in zip(self.masters, self.grads, strict=True):
             master.grad = grad
         yield
@@ -92,7 +96,7 @@ class Masters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the masters into the compute weights."""
+        """Round the master weights into the weights that the model computes with."""
         both = zip(self.params, self.masters, strict=True)
         pairs = [(p, m) for p, m in both if p is not m and p not in self._stores]
         if pairs:
@@ -104,7 +108,10 @@ class Masters:
 
 
 def initial_master(param: nn.Parameter) -> nn.Parameter:
-    """The FP32 initialization before it was rounded, where there was a rounding."""
+    """Return the FP32 master weight of `param`: its initial values from before any rounding.
+
+    An FP32 parameter that was not rounded is returned itself.
+    """
     initial = getattr(param, "initial_master", None)
     if param.dtype == torch.float32 and initial is None:
         return param

@@ -1,8 +1,8 @@
-"""NeMo's learning-rate schedules as pure functions of the step.
+"""Compute NeMo's learning-rate schedules as pure functions of the step.
 
 NeMo counts steps from 0 and so do the formulas below: s is the optimizer step less one, W the
-warm-up's steps, M the run's. Unless a schedule says otherwise, it begins with the warm-up
-lr * (s + 1) / (W + 1) while s <= W (none if W is 0), and is `min_lr` where s > M.
+number of warm-up steps, M the run's number of steps. Unless a schedule says otherwise, it begins
+with the warm-up lr * (s + 1) / (W + 1) while s <= W (none if W is 0), and is `min_lr` where s > M.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Formula = Callable[[OptimSpec, int], float]
 
 
 def learning_rate(spec: OptimSpec, step: int) -> float:
-    """The rate of optimizer step `step`, counted from 1."""
+    """Return the learning rate of optimizer step `step`, counted from 1."""
     return FORMULAS[spec.schedule.name](spec, step - 1)
 
 
 def _with_warmup(after: Formula) -> Formula:
-    """NeMo's `WarmupPolicy` around what comes after the warm-up."""
+    """Return NeMo's `WarmupPolicy`: the warm-up, then `after`, then `min_lr`."""
 
     def rate(spec: OptimSpec, s: int) -> float:
         if _warms_up(spec, s):
@@ -32,7 +32,7 @@ def _with_warmup(after: Formula) -> Formula:
 
 
 def _with_warmup_and_hold(after: Formula) -> Formula:
-    """NeMo's `WarmupHoldPolicy`: the highest rate for `hold_steps` after the warm-up."""
+    """Return NeMo's `WarmupHoldPolicy`: the highest rate for `hold_steps` after the warm-up."""
 
     def rate(spec: OptimSpec, s: int) -> float:
         if not _warms_up(spec, s) and s < _end_of_hold(spec):
@@ -51,7 +51,7 @@ def _warmup(spec: OptimSpec, s: int) -> float:
 
 
 def _end_of_hold(spec: OptimSpec) -> int:
-    """0 without a hold, as in NeMo."""
+    """Return the step at which the hold ends; 0 without a hold, as in NeMo."""
     hold = spec.schedule.hold_steps
     return 0 if hold is None else spec.schedule.warmup_steps + hold
 
@@ -61,8 +61,11 @@ def _constant(spec: OptimSpec, s: int) -> float:
 
 
 def _cosine(spec: OptimSpec, s: int) -> float:
-    """Half a cosine from lr to min_lr over the steps between warm-up and constant ones, then
-    min_lr. With constant steps the warm-up is Megatron's, lr * s / W: the first rate is 0."""
+    """Return half a cosine from lr to min_lr between the warm-up and the constant steps.
+
+    During the constant steps the rate is min_lr. If there are any, the warm-up is Megatron's, lr *
+    s / W, whose first rate is 0.
+    """
     schedule = spec.schedule
     warmup, constant = schedule.warmup_steps, schedule.constant_steps
     if _warms_up(spec, s):
@@ -74,19 +77,22 @@ def _cosine(spec: OptimSpec, s: int) -> float:
 
 
 def _linear(spec: OptimSpec, s: int) -> float:
-    """`WarmupAnnealing`: a straight line from lr to min_lr."""
+    """Return NeMo's `WarmupAnnealing`: a straight line from lr to min_lr."""
     return _line_to_the_power(spec, s - spec.schedule.warmup_steps, _decay_steps(spec), 1.0)
 
 
 def _polynomial(spec: OptimSpec, s: int) -> float:
-    """min_lr + (lr - min_lr) * (1 - progress)^power."""
+    """Return min_lr + (lr - min_lr) * (1 - progress)^power."""
     schedule = spec.schedule
     since = s - schedule.warmup_steps
     return _line_to_the_power(spec, since, _decay_steps(spec), schedule.power)
 
 
 def _polynomial_after_hold(spec: OptimSpec, s: int) -> float:
-    """As `_polynomial`, from the end of the hold; NeMo counts from step 0 where there is none."""
+    """Return the rate of `_polynomial` counted from the end of the hold.
+
+    NeMo counts from step 0 where there is no hold.
+    """
     schedule = spec.schedule
     end = _end_of_hold(spec)
     decay_steps = max(1, schedule.max_steps - max(schedule.warmup_steps, end))
@@ -103,25 +109,28 @@ def _decay_steps(spec: OptimSpec) -> int:
 
 
 def _square(spec: OptimSpec, s: int) -> float:
-    """lr * (1 - progress)^2, at least min_lr; progress counts from the end of the warm-up."""
+    """Return lr * (1 - progress)^2, at least min_lr; progress begins at the end of the warm-up."""
     decay_steps = _decay_steps(spec)
     left = 1.0 - (s - spec.schedule.warmup_steps) / decay_steps
     return max(spec.schedule.min_lr, spec.lr * left**2)
 
 
 def _square_root(spec: OptimSpec, s: int) -> float:
-    """lr * sqrt(1 - s / M), at least min_lr: NeMo counts the warm-up's steps in."""
+    """Return lr * sqrt(1 - s / M), at least min_lr; as in NeMo, s includes the warm-up's steps."""
     return max(spec.schedule.min_lr, spec.lr * math.sqrt(1.0 - s / spec.schedule.max_steps))
 
 
 def _inverse_square_root(spec: OptimSpec, s: int) -> float:
-    """lr * sqrt((W + 1) / (s + 1)); goes below min_lr as NeMo's does."""
+    """Return lr * sqrt((W + 1) / (s + 1)), which falls below min_lr as NeMo's does."""
     return spec.lr * math.sqrt((spec.schedule.warmup_steps + 1) / (s + 1))
 
 
 def _noam(spec: OptimSpec, s: int) -> float:
-    """Vaswani et al. 2017 (arXiv 1706.03762), section 5.3, times lr; after the warm-up at least
-    min_lr. It has its own warm-up, and steps 0 and 1 have the same rate."""
+    """Return lr times the rate of Vaswani et al. 2017 (arXiv 1706.03762), section 5.3.
+
+    After the warm-up it is at least min_lr. The formula contains its own warm-up, and steps 0 and 1
+    have the same rate.
+    """
     schedule, s = spec.schedule, max(1, s)
     assert schedule.d_model is not None, "validated"
     factor = 1 / math.sqrt(s)
@@ -132,7 +141,10 @@ def _noam(spec: OptimSpec, s: int) -> float:
 
 
 def _noam_after_hold(spec: OptimSpec, s: int) -> float:
-    """lr * (W / (s - hold))^decay_rate, at least min_lr (Squeezeformer, arXiv 2206.00888)."""
+    """Return lr * (W / (s - hold))^decay_rate, at least min_lr.
+
+    The formula is Squeezeformer's (arXiv 2206.00888).
+    """
     schedule = spec.schedule
     since = max(1.0, math.pow(s - (schedule.hold_steps or 0), schedule.decay_rate))
     top = max(1.0, math.pow(schedule.warmup_steps, schedule.decay_rate))
@@ -152,4 +164,4 @@ FORMULAS: dict[str, Formula] = {
     "NoamAnnealing": _noam,
     "NoamHoldAnnealing": _with_warmup_and_hold(_noam_after_hold),
 }
-"""By NeMo's names."""
+"""The formula of each schedule, under NeMo's name for it."""

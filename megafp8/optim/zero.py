@@ -1,9 +1,9 @@
-"""ZeRO, stage 1: each replica updates a part of the parameters (arXiv 1910.02054).
+"""Shard the optimizer's state over replicas: ZeRO, stage 1 (arXiv 1910.02054).
 
-Gradients are in buckets of consecutive parameters. Of each bucket every rank owns one range: it
-gets the sum of that range alone (reduce-scatter), keeps FP32 masters and Adam's moments of it, and
-gives the others its updated weights (all-gather). Weights lie in flat buffers of the same shape, in
-the dtype they compute in, so that nothing is copied before it is sent.
+Gradients lie in buckets of consecutive parameters. Each rank owns one range of every bucket: it
+receives the summed gradients of that range (reduce-scatter), keeps the FP32 master weights and
+Adam's moments of it, and sends the updated weights to the other ranks (all-gather). Weights lie in
+flat buffers of the buckets' shape, in their compute dtype, so that they are sent without a copy.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megafp8.precision.weights import StoredFp8
 from megafp8.specs.placement import rectangles_of_run
 
 ALIGNMENT = 64
-"""Elements. Parameters and ranges begin at multiples of it: no cache line has two owners, and a
-vectorized update treats an element alike whoever owns it."""
+"""Parameters and ranges begin at multiples of this number of elements. So no cache line has two
+owners, and a vectorized update treats an element in the same way on every rank."""
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Consecutive parameters of one dtype, in flat buffers of gradients and of weights."""
+    """Hold consecutive parameters of one dtype in two flat buffers, of gradients and of weights."""
 
     gradient: torch.Tensor  # FP32
     weights: torch.Tensor
-    begins: dict[nn.Parameter, int]  # of each parameter in both
-    is_replicated: bool  # every tensor-parallel rank has them whole
+    begins: dict[nn.Parameter, int]  # where each parameter begins in both buffers
+    is_replicated: bool  # whether every tensor-parallel rank has them whole
 
 
 class ShardedMasters(Masters):
-    """Masters, moments and gradient sums of this rank's ranges."""
+    """Hold the master weights, moments and summed gradients of the ranges that this rank owns."""
 
     def __init__(
         self,
@@ -49,8 +49,12 @@ class ShardedMasters(Masters):
         bucket_bytes: int,
         alone: Collection[nn.Parameter] = frozenset(),
     ) -> None:
-        """`stores`: the parameters in FP8. `alone`: those that get a bucket of their own, so that
-        other ranks, whose other parameters differ, share them out alike."""
+        """Move the parameters into flat buffers and make the masters of this rank's ranges.
+
+        `stores` are the parameters kept in FP8. `bucket_bytes` is the size of a bucket in FP32.
+        `alone` are parameters that get a bucket of their own, so that ranks whose other parameters
+        differ divide these in the same way.
+        """
         self.shards, self._fp8, alone = shards, dict(stores), frozenset(alone)
         self.params = sorted(
             params, key=lambda p: (not pieces_of(p)[0].is_sharded, str(p.dtype), p in alone)
@@ -58,7 +62,7 @@ class ShardedMasters(Masters):
         self.device = self.params[0].device
         size = bucket_bytes // torch.float32.itemsize
         groups = _groups(self.params, size, alone)
-        lengths = [_rounded_up(sum(map(_room, g)), ALIGNMENT * shards.size) for g in groups]
+        lengths = [_rounded_up(sum(map(_padded_size, g)), ALIGNMENT * shards.size) for g in groups]
         self.flat_grad = torch.zeros(sum(lengths), device=self.device)
         gradients = self.flat_grad.split(lengths)
         self.buckets = [_bucket(*pair) for pair in zip(groups, gradients, strict=True)]
@@ -71,7 +75,7 @@ class ShardedMasters(Masters):
         both = list(zip(self.buckets, self.own_grads, strict=True))
         self.replicated_grads = [grad for bucket, grad in both if bucket.is_replicated]
         self.segments, self.masters, self.grads = [], [], []
-        self._places: list[torch.Tensor] = []  # of the segments in the weights
+        self._places: list[torch.Tensor] = []  # each segment's view of the weight buffers
         for bucket in self.buckets:
             self._take(bucket)
 
@@ -93,6 +97,7 @@ class ShardedMasters(Masters):
                 self._places.append(bucket.weights[at + begin : at + end])
 
     def reducer_buckets(self) -> list[Bucket]:
+        """Return the gradient buckets for the gradient reducer, each to be reduce-scattered."""
         return [Bucket(b.gradient, frozenset(b.begins), is_scattered=True) for b in self.buckets]
 
     @torch.no_grad()
@@ -116,8 +121,10 @@ class ShardedMasters(Masters):
         return segment.param in self._fp8
 
     def _quantize(self, rows: Sequence[tuple[Segment, nn.Parameter, torch.Tensor]]) -> None:
-        """With the scale of each whole weight: the ranks agree on the amaxes first, all in one
-        reduction."""
+        """Quantize this rank's parts with the scale of each whole weight.
+
+        The ranks first agree on all amaxes, in one reduction.
+        """
         fp8_params = [param for param in self.params if param in self._fp8]  # the same everywhere
         row_of = {param: row for row, param in enumerate(fp8_params)}
         amaxes = torch.zeros(len(fp8_params), device=self.device)
@@ -135,7 +142,7 @@ class ShardedMasters(Masters):
 def _rectangles(
     segment: Segment, *flat: torch.Tensor
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of flat tensors of a segment as the matrices' parts that they are."""
+    """Yield views of a segment's two flat tensors, as rectangles of the parameter's matrix."""
     begin = 0
     for rectangle in rectangles_of_run(tuple(segment.param.shape), segment.begin, segment.end):
         size = torch.Size(rectangle.shape).numel()
@@ -147,12 +154,12 @@ def _rectangles(
 def _groups(
     params: Sequence[nn.Parameter], size: int, alone: Collection[nn.Parameter]
 ) -> list[list[nn.Parameter]]:
-    """Consecutive parameters until `size` elements are reached; never of two kinds together."""
+    """Return groups of consecutive parameters of one kind; each is full at `size` elements."""
     groups: list[list[nn.Parameter]] = []
     for param in params:
         group = groups[-1] if groups else []
         if group and _kind(group[0], alone) == _kind(param, alone):
-            if sum(map(_room, group)) < size:
+            if sum(map(_padded_size, group)) < size:
                 group.append(param)
                 continue
         groups.append([param])
@@ -167,12 +174,12 @@ def _bucket(params: Sequence[nn.Parameter], gradient: torch.Tensor) -> FlatBucke
     begins, begin = {}, 0
     for param in params:
         begins[param] = begin
-        begin += _room(param)
+        begin += _padded_size(param)
     weights = torch.zeros(gradient.numel(), dtype=params[0].dtype, device=gradient.device)
     return FlatBucket(gradient, weights, begins, not pieces_of(params[0])[0].is_sharded)
 
 
-def _room(param: nn.Parameter) -> int:
+def _padded_size(param: nn.Parameter) -> int:
     return _rounded_up(param.numel(), ALIGNMENT)
 
 
@@ -181,5 +188,5 @@ def _rounded_up(count: int, multiple: int) -> int:
 
 
 def _as_sent(weights: torch.Tensor) -> torch.Tensor:
-    """FP8 crosses as bytes: no backend knows its dtypes."""
+    """Return FP8 weights as bytes, since no communication backend knows FP8 dtypes."""
     return weights.view(torch.uint8) if weights.itemsize == 1 else weights

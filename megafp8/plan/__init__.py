@@ -1,4 +1,4 @@
-"""What a run will cost, from its specs alone: no torch, no device, milliseconds."""
+"""Predict what a run costs from its specs, without torch or a device, in milliseconds."""
 
 from megafp8.plan.flops import (
     AttentionCount,

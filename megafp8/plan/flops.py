@@ -1,11 +1,11 @@
-"""Model FLOPs: the arithmetic that training one token asks for, whatever the hardware does.
+"""Count model FLOPs: the arithmetic that training on one token needs, whatever the hardware does.
 
-A GEMM of an [M, K] with a [K, N] matrix costs 2 M K N. Backward runs two GEMMs of the forward one's
-size, so forward + backward is three times forward. Only matrix products count (norms, softmax,
-activations and the optimizer are left out), and recomputed activations do not: that is what makes
-the number comparable between frameworks ("model FLOPs", as against "hardware FLOPs").
+A GEMM of an [M, K] with a [K, N] matrix costs 2 M K N. The backward pass runs two GEMMs of the
+forward one's size, so forward + backward is three times forward. Only matrix products count (norms,
+softmax, activations and the optimizer are left out), and recomputed activations do not: that makes
+the number comparable between frameworks ("model FLOPs", as opposed to "hardware FLOPs").
 
-Attention may be counted two ways. `full` counts every one of the S x S scores, as most published
+Attention may be counted in two ways. `full` counts every one of the S x S scores, as most published
 throughput tables do; `causal` counts the half that a causal mask leaves. Reports show both.
 """
 
@@ -25,21 +25,24 @@ _GEMMS_PER_LINEAR = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """FLOPs per token, forward + backward, by what computes them."""
+    """Hold the FLOPs per token, forward + backward, of each kind of GEMM."""
 
     linear: float  # QKV, attention projection, FC1 and FC2 of every layer: the GEMMs that FP8 runs
     head: float  # hidden state times vocabulary: stays in the compute dtype
-    attention: float  # scores and their product with the values
+    attention: float  # the scores, and their product with the values
 
     @property
     def total(self) -> float:
+        """Return the FLOPs per token of all kinds."""
         return self.linear + self.head + self.attention
 
 
 def gemm_flops_per_token(
     spec: GPTSpec, attention: AttentionCount = "causal", *, seq_length: int | None = None
 ) -> ModelFlops:
-    """FLOPs per token of each kind of GEMM; `seq_length` is `max_position_embeddings` if not given.
+    """Return the FLOPs per token of each kind of GEMM, forward + backward.
+
+    `seq_length` is `spec.max_position_embeddings` if it is not given.
 
     Raises:
         ValueError: The vocabulary is not known yet (`spec.vocab_size` is 0 before the data is
@@ -65,8 +68,9 @@ def gemm_flops_per_token(
 def flops_per_token(
     spec: GPTSpec, attention: AttentionCount = "causal", *, seq_length: int | None = None
 ) -> float:
-    """All model FLOPs per token, forward + backward.
+    """Return all model FLOPs per token, forward + backward.
 
-    `L(24 h² + 12 h f) + 6 V h + {6|12} L h S` without query groups, gates and heads of own width.
+    For a model without query groups, gates and heads of a set width this is `L(24 h² + 12 h f) + 6
+    V h + {6|12} L h S`.
     """
     return gemm_flops_per_token(spec, attention, seq_length=seq_length).total

@@ -1,8 +1,8 @@
-"""What an order of pipeline work costs: how long ranks wait, how much of it is in flight.
+"""Compute what an order of pipeline work costs: how long ranks wait, and how much is in flight.
 
 An order is a list of `Work` for each pipeline rank, done one after another. A forward pass takes
 one unit of time on every stage, a backward pass two (one for the inputs' gradients, one for the
-weights'), messages none.
+weights'), and messages take none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 SECONDS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Units of time; B is I and W together."""
+"""The units of time that each kind of work takes; B is I and W together."""
 
 
 class Work(NamedTuple):
-    """One forward (F) or backward pass (B; I its inputs' part, W its weights') of a microbatch."""
+    """Name one forward pass (F) or backward pass (B) of a microbatch on a stage.
+
+    A backward pass may be divided into the inputs' gradients (I) and the weights' gradients (W).
+    """
 
     kind: Kind
     stage: int
@@ -26,24 +29,25 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """How an order runs."""
+    """Hold how long an order takes and how long its ranks wait."""
 
     total: int  # units from the first forward pass to the last backward pass
-    idle: tuple[float, ...]  # share of it in which each rank waits
+    idle: tuple[float, ...]  # the fraction of it in which each rank waits
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is waited."""
+        """Return the fraction of all ranks' time that they spend waiting."""
         return sum(self.idle) / len(self.idle)
 
 
 def one_stage_order(
     schedule: Literal["GPipe", "1F1B"], rank: int, num_ranks: int, num_microbatches: int
 ) -> list[Work]:
-    """The order of a rank with one stage, its own number.
+    """Return the order of work of rank `rank`, which has one stage, its own number.
 
-    GPipe (Huang et al. 2019, arXiv 1811.06965): all forward, then all backward. 1F1B (Narayanan et
-    al. 2021, arXiv 2104.04473): as many forward passes as stages follow, then in turn.
+    GPipe (Huang et al. 2019, arXiv 1811.06965) does all forward passes, then all backward passes.
+    1F1B (Narayanan et al. 2021, arXiv 2104.04473) does as many forward passes as stages follow,
+    then forward and backward passes in turn.
     """
     ahead = num_microbatches if schedule == "GPipe" else min(num_microbatches, num_ranks - rank)
     order = [Work("F", rank, index) for index in range(ahead)]
@@ -55,7 +59,7 @@ def one_stage_order(
 
 
 def run_times(orders: Sequence[Sequence[Work]], num_stages: int) -> Times:
-    """When all is done, if every work begins as soon as its rank and what it needs are ready.
+    """Return the times of `orders` if all work begins as soon as its rank and its inputs are ready.
 
     Raises:
         ValueError: The orders wait for each other.
@@ -76,14 +80,14 @@ def run_times(orders: Sequence[Sequence[Work]], num_stages: int) -> Times:
                 place[rank] += 1
                 left -= 1
         if left == before:
-            raise ValueError(f"the orders wait for each other, {left} works are left")
+            raise ValueError(f"the orders wait for each other; {left} pieces of work cannot begin")
     total = max(clock)
     busy = [sum(SECONDS[work.kind] for work in order) for order in orders]
     return Times(total, tuple(1 - b / total for b in busy))
 
 
 def _ready(work: Work, done: Mapping[Work, int], num_stages: int) -> int | None:
-    """When what `work` needs is there; None: not yet."""
+    """Return the time at which the inputs of `work` are ready, or None if it is not known yet."""
     kind, stage, microbatch = work
     if kind == "F":
         return 0 if stage == 0 else done.get(Work("F", stage - 1, microbatch))
@@ -96,9 +100,10 @@ def _ready(work: Work, done: Mapping[Work, int], num_stages: int) -> int | None:
 
 
 def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
-    """The most that a rank holds at once, if a microbatch in flight on a stage holds `held[stage]`.
+    """Return the most that a rank holds at once, if a microbatch in flight holds `held[stage]`.
 
-    From its forward pass until its weights' gradients are computed.
+    A microbatch is in flight on a stage from its forward pass until the gradients of the stage's
+    weights are computed.
     """
     now = most = 0
     for work in order:

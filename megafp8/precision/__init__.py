@@ -1,1 +1,1 @@
-"""FP8: formats, scaling rules, casts, GEMMs and the one linear that uses them."""
+"""Run linears in FP8: formats, scaling rules, casts, GEMMs and the one linear that uses them."""

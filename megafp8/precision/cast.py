@@ -1,9 +1,10 @@
 """Quantize to FP8 and back.
 
-The rule, on every device and for FP32, BF16 and FP16 input (Transformer Engine's cast:
-`cvt.rn.satfinite`): y = float32(x) * quant_scale in FP32; clamp to the largest finite magnitude, so
-that infinities saturate; round to the nearest FP8 number, ties to even. A NaN stays a NaN. The amax
-is max|x| of the unscaled input; a NaN anywhere makes it +inf, so that it survives a MAX reduction.
+The rule, on every device and for FP32, BF16 and FP16 input, is Transformer Engine's cast
+(`cvt.rn.satfinite`): y = float32(x) * quant_scale in FP32; clamp to the largest finite magnitude,
+so that infinities saturate; round to the nearest FP8 number, ties to even. A NaN stays a NaN. The
+amax is max|x| of the unscaled input; a NaN anywhere makes it +inf, so that it survives a MAX
+reduction.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _NO_GRID = len(KINDS)
 
 
 class Quantized(NamedTuple):
-    """`payload` in an FP8 dtype; `grid`, if asked for, the same numbers in the dtype that was asked
-    for, exactly; both x's shape."""
+    """Hold the result of a cast; both tensors have the shape of the input.
+
+    `payload` has an FP8 dtype. `grid`, if it was asked for, has exactly the same numbers in FP32 or
+    BF16, not yet divided by the scale.
+    """
 
     payload: torch.Tensor
     grid: torch.Tensor | None
@@ -54,7 +58,10 @@ def quantize_and_sum(
     amax: torch.Tensor | None,
     grid_dtype: torch.dtype,
 ) -> tuple[Quantized, torch.Tensor]:
-    """`quantize` a matrix and add up its columns in the same pass: a bias gradient, FP32 [N]."""
+    """Run `quantize` on a matrix and add up its columns in the same pass.
+
+    The sum, FP32 [N], is the gradient of a bias.
+    """
     if x_MN.device.type == "cpu" and (lib := library().lib) is not None:
         total_N = torch.empty(x_MN.shape[1:])
         x_MN = x_MN.contiguous()
@@ -64,7 +71,7 @@ def quantize_and_sum(
 
 
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of an FP8 payload in FP32 or BF16, exactly (both hold every FP8 number)."""
+    """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly."""
     assert dtype in (torch.float32, torch.bfloat16), dtype
     if payload.device.type == "cpu" and (lib := library().lib) is not None:
         payload = payload.contiguous()
@@ -89,7 +96,7 @@ def quantize_torch(
     amax: torch.Tensor | None,
     grid_dtype: torch.dtype | None,
 ) -> Quantized:
-    """The same bits by torch operations, for GPUs and machines without a compiler."""
+    """Run `quantize` with torch operations: the same bits, on GPUs and without a compiler."""
     if amax is not None:
         amax.copy_(torch.maximum(amax, amax_of(x)))
     scaled = (x.float() * quant_scale).clamp_(-fmt.max, fmt.max)
@@ -98,7 +105,7 @@ def quantize_torch(
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
+    """Return max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)
@@ -106,7 +113,10 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
-    """max|x| along one dim of a matrix, kept as a dim of size 1: FP32; NaN gives +inf, none 0."""
+    """Return max|x| along one dim of a matrix, in FP32; that dim is kept with size 1.
+
+    A NaN gives +inf, and a dim of size 0 gives 0.
+    """
     if x_MN.shape[dim] == 0:
         return x_MN.new_zeros((x_MN.shape[0], 1) if dim == 1 else (1, x_MN.shape[1])).float()
     amax = x_MN.abs().amax(dim=dim, keepdim=True).float()
@@ -114,7 +124,7 @@ def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def quantize_scaled(scaled: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """The cast of what is scaled already, FP32; returns the payload."""
+    """Return the payload of an FP32 tensor that is scaled already."""
     if scaled.device.type == "cpu" and (lib := library().lib) is not None:
         one, scaled = torch.ones(()), scaled.contiguous()
         return _quantize_c(lib, scaled, one, fmt, None, None).payload
@@ -130,7 +140,7 @@ def _quantize_c(
     grid_dtype: torch.dtype | None,
     column_sum: torch.Tensor | None = None,
 ) -> Quantized:
-    """`column_sum`, where given, is written, and `x` is a matrix."""
+    """Run the cast in C; `column_sum`, if given, is written, and `x` is then a matrix."""
     payload, grid = torch.empty(x.shape, dtype=fmt.dtype), None
     if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
         is_bf16 = grid_dtype == x.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The operations that `compiled_linear.TracedLinear` calls.
+"""Define the operations that `compiled_linear.TracedLinear` calls.
 
 The module is imported only where torch has what the operations need.
 """
@@ -24,11 +24,11 @@ MakeFp8 = Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]
 
 
 class Handle(OpaqueBase):
-    """A linear as an input of a graph."""
+    """Make a linear an input of a graph."""
 
     def __init__(self, linear: Linear, saved: SavedForm) -> None:
         self.linear, self.saved = linear, saved
-        self.remakes: dict[torch.Size, MakeFp8] = {}  # by a kept payload's shape in memory
+        self.remakes: dict[torch.Size, MakeFp8] = {}  # the key is a kept payload's shape in memory
 
 
 register_opaque_type(Handle, typ="reference")
@@ -53,10 +53,10 @@ def _linear(
     payload_dtype: torch.dtype,
     scale_shape: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, the kept input's payload as it lies in memory, its scales)."""
+    """Return the output, the kept input's payload as it lies in memory, and its scales."""
     done = eager.forward(handle.linear, input_TI, for_backward=True)
     kept = done.input
-    if handle.saved.scales is None:  # the input itself: an operation may not return it
+    if handle.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
         return done.output, nothing, input_TI.new_empty(0, dtype=torch.float32)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
@@ -89,9 +89,12 @@ def _linear_backward(
     handle: Handle,
     input_shape: list[int],
 ) -> torch.Tensor:
-    """The input's gradient; those of weight and bias go to the sink. `kept`: payload or input."""
+    """Return the input's gradient; the gradients of weight and bias go to the sink.
+
+    `kept` is the payload of the input, or the input itself.
+    """
     linear, input = handle.linear, _operand(kept, scale, handle)
-    # The same weight that forward read: it changes between steps alone.
+    # The weight is the one that forward read: weights change only between steps.
     weight = linear.weight_operands(grad_output_TO.dtype, input_shape[0]).along_first
     found = eager.backward(linear, grad_output_TO, input, weight)
     assert found.input is not None
@@ -135,6 +138,6 @@ def _backward(ctx: Any, grad_output_TO: torch.Tensor, *_: None) -> tuple[Any, ..
 
 
 _linear.register_autograd(_backward, setup_context=_keep)
-# Their results are not all they do.
+# These operations also change state, so a graph must not drop them.
 torch.fx.node.has_side_effect(torch.ops.megafp8.linear.default)
 torch.fx.node.has_side_effect(torch.ops.megafp8.linear_backward.default)

@@ -1,4 +1,4 @@
-"""How FP8 runs on a device: who casts, and which products go to FP8 tensor cores."""
+"""Choose how FP8 runs on a device: what casts, and which products FP8 tensor cores run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square")
 
 @dataclass(frozen=True)
 class Engine:
-    """`layouts`: the scales that `matmul` takes; products with others are emulated.
+    """Say how a device casts to FP8 and which FP8 products its tensor cores run.
 
-    Tensor cores read both operands with the dim that they sum over innermost. So where they
-    multiply, a tensor that two products read is kept in two orientations, written by one cast.
+    `uses_triton` runs casts as Triton kernels. `layouts` are the kinds of scales that `matmul`
+    takes; products with other scales are emulated. Tensor cores read both operands with the dim
+    that they sum over innermost. So where they multiply, a tensor that two products read is kept in
+    two orientations, written by one cast.
     """
 
     uses_triton: bool = False
@@ -26,15 +28,16 @@ class Engine:
     matmul: ScaledMatmul = torch._scaled_mm
 
     def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
-        """Whether operands scaled so go to tensor cores, in `work` if it is known.
+        """Whether tensor cores multiply operands with scales of this layout.
 
-        Scales of rows and blocks are promised for results in BF16 only.
+        `work` is the dtype of the result, if it is known: scales of rows and blocks are guaranteed
+        for BF16 results only.
         """
         in_bf16 = work is None or work == torch.bfloat16 or layout == "tensor"
         return layout in self.layouts and in_bf16
 
     def orients(self, layout: Layout) -> bool:
-        """Whether a cast writes each product's own orientation."""
+        """Whether a cast writes a separate orientation for each product."""
         return self.uses_triton and self.multiplies(layout)
 
 
@@ -42,7 +45,7 @@ EMULATED = Engine()
 
 
 def engine_of(device: torch.device) -> Engine:
-    """What this device can do."""
+    """Return the engine with everything that `device` supports."""
     if device.type != "cuda":
         return EMULATED
     return Engine(
@@ -52,5 +55,5 @@ def engine_of(device: torch.device) -> Engine:
 
 
 def in_e5m2(a: Fp8Format, b: Fp8Format) -> bool:
-    """Tensor cores need one operand in E4M3."""
+    """Whether both operands are E5M2; tensor cores need one operand in E4M3."""
     return a.name == b.name == "e5m2"

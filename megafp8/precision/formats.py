@@ -1,4 +1,4 @@
-"""The two FP8 formats of Micikevicius et al. 2022 (arXiv 2209.05433), table 1."""
+"""Define the two FP8 formats of Micikevicius et al. 2022 (arXiv 2209.05433), table 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megafp8.specs.precision import FormatName
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """An FP8 format; `max` is its largest finite magnitude."""
+    """Describe an FP8 format; `max` is its largest finite magnitude."""
 
     name: FormatName
     dtype: torch.dtype
@@ -25,5 +25,5 @@ FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
-    """The formats of (inputs and weights, output gradients) under a recipe."""
+    """Return the formats of (inputs and weights, output gradients) under a recipe."""
     return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]

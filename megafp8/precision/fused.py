@@ -1,8 +1,9 @@
-"""What stands before a linear and can write its FP8 input itself: a norm or an activation.
+"""Let a norm or an activation write the FP8 input of the linear that follows it.
 
-Under `delayed` the scale is known beforehand, so one pass makes payload, transposed payload and
-amax of what norm or activation compute, which never lies in memory in high precision. Values are
-rounded to the linear's dtype before the cast, as if it had been there.
+Under `delayed` the scale is known beforehand, so one pass writes the payload, the transposed
+payload and the amax of the norm's or activation's result, which never lies in memory in high
+precision. Values are rounded to the linear's dtype before the cast, as if the result had been
+stored.
 """
 
 # T tokens   I features of the linear's input   X features of what it is made of (2 I: gate and up)
@@ -21,7 +22,7 @@ Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
 KINDS: dict[str, Kind] = {
     "gelu": "gelu", "gelu-tanh": "gelu_tanh", "swiglu": "swiglu", "geglu": "geglu"
 }  # fmt: skip
-"""The activations that have a kernel, by the model's names."""
+"""The activations that have a kernel, under the model's names."""
 
 
 class _Options(TypedDict):
@@ -33,7 +34,11 @@ class _Options(TypedDict):
 
 @dataclass(frozen=True)
 class CastInto:
-    """The cast that is wanted; `amax` as in `cast.quantize`, orientations as in `triton_cast`."""
+    """Describe the cast that a producer shall do.
+
+    `amax` works as in `cast.quantize`; `with_rows`, `with_columns` and `with_plain` ask for the
+    three tensors of `Produced`.
+    """
 
     quant_scale: torch.Tensor
     fmt: Fp8Format
@@ -44,8 +49,11 @@ class CastInto:
 
 
 class Produced(NamedTuple):
-    """`payload` [T, I], `payload_t` [I, T], `plain` [T, I]; None where not asked for. `kept`: what
-    backward needs beside the producer's input."""
+    """Hold the tensors that a producer made; None stands for a tensor that was not asked for.
+
+    `payload` is [T, I], `payload_t` [I, T], `plain` [T, I] in high precision. `kept` are the
+    tensors that the backward pass needs besides the producer's input.
+    """
 
     payload: torch.Tensor | None
     payload_t: torch.Tensor | None
@@ -54,41 +62,50 @@ class Produced(NamedTuple):
 
 
 class Producer(Protocol):
-    """Computes without autograd, in Triton."""
+    """Compute the input of a linear and cast it in one pass, in Triton and without autograd."""
 
     @property
-    def params(self) -> tuple[torch.Tensor, ...]: ...
+    def params(self) -> tuple[torch.Tensor, ...]:
+        """Return the parameters that get a gradient."""
+        ...
 
-    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced: ...
+    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        """Compute the producer's result of `x_TX` and cast it as `into` says."""
+        ...
 
     def backward(
         self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of x and of `params`, each in the dtype of its tensor."""
+        """Return the gradients of x and of `params`, each in the dtype of its tensor.
+
+        `kept` are the tensors of `Produced.kept`.
+        """
         ...
 
 
 class Normalization(Protocol):
-    """The module that holds a norm's parameters. FSDP puts others in their place."""
+    """Hold the parameters of a norm; FSDP replaces them while a layer runs."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None  # None: RMSNorm
+    bias: nn.Parameter | None  # None for RMSNorm
     epsilon: float
 
 
 @dataclass(frozen=True)
 class NormProducer:
-    """LayerNorm, or RMSNorm without a bias."""
+    """Compute LayerNorm, or RMSNorm if there is no bias, and cast the result."""
 
     norm: Normalization
-    dtype: torch.dtype  # of the linear's input
+    dtype: torch.dtype  # the dtype of the linear's input
 
     @property
     def params(self) -> tuple[torch.Tensor, ...]:
+        """Return the norm's weight and, for LayerNorm, its bias."""
         weight, bias = self.norm.weight, self.norm.bias
         return (weight,) if bias is None else (weight, bias)
 
     def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        """Compute the norm of each row of `x_TX` and cast it as `into` says."""
         from megafp8.precision.kernels.triton_norm import norm_cast
 
         done = norm_cast(
@@ -111,6 +128,7 @@ class NormProducer:
     def backward(
         self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of x, of the weight and, for LayerNorm, of the bias."""
         from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
@@ -121,18 +139,20 @@ class NormProducer:
 
 @dataclass(frozen=True)
 class ActivationProducer:
-    """An activation without parameters."""
+    """Compute an activation without parameters, and cast the result."""
 
     kind: Kind
     params: tuple[torch.Tensor, ...] = ()
 
     def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        """Compute the activation of `x_TX` and cast it as `into` says."""
         payload, payload_t, _, plain = _activation(x_TX, None, self.kind, into)
         return Produced(payload, payload_t, plain)
 
     def backward(
         self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
+        """Return the gradient of x, [T, X]."""
         from megafp8.precision.formats import E4M3
 
         nothing = CastInto(x_TX.new_ones((), dtype=torch.float32), E4M3, None, False, False, True)

@@ -1,6 +1,6 @@
-"""The one place where a matrix product is called, FP8 or not; it counts what it really ran.
+"""Run every matrix product, in FP8 or not, and count what really ran.
 
-FP8 operands with one scale each are multiplied as their numbers, the scales are applied to the
+FP8 operands with one scale each are multiplied as their numbers, and the scales are applied to the
 FP32 accumulator. Without FP8 tensor cores the product runs in a wider format that holds every FP8
 number exactly: BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32
 otherwise. On a CPU there is one rounding to the output dtype, as on FP8 hardware; only the order of
@@ -10,7 +10,8 @@ are multiplied in FP32 on CPUs without BF16 instructions (hardware/bf16.py).
 Operands with a scale for each row or block are multiplied as their values. A power of two moves the
 exponent alone, so the values stay exact in BF16; with other scales they are rounded to FP32 once.
 
-Where the engine has FP8 tensor cores for such scales they multiply the bytes; what ran is counted.
+Where the engine's FP8 tensor cores take such scales, they multiply the bytes. The counter records
+which of the two ran.
 """
 
 from __future__ import annotations
@@ -31,28 +32,32 @@ Operand = torch.Tensor | Fp8Tensor
 
 
 class GemmCounter:
-    """FLOPs (2 per multiply-add) by (operand precision, place), counted at the call."""
+    """Count FLOPs (2 per multiply-add) by (operand precision, place) as products run."""
 
     def __init__(self) -> None:
         self.flops: dict[tuple[str, str], int] = defaultdict(int)
-        self.fp8_backends: dict[Fp8Backend, int] = defaultdict(int)  # FP8's, by what ran them
+        self.fp8_backends: dict[Fp8Backend, int] = defaultdict(
+            int
+        )  # FLOPs of FP8 products, by what ran them
 
     def add(self, precision: str, place: str, flops: int) -> None:
+        """Add the FLOPs of a product whose operands have `precision` ("fp8", "bf16", …)."""
         self.flops[precision, place] += flops
 
     def by_precision(self) -> dict[str, int]:
+        """Return the counted FLOPs of each precision."""
         totals: dict[str, int] = defaultdict(int)
         for (precision, _), flops in self.flops.items():
             totals[precision] += flops
         return dict(totals)
 
     def share(self, precision: str) -> float:
-        """The share of all counted FLOPs; 0 when nothing was counted."""
+        """Return the fraction of all counted FLOPs in `precision`; 0 when nothing was counted."""
         return self.by_precision().get(precision, 0) / max(1, sum(self.flops.values()))
 
 
 def wide_dtype(device: torch.device, work: torch.dtype) -> torch.dtype:
-    """In which dtype FP8 numbers are multiplied where there are no FP8 tensor cores."""
+    """Return the dtype in which FP8 numbers are multiplied where there are no FP8 tensor cores."""
     if work != torch.bfloat16 or bf16.fp32_products(device):
         return torch.float32
     return torch.bfloat16
@@ -71,9 +76,10 @@ def gemm(
     engine: Engine = EMULATED,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """a @ b (+ bias) for 2-d operands, both FP8 or both plain; returns `work` dtype.
+    """Return a @ b (+ bias) for 2-d operands, both FP8 or both plain, in the dtype `work`.
 
-    `use_fast_accum` concerns FP8 tensor cores only, and scales of blocks never.
+    `transpose_a` and `transpose_b` transpose an operand first. `place` names the product for the
+    counter. `use_fast_accum` concerns FP8 tensor cores only, and never scales of blocks.
     """
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         precision = "fp8"
@@ -108,7 +114,7 @@ def gemm(
 
 
 def _flops(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> int:
-    """2 M K N."""
+    """Return the FLOPs of the product, 2 M K N."""
     return 2 * a.numel() * b.shape[0 if transpose_b else 1]
 
 
@@ -127,7 +133,7 @@ def _tensor_core_product(
     engine: Engine,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """Both operands as [rows, K]; one that lies the other way in memory is transposed first."""
+    """Multiply both operands as [rows, K], transposing one that lies the other way in memory."""
     a_MK, a_scale = _rows_of(a, transpose_a)
     b_NK, b_scale = _rows_of(b, not transpose_b)
     a_layout, b_layout = a.layout, b.layout
@@ -151,7 +157,7 @@ def _tensor_core_product(
 
 
 def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(payload [rows, K] with K innermost, its scales)."""
+    """Return the payload as [rows, K] with K innermost, and its scales."""
     payload = x.payload.t() if transpose else x.payload
     scale = x.dequant_scale.t() if transpose and x.block is not None else x.dequant_scale
     if not payload.is_contiguous():
@@ -162,9 +168,11 @@ def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]
 def _scaled_product(
     a: torch.Tensor, b: torch.Tensor, dequant_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """a @ b * dequant_scale (+ bias). On a CPU the scale enters before the one rounding."""
+    """Return a @ b * dequant_scale (+ bias); on a CPU the scale enters before the one rounding."""
     if a.device.type != "cpu":
-        product = torch.mm(a, b).float() * dequant_scale  # no wait for the device to read the scale
+        product = (
+            torch.mm(a, b).float() * dequant_scale
+        )  # does not wait for the device to read the scale
         return product if bias is None else product + bias
     if bias is None:
         empty = a.new_empty(()).expand(a.shape[0], b.shape[1])

@@ -1,4 +1,4 @@
-"""Where the gradient of a weight goes, and how it is added up over microbatches in FP32."""
+"""Accumulate the gradients of weights over microbatches, in FP32."""
 
 from __future__ import annotations
 
@@ -11,42 +11,58 @@ from torch import nn
 
 from megafp8.precision.kernels.compile import library
 
-# Makes a microbatch's gradient of a weight; called by the sink, so that a later sink may have the
-# GEMM accumulate in place.
+# Computes a microbatch's gradient of a weight. The sink calls it, and so chooses when the
+# GEMM runs.
 ComputeGrad = Callable[[], torch.Tensor]
 
 
 class GradSink(Protocol):
-    """Takes the gradients of one microbatch; returns what autograd shall add to `.grad`, if any."""
+    """Receive the weight gradients of each microbatch.
 
-    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None: ...
+    Both methods return the gradient that autograd shall add to `.grad`, in the parameter's dtype
+    and shape, or None if the sink keeps it itself. They are called in the backward pass, once per
+    microbatch and use of the parameter.
+    """
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Receive the gradient that `compute()` returns, of the shape of `weight`.
+
+        The sink decides when to call `compute`, which runs the GEMM of a weight gradient.
+        """
+        ...
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
-        """The gradient of a look-up: `grad_TD[t]` belongs to row `rows_T[t]`."""
+        """Receive the gradient of a look-up in the table `weight_VD`.
+
+        `grad_TD[t]` belongs to row `rows_T[t]`. `rows_T` is int64; a row may occur several times,
+        and its gradients are summed.
+        """
         ...
 
 
 class AutogradSink:
-    """Autograd accumulates in `.grad`, in the weight's own dtype."""
+    """Return every gradient, so that autograd accumulates it in `.grad`, in the weight's dtype."""
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Return the gradient, rounded to the weight's dtype."""
         return compute().to(weight.dtype)
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
+        """Return the gradient of the whole table, with zeros in rows that were not looked up."""
         return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
 
 
 class MainGradSink:
-    """Gradients accumulate over microbatches in FP32, whatever the weights' dtype.
+    """Accumulate gradients over microbatches in FP32, whatever the weights' dtype.
 
-    `main_grads` holds one FP32 tensor per parameter; gradients of others are left to autograd.
-    What autograd still delivers through `.grad` (norms) is added there and freed as soon as it
-    arrives. Between `begin_step` and `end_step` the
-    first gradient of a parameter overwrites: nothing has to be zeroed before.
+    `main_grads` holds one FP32 tensor per parameter; autograd keeps the gradients of other
+    parameters. Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
+    too, and `.grad` is freed as soon as it arrives. Between `begin_step` and `end_step` the first
+    gradient of a parameter overwrites, so that nothing has to be zeroed before.
     """
 
     def __init__(self) -> None:
@@ -60,15 +76,17 @@ class MainGradSink:
             param.register_post_accumulate_grad_hook(self._collect)
 
     def begin_step(self) -> None:
+        """Begin a step: the next gradient of each parameter overwrites."""
         self._untouched = set(self.main_grads)
 
     def end_step(self) -> None:
-        """Zero what this step had no gradient for."""
+        """End a step: zero the gradients of parameters that got none in it."""
         for param in self._untouched:
             self.main_grads[param].zero_()
         self._untouched.clear()
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
         if weight not in self.main_grads:
             return compute().to(weight.dtype)
         self._accumulate(weight, compute())
@@ -77,6 +95,7 @@ class MainGradSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
+        """Add gradients of rows to the FP32 sum of `weight_VD`, or return them if it has none."""
         if weight_VD not in self.main_grads:  # summed in FP32, rounded once
             total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
             return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
@@ -88,7 +107,7 @@ class MainGradSink:
         return None
 
     def _collect(self, param: torch.Tensor) -> None:
-        if param.grad is not None:  # None where everything went through `add`
+        if param.grad is not None:  # it is None if every gradient went through `add`
             assert isinstance(param, nn.Parameter)
             self._accumulate(param, param.grad)
             param.grad = None
@@ -101,7 +120,8 @@ class MainGradSink:
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
     """Add `grad` (FP32, BF16 or FP16) to `total` (FP32), or write it there if it is the first.
 
-    torch adds BF16 to FP32 in two passes over memory, the compiled kernel in one; the same bits.
+    torch adds BF16 to FP32 in two passes over memory, the compiled kernel in one, with the same
+    bits.
     """
     if is_first:
         total.copy_(grad)

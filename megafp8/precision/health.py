@@ -1,7 +1,7 @@
-"""What FP8 does to each tensor of a step: how large it is, what it loses.
+"""Measure what FP8 does to each tensor of a step: how large it is, and what it loses.
 
-An observer of the `ScalingState` that is there for single steps only: what it measures needs passes
-over the tensors of their own.
+A probe observes the `ScalingState` in single steps only, because its measurements need extra passes
+over the tensors.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ class _Sums:
 
 
 class HealthProbe:
-    """Measures while it is attached; `full` also compares each tensor with its FP8 values."""
+    """Measure tensors while it is attached; `full` also compares each with its FP8 values."""
 
     def __init__(self, state: ScalingState, mode: HealthMode) -> None:
         self._state, self._mode = state, mode
         self._sums: dict[str, _Sums] = {}
 
     def attach(self) -> None:
+        """Start to measure."""
         self._sums.clear()
         self._state.observers.append(self._see)
 
     def detach(self) -> dict[str, TensorHealth]:
-        """What was seen since `attach`, by tensor; waits for the device."""
+        """Stop measuring, and return the health of each tensor seen since `attach`.
+
+        This waits for the device.
+        """
         self._state.observers.remove(self._see)
         found = {name: self._health(name, sums) for name, sums in self._sums.items()}
         self._sums.clear()
@@ -81,10 +85,10 @@ class HealthProbe:
 
 
 class TableProbe:
-    """`scales` from the tables of delayed scaling, where the casts themselves are not seen.
+    """Measure `scales` from the tables of delayed scaling, where the casts themselves are not seen.
 
     The amax is the largest of the updates since `attach`, as many of them as the history holds; the
-    scale the smaller one of before and after.
+    scale is the smaller one of before and after.
     """
 
     def __init__(self, state: ScalingState) -> None:
@@ -92,12 +96,14 @@ class TableProbe:
         self._before: dict[Direction, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self) -> None:
+        """Remember the present scales and counts of updates."""
         self._before = {
             direction: (table.quant_scale.clone(), table.num_updates.clone())
             for direction, table in self._state.tables.items()
         }
 
     def detach(self) -> dict[str, TensorHealth]:
+        """Return the health of each tensor that was updated since `attach`."""
         found: dict[str, TensorHealth] = {}
         for direction, table in self._state.tables.items():
             scales, updates = self._before[direction]
@@ -116,7 +122,10 @@ class TableProbe:
 
 
 def num_nonfinite(state: ScalingState) -> dict[str, int]:
-    """Updates of each tensor that met a NaN or an infinity, since the run began; only those."""
+    """Return how many updates of each tensor met a NaN or an infinity since the run began.
+
+    Tensors without such an update are left out.
+    """
     counts: dict[str, int] = defaultdict(int)
     for table in state.tables.values():
         for name, count in zip(table.names, table.num_nonfinite.tolist(), strict=True):
@@ -137,7 +146,7 @@ def _joined(old: _Sums, new: _Sums) -> _Sums:
 
 
 def _worst_snr(wide_MN: torch.Tensor, values_MN: torch.Tensor) -> torch.Tensor:
-    """The smallest row's sum(x**2) / sum((x - value)**2); rows of zeros do not count."""
+    """Return the smallest row's sum(x**2) / sum((x - value)**2); rows of zeros do not count."""
     peak_M1 = wide_MN.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     signal = (wide_MN / peak_M1).square().sum(-1)  # squares of tiny values would underflow
     noise = ((wide_MN - values_MN) / peak_M1).square().sum(-1)

@@ -1,4 +1,4 @@
-"""The one linear: three GEMMs, in FP8 or not, alone or as one tensor-parallel rank's part.
+"""Run a linear: three GEMMs, in FP8 or not, on one rank or as one tensor-parallel rank's part.
 
 output      = input       @ weight.T      (+ bias)
 grad_input  = grad_output @ weight
@@ -29,36 +29,78 @@ from megafp8.specs.precision import GemmName
 
 
 class PendingReduction(Protocol):
-    """A reduction that may still be under way."""
+    """Represent a reduction over ranks that may still be under way."""
 
-    def wait(self) -> torch.Tensor: ...
+    def wait(self) -> torch.Tensor:
+        """Wait for the reduction and return its result."""
+        ...
 
 
 class LinearComm(Protocol):
-    """What crosses ranks around the GEMMs of one linear.
+    """Exchange the tensors that cross ranks around the three GEMMs of one linear.
 
-    `sums_output`: each rank has a part of the sum, and the bias is added once, after it.
-    `gather_*` take a rank's part of the tokens, in FP8 where it is quantized, and return those of
-    all ranks; `gather_input` runs again in backward, so that only the part has to be kept.
+    T is the number of tokens of this rank's input, I the in features and O the out features of its
+    part of the weight. Each method says when it is called. No method records anything for autograd,
+    since the linear has its own backward pass. `NoComm` is the implementation for one rank;
+    `parallel.tensor` and `parallel.sequence` have those for several.
     """
 
     @property
-    def sums_output(self) -> bool: ...
+    def sums_output(self) -> bool:
+        """Whether the ranks' outputs are summed, because each rank has a part of I.
 
-    def tokens_out(self, tokens_in: int) -> int:
-        """Of the output, given those of this rank's input."""
+        The bias is then added once, after `reduce_output`.
+        """
         ...
 
-    def gather_input(self, input_TI: Operand) -> Operand: ...
+    def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of the output's tokens, given `tokens_in` of this rank's input."""
+        ...
 
-    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor: ...
+    def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the tokens of all ranks, given this rank's input [T, I].
 
-    def gather_grad_output(self, grad_output_TO: Operand) -> Operand: ...
+        The input is in FP8 if it is quantized, and crosses ranks so. The method is called before
+        the product for `output`, and again in the backward pass before the product for
+        `grad_weight`, so that only this rank's tokens are kept in between. The result is [ranks *
+        T, I], or the argument itself where every rank has all tokens.
+        """
+        ...
 
-    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction: ...
+    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output, given the product's result on this rank, before the bias.
+
+        It is called after the product for `output`, and sums over ranks where `sums_output` is set.
+        The result has `tokens_out` tokens, and O features.
+        """
+        ...
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient of all ranks' tokens, given this rank's.
+
+        It is called in the backward pass, before the products for `grad_input` and `grad_weight`:
+        once if one quantization serves both products, otherwise once for each. The gradient crosses
+        ranks in FP8 if it is quantized. The result is the argument itself where every rank has all
+        tokens.
+        """
+        ...
+
+    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction:
+        """Start to sum the input gradient over ranks; `wait` of the result returns the sum, [T, I].
+
+        It is called after the product for `grad_input`, whose result has the tokens that
+        `gather_input` returned. The linear computes the weight gradient before it waits, so that
+        reduction and product overlap.
+        """
+        ...
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
-        """The maximum over the ranks that hold other parts of this tensor; None: it is whole."""
+        """Return a function that takes the maximum over the ranks that hold parts of a tensor.
+
+        The function's argument, which it overwrites, is the amax of this rank's part of the tensor
+        `role`, 0-d FP32. None says that this rank holds the whole tensor. `reduce_max` is called
+        when the linear is built, once for each tensor with current scaling.
+        """
         ...
 
 
@@ -70,37 +112,43 @@ class _Done(NamedTuple):
 
 
 class NoComm:
-    """A linear that lives on one rank."""
+    """Exchange nothing: the linear lives on one rank."""
 
     sums_output = False
 
     def tokens_out(self, tokens_in: int) -> int:
+        """Return `tokens_in`: the output has the input's tokens."""
         return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the input itself."""
         return input_TI
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the output itself."""
         return output_TO
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient itself."""
         return grad_output_TO
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction:
+        """Return the input gradient as a reduction that is over already."""
         return _Done(grad_input_TI)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return None: this rank holds every tensor whole."""
         return None
 
 
 class Linear(nn.Module):
-    """A linear with [O, I] weights and, unless it is None, an [O] bias.
+    """Compute a linear with an [O, I] weight and, unless it is None, an [O] bias.
 
     `quantizer` None computes in the weight's own dtype. `stored_compute_dtype` asks for a weight
-    that is kept in FP8 alone (`fp8_params`) and says in which dtype the linear computes: the
-    parameter is then the payload, which the weight's form (`StoredFp8`) fills from the master. Such
-    a weight's gradients go into the sink, never to `.grad`. `is_gathered`: FSDP puts the weight
-    together for each use.
+    that is kept in FP8 alone (`fp8_params`) and is the dtype in which the linear computes: the
+    parameter is then the payload, which the weight's form (`StoredFp8`) fills from the master
+    weight. The gradients of such a weight go into the sink, never to `.grad`. `is_gathered` says
+    that FSDP gathers the weight for each use.
     """
 
     def __init__(
@@ -126,12 +174,15 @@ class Linear(nn.Module):
             stored_compute_dtype=stored_compute_dtype,
             is_gathered=is_gathered,
         )
-        # The operation that stands for this linear in a compiled layer: [T, I] -> [T, O].
+        # The operation that stands for this linear in a compiled layer: [T, I] -> [T', O].
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[B, ..., I] -> [B, ..., O], in the input's dtype; where `comm` gathers tokens or scatters
-        them, the first dim is that many times longer or shorter."""
+        """Return the output, [B, ..., I] -> [B, ..., O], in the input's dtype.
+
+        Where `comm` gathers tokens or scatters them, the first dim is that many times longer or
+        shorter.
+        """
         flat_TI = input.flatten(0, -2)
         if self.compiled is not None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
@@ -142,9 +193,11 @@ class Linear(nn.Module):
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
     def after(self, producer: Producer, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """`forward` of what `producer` makes of `x`, in `dtype`; it writes the FP8 input itself.
+        """Return `forward` of what `producer` makes of `x`, or None where the two cannot be fused.
 
-        None where it may not: the caller then computes that and calls `forward`.
+        The producer (a norm or an activation) computes in `dtype` and writes the FP8 input itself.
+        A caller that gets None computes the producer's result and calls `forward` with it. `x` is
+        [B, ..., X], the output [B, ..., O].
         """
         with_first = torch.is_grad_enabled()
         is_fused = (
@@ -167,12 +220,19 @@ class Linear(nn.Module):
         return output_TO.view(-1, *x.shape[1:-1], output_TO.shape[-1])
 
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
+        """Return the input [T, I] as the products for `output` and `grad_weight` read it.
+
+        `with_first` False says that no backward pass will follow.
+        """
         if self.quantizer is None:
             return Operands(input_TI, input_TI)
         return self.quantizer.operands("input", input_TI, with_first=with_first)
 
     def grad_output_operands(self, grad_output_TO: torch.Tensor) -> tuple[Operands, torch.Tensor]:
-        """The output gradient as the GEMMs read it, and its sum over tokens (the bias's), FP32."""
+        """Return the output gradient [T, O] as the products read it, and its FP32 sum over tokens.
+
+        The sum, [O], is the gradient of the bias.
+        """
         if self.quantizer is None:
             total_O = grad_output_TO.sum(0, dtype=torch.float32)
             return Operands(grad_output_TO, grad_output_TO), total_O
@@ -193,7 +253,10 @@ class Linear(nn.Module):
         transpose_b: bool = False,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One of the three, on this device's engine."""
+        """Run one of the linear's three GEMMs on this device's engine.
+
+        Arguments are those of `gemm.gemm`; the result has the dtype `work`.
+        """
         engine, use_fast_accum = EMULATED, False
         if self.quantizer is not None:
             engine, use_fast_accum = self.quantizer.products(place)
@@ -213,8 +276,10 @@ class Linear(nn.Module):
 
 @dataclass(frozen=True)
 class Forward:
-    """What a forward pass made: the output, and the operands that backward will read; None for a
-    weight that is gathered again then."""
+    """Hold the result of a forward pass: the output, and the operands that the backward pass reads.
+
+    `weight` is None if the weight is gathered again in the backward pass.
+    """
 
     output: torch.Tensor
     input: Operand
@@ -222,13 +287,20 @@ class Forward:
 
 
 def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
-    """Casts, the product, and what crosses ranks around it; no autograd."""
+    """Run a linear's forward pass, [T, I] -> [T', O], without autograd.
+
+    It casts, computes the product, and exchanges what crosses ranks; T' is `tokens_out` of T.
+    `for_backward` says that a backward pass follows.
+    """
     input = layer.input_operands(input_TI, with_first=for_backward)
     return forward_of(layer, input, input_TI.dtype, input_TI.shape[0])
 
 
 def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: int) -> Forward:
-    """`forward` with the input as the products read it."""
+    """Run `forward` with an input of `num_tokens` tokens that is quantized already.
+
+    `work` is the dtype of the result.
+    """
     weight = layer.weight_operands(work, num_tokens)
     bias_O, sums_output = layer.bias, layer.comm.sums_output
     output_TO = layer.product(
@@ -247,7 +319,10 @@ def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: in
 
 
 class Gradients(NamedTuple):
-    """None for what nobody asked for and what the sink has taken."""
+    """Hold the gradients that a backward pass returns to autograd.
+
+    A gradient is None if autograd does not need it or if the sink has taken it.
+    """
 
     input: torch.Tensor | None
     weight: torch.Tensor | None
@@ -262,7 +337,11 @@ def backward(
     *,
     needs_input: bool = True,
 ) -> Gradients:
-    """`input` and `weight` as `Forward` has them."""
+    """Run a linear's backward pass, given the gradient of its output and the operands of `Forward`.
+
+    `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
+    asks for it.
+    """
     work = grad_output_TO.dtype
     grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
     along_last, along_first = _gathered(layer.comm, grad_output)
@@ -285,7 +364,10 @@ def backward(
 
 
 class _LinearFunction(torch.autograd.Function):
-    """`weight_OI` and `bias_O` are the layer's: here for autograd to see them."""
+    """Run a linear under autograd.
+
+    `weight_OI` and `bias_O` are the layer's own; they are arguments so that autograd sees them.
+    """
 
     @staticmethod
     def forward(
@@ -311,7 +393,10 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _ProducedFunction(torch.autograd.Function):
-    """A norm or an activation, and the linear that reads it in FP8: `producer.params` follow."""
+    """Run a norm or an activation, fused with the linear that reads its result in FP8.
+
+    The last arguments are `producer.params`.
+    """
 
     @staticmethod
     def forward(
@@ -343,7 +428,7 @@ class _ProducedFunction(torch.autograd.Function):
 
 
 def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
-    """All ranks' tokens; one gather where one quantization serves both products."""
+    """Gather the output gradient of all ranks, once if one quantization serves both products."""
     along_last = comm.gather_grad_output(grad_output.along_last)
     if grad_output.along_first is grad_output.along_last:
         return Operands(along_last, along_last)
@@ -351,7 +436,7 @@ def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
 
 
 def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
-    """Through autograd, so that its hooks (offloading, recomputation) see the tensors."""
+    """Save tensors through autograd, so that its hooks (offloading, recomputation) see them."""
     if isinstance(input, Fp8Tensor):
         ctx.remake = input.factory()
         ctx.save_for_backward(input.payload, input.dequant_scale, *others)
@@ -361,6 +446,6 @@ def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
 
 
 def _operand(ctx: Any, tensors: Sequence[torch.Tensor]) -> Operand:
-    """What `_save` was given first."""
+    """Return the operand that `_save` saved first."""
     operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors[:2])
     return operand

@@ -1,4 +1,4 @@
-"""A linear's three quantizers together: which product reads which tensor in which precision."""
+"""Quantize a linear's three tensors: which product reads which tensor in which precision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from megafp8.specs.precision import GEMMS, GemmName
 
 @dataclass(frozen=True)
 class LinearQuantizer:
-    """`high_precision`: the products that are not done in FP8. `name` is the linear's."""
+    """Quantize the three tensors of the linear `name`, each by its `TensorQuantizer`.
+
+    `high_precision` are the products that are not done in FP8; the tensors that they read stay as
+    they are.
+    """
 
     name: str
     state: ScalingState
@@ -33,20 +37,22 @@ class LinearQuantizer:
     high_precision: frozenset[GemmName]
 
     def products(self, gemm: GemmName) -> tuple[Engine, bool]:
-        """Return where this product runs, and whether it may accumulate fast there."""
+        """Return the engine of this product, and whether it may accumulate fast there."""
         return self.state.engine, gemm in self.state.recipe.fast_accumulation
 
     def is_fp8(self, gemm: GemmName) -> bool:
+        """Whether this product runs in FP8."""
         return gemm not in self.high_precision
 
     @property
     def fp8_gemms(self) -> tuple[GemmName, ...]:
+        """Return the products that run in FP8."""
         return tuple(gemm for gemm in GEMMS if self.is_fp8(gemm))
 
     def operands(self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True) -> Operands:
         """Return one of the linear's tensors as its products read it.
 
-        `with_first` False: only the product of the forward pass will be done.
+        `with_first` False says that only the product of the forward pass will be done.
         """
         return self._quantized(role, x_MN, with_first=with_first, with_sum=False)[0]
 
@@ -73,15 +79,15 @@ class LinearQuantizer:
         return self.tensors["input"].saved_form()
 
     def fuses(self, *, with_first: bool) -> bool:
-        """Whether what makes the input may cast it in the same pass."""
+        """Whether the norm or activation that makes the input may cast it in the same pass."""
         need = self._need("input", with_first)
-        is_whole = need.last and need.first == with_first  # else a product reads it as it is
+        is_whole = need.last and need.first == with_first  # no product reads it as it is
         return is_whole and self.tensors["input"].can_fuse
 
     def produce(
         self, producer: Producer, x_MX: torch.Tensor, *, with_first: bool
     ) -> tuple[Operands, tuple[torch.Tensor, ...]]:
-        """Return the input as `producer` makes it of `x_MX`, and what its backward needs."""
+        """Return the input as `producer` makes it of `x_MX`, and the tensors its backward needs."""
         need, is_observed = self._need("input", with_first), bool(self.state.observers)
         operands, made = self.tensors["input"].produce(producer, x_MX, need, with_plain=is_observed)
         if made.plain is not None:
@@ -89,7 +95,7 @@ class LinearQuantizer:
         return operands, made.kept
 
     def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
-        """Return a weight that is to be kept in FP8 alone.
+        """Return a weight [O, I] in FP8, to be kept in FP8 alone.
 
         One quantization serves both products.
         """
@@ -101,7 +107,7 @@ class LinearQuantizer:
         return last
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """Return the (scale, format) to cast a weight with of which several ranks hold parts.
+        """Return the scale (0-d FP32) and format to cast a weight with of which ranks hold parts.
 
         `amax` (0-d FP32, may be overwritten) is that of all parts.
         """

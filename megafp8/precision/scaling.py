@@ -1,4 +1,4 @@
-"""Delayed scaling: one table of amaxes, histories and scales per direction.
+"""Keep the scales of delayed scaling: one table of amaxes, histories and scales per direction.
 
 The rule is Transformer Engine's fused update (delayed_scaling.cu), per tensor, once a microbatch:
 
@@ -9,13 +9,13 @@ The rule is Transformer Engine's fused update (delayed_scaling.cu), per tensor, 
     "most_recent": amax = a0
     quant_scale = (fp8_max * 2**-margin) / amax in FP32, FLT_MAX where that overflows
 
-With `interval` N (TE has dropped it) the scale follows a tensor's 1st, (N+1)-th, (2N+1)-th … update
-only; amaxes enter the history at every one.
+With `interval` N (which Transformer Engine has dropped) the scale follows only a tensor's 1st,
+(N+1)-th, (2N+1)-th … update; amaxes enter the history at every update.
 
-We differ in one point, on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not
-occur" and counted, where TE lets an infinity freeze the scale for a whole history
-(docs/numerics.md). So a tensor that did not occur keeps its state, which is also what makes a
-weight that is quantized once a step roll once a step.
+One point differs on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not occur"
+and counted, while Transformer Engine lets an infinity freeze the scale for a whole history
+(docs/numerics.md). So a tensor that did not occur keeps its state, and therefore a weight that is
+quantized once a step rolls once a step.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ from megafp8.specs import Fp8Recipe
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
-ReduceMax = Callable[[torch.Tensor], object]  # in place
+ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
 
 
 class Waitable(Protocol):
-    def wait(self) -> object: ...
+    """Represent an operation that may still be under way."""
+
+    def wait(self) -> object:
+        """Wait until the operation is done."""
+        ...
 
 
-StartReduceMax = Callable[[torch.Tensor], Waitable]  # in place, over when it has been waited for
-# Sees each tensor as it is quantized: its name, the tensor, and what the products that sum along
-# its last and along its first dim will read (None: nothing in FP8).
+StartReduceMax = Callable[[torch.Tensor], Waitable]  # in place, valid after `wait`
+# An observer sees each tensor as it is quantized: its name, the tensor, and what the products that
+# sum along its last and along its first dim will read (None for a product that is not in FP8).
 Observer = Callable[[str, torch.Tensor, Fp8Tensor | None, Fp8Tensor | None], None]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's place in a table."""
+    """Name one tensor's row in a table."""
 
     table: ScaleTable
     index: int
@@ -57,17 +61,17 @@ class Slot:
 
     @property
     def quant_scale(self) -> torch.Tensor:
-        """0-d FP32 view of the current scale."""
+        """Return the current scale, a 0-d FP32 view of the table."""
         return self.table.quant_scale[self.index]
 
     @property
     def amax(self) -> torch.Tensor:
-        """0-d FP32 view of the amax staged since the last update."""
+        """Return the amax staged since the last update, a 0-d FP32 view of the table."""
         return self.table.amax[self.index]
 
 
 class _Settled:
-    """A field of a table, looked at only when the update under way is over."""
+    """Guard a field of a table: reading or writing it first waits for the update under way."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = f"_{name}"
@@ -83,16 +87,19 @@ class _Settled:
 
 
 class ScaleTable:
-    """The scales of every tensor of one direction, contiguous: one update, one reduction for all.
+    """Hold the scales of every tensor of one direction, with one update and one reduction for all.
 
-    A reduction is started at its event and waited for when a scale is read again, by which time
-    the other direction's pass has been computed.
+    An update starts its reduction over ranks at once and waits for it when one of the fields below,
+    except `amax`, is next read. By that time the other direction's pass has been computed. `amax`
+    is not guarded: the next microbatch stages its amaxes in a new tensor.
 
-    amax           [tensors]            staged since the last update (TE's history slot 0)
-    history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
-    quant_scale    [tensors]
-    num_updates    [tensors] int64      how often the history has rolled
-    num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
+        amax           [tensors]            staged since the last update (TE's history slot 0)
+        history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
+        quant_scale    [tensors]
+        num_updates    [tensors] int64      how often the history has rolled
+        num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
+
+    All but the last two are FP32.
     """
 
     history, quant_scale = _Settled(), _Settled()
@@ -115,23 +122,30 @@ class ScaleTable:
         self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
 
     def register(self, name: str) -> Slot:
-        """A new row. All rows are registered before the first `tensors()`-changing event."""
+        """Add a row for the tensor `name` and return it.
+
+        All rows are registered before the first microbatch: a new row resets the whole table.
+        """
         assert name not in self.names, f"{name} is registered twice"
         self.names.append(name)
         self._allocate(self.amax.device)
         return Slot(self, len(self.names) - 1, self.fmt)
 
     def to(self, device: torch.device) -> None:
+        """Move the table's tensors to `device`."""
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state that a checkpoint keeps, by field."""
+        """Return the tensors that a checkpoint keeps, by field name."""
         fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
         return {name: getattr(self, name) for name in fields}
 
     def update(self, start_reduce_max: StartReduceMax | None) -> None:
-        """Reduce the staged amaxes, roll them into the histories and recompute the scales."""
+        """Reduce the staged amaxes, roll them into the histories and recompute the scales.
+
+        `start_reduce_max` starts the MAX over ranks in place; None reduces nothing.
+        """
         if not self.names:
             return
         self.settle()
@@ -142,7 +156,7 @@ class ScaleTable:
             self._under_way = (staged, start_reduce_max(staged))
 
     def settle(self) -> None:
-        """End the update under way, if there is one."""
+        """Wait for the update under way, if there is one, and finish it."""
         if self._under_way is not None:
             (staged, reduction), self._under_way = self._under_way, None
             reduction.wait()
@@ -172,23 +186,27 @@ class ScaleTable:
     def _roll_in_one_launch(self, staged: torch.Tensor) -> None:
         from megafp8.precision.kernels.triton_scales import update_scales
 
-        # The kernel writes in place; scales of earlier microbatches must stay (`Recomputation`).
+        # The kernel writes in place; `Recomputation` needs the scales of earlier microbatches.
         self.quant_scale = self.quant_scale.clone()
         fields = {**self.tensors(), "amax": staged}
         update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
 
 
 class ScalingState:
-    """What the quantizers of one pipeline stage share, and the events that move it.
+    """Hold what the quantizers of one pipeline stage share, and receive the events of a step.
 
-    begin_microbatch(i)  i == 0 starts a step: weights are quantized anew and their amax recorded
-    end_forward()        forward amaxes are reduced and rolled: begun, over before a scale is read
-    end_backward()       backward amaxes likewise
-    evaluation()         a context in which nothing is recorded; weights are quantized anew for it
-    recomputation()      a context in which forward casts repeat those of the call that made it
+    Training announces the first three for each microbatch; the others are contexts:
+
+        begin_microbatch(i)  i == 0 starts a step: weights are quantized again, their amax recorded
+        end_forward()        the forward table is updated; reading a scale waits for the reduction
+        end_backward()       the backward table is updated in the same way
+        evaluation()         nothing is recorded inside; weights are quantized again
+        recomputation()      forward casts inside repeat those of the pass that made the context
 
     Only `delayed` has rows in the tables; the other recipes keep nothing between microbatches.
-    `engine` is how casts and products run: the device's own, chosen by `to`.
+    `engine` is the device's way to run casts and products, chosen by `to`. `start_reduce_max`
+    starts the MAX of amaxes over the ranks that share them, unless the recipe has `reduce_amax`
+    off.
     """
 
     def __init__(self, recipe: Fp8Recipe, start_reduce_max: StartReduceMax | None = None) -> None:
@@ -197,7 +215,7 @@ class ScalingState:
         self.forward = ScaleTable(recipe, forward_format)
         self.backward = ScaleTable(recipe, backward_format)
         self.recording = True
-        self.fp8_enabled = True  # False: the linears compute in high precision
+        self.fp8_enabled = True  # if False, the linears compute in high precision
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
         self._start_reduce_max = start_reduce_max if recipe.reduce_amax else None
@@ -205,6 +223,7 @@ class ScalingState:
 
     @property
     def engine(self) -> Engine:
+        """Return the engine on which casts and products run."""
         return self._engine
 
     @engine.setter
@@ -213,33 +232,42 @@ class ScalingState:
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
+        """Return the table of each direction."""
         return {"forward": self.forward, "backward": self.backward}
 
     def to(self, device: torch.device) -> None:
+        """Move the tables to `device` and choose its engine."""
         for table in self.tables.values():
             table.to(device)
         self.engine = engine_of(device)
 
     def begin_microbatch(self, index: int) -> None:
+        """Begin microbatch `index` of a step; index 0 makes cached FP8 weights stale."""
         if index == 0:
             self.weights_version += 1
 
     def end_forward(self) -> None:
+        """Update the forward table, after a microbatch's forward pass."""
         self.forward.update(self._start_reduce_max)
 
     def end_backward(self) -> None:
+        """Update the backward table, after a microbatch's backward pass."""
         self.backward.update(self._start_reduce_max)
 
     def evaluation(self) -> AbstractContextManager[None]:
+        """Return a context in which casts record nothing."""
         return Evaluation(self)
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """To be made in a forward pass and entered when it is recomputed, however much later."""
+        """Return a context in which forward casts repeat those of the present microbatch.
+
+        It is made in a forward pass and entered when that pass is recomputed, however much later.
+        """
         return Recomputation(self)
 
 
 class Evaluation(AbstractContextManager[None]):
-    """Context manager: casts use the scales as they are and leave no trace in them."""
+    """Let casts use the present scales and record nothing, inside the context."""
 
     def __init__(self, state: ScalingState) -> None:
         self._state = state
@@ -256,10 +284,11 @@ class Evaluation(AbstractContextManager[None]):
 
 
 class Recomputation(AbstractContextManager[None]):
-    """Context manager: forward casts use the scales of the time it was made, and record nothing.
+    """Let forward casts repeat, inside the context, those of the pass that made the context.
 
-    An update replaces `quant_scale` and never writes into it, so a reference is a snapshot; with
-    several microbatches in flight each has its own.
+    The casts use the scales of that pass and record nothing. An update replaces `quant_scale` and
+    never writes into it, so a reference is a snapshot; with several microbatches in flight each has
+    its own.
     """
 
     def __init__(self, state: ScalingState) -> None:
@@ -278,19 +307,27 @@ class Recomputation(AbstractContextManager[None]):
 
 
 class NoScaling:
-    """The events of `ScalingState` for a run without FP8."""
+    """Receive the events of `ScalingState` in a run without FP8, and do nothing."""
 
     tables: dict[Direction, ScaleTable] = {}
     engine = EMULATED
 
-    def begin_microbatch(self, index: int) -> None: ...
+    def begin_microbatch(self, index: int) -> None:
+        """Do nothing."""
+        ...
 
-    def end_forward(self) -> None: ...
+    def end_forward(self) -> None:
+        """Do nothing."""
+        ...
 
-    def end_backward(self) -> None: ...
+    def end_backward(self) -> None:
+        """Do nothing."""
+        ...
 
     def evaluation(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def recomputation(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return nullcontext()

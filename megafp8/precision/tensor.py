@@ -1,4 +1,4 @@
-"""An FP8 tensor: bytes, format, and its own copy of the scales that undo the quantization."""
+"""Represent an FP8 tensor: its bytes, its format, and the scales that undo the quantization."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megafp8.precision.kernels.scaled_mm import Layout
 
 @dataclass
 class Fp8Tensor:
-    """value = payload * dequant_scale.
+    """Hold an FP8 tensor, whose value is payload * dequant_scale.
 
-    `dequant_scale` (FP32) is this tensor's own: a scale table moves on between a microbatch's
-    forward and its backward. It is 0-d (one scale), or a matrix with one scale for each block of
-    `block` elements of the payload; blocks at the end may be cut off. `is_power_2`: every scale is
-    a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that FP8 hardware
-    does not do; it is dropped before the tensor is saved for backward.
+    `dequant_scale` (FP32) is this tensor's own copy: a scale table moves on between a microbatch's
+    forward and its backward pass. It is 0-d (one scale), or a matrix with one scale for each block
+    of `block` elements of the payload; blocks at the end may be cut off. `is_power_2` says that
+    every scale is a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that
+    FP8 hardware does not do; it is dropped before the tensor is saved for backward.
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
-    memory as [N, M]. `layout` names the scales as `scaled_mm` does: shapes alone do not tell a row
-    from a block that is as long.
+    memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
+    distinguish a row from a block of the same length.
     """
 
     payload: torch.Tensor
@@ -46,7 +46,7 @@ class Fp8Tensor:
         amax: torch.Tensor | None = None,
         grid_dtype: torch.dtype | None = None,
     ) -> Fp8Tensor:
-        """Quantize `x` with one scale; `amax` and `grid_dtype` as in `cast.quantize`."""
+        """Quantize `x` with one scale; `amax` and `grid_dtype` work as in `cast.quantize`."""
         payload, grid = quantize(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
         return cls(payload, quant_scale.reciprocal(), fmt, grid)
 
@@ -60,17 +60,21 @@ class Fp8Tensor:
         amax: torch.Tensor | None = None,
         grid_dtype: torch.dtype,
     ) -> tuple[Fp8Tensor, torch.Tensor]:
-        """A matrix quantized with one scale, and the FP32 sum of each of its columns, [N]."""
+        """Return a matrix quantized with one scale, and the FP32 sum of each column, [N]."""
         (payload, grid), column_sum = quantize_and_sum(
             x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype
         )
         return cls(payload, quant_scale.reciprocal(), fmt, grid), column_sum
 
     def without_grid(self) -> Fp8Tensor:
+        """Return the same tensor without its `grid`."""
         return replace(self, grid=None)
 
     def factory(self) -> Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]:
-        """Makes such a tensor of (payload, dequant_scale); holds no tensor itself."""
+        """Return a function that makes such a tensor of (payload, dequant_scale).
+
+        The function holds no tensor itself.
+        """
         return partial(
             Fp8Tensor,
             fmt=self.fmt,
@@ -80,11 +84,11 @@ class Fp8Tensor:
         )
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """The payload's numbers (not yet multiplied by `dequant_scale`) in BF16 or FP32."""
+        """Return the payload's numbers in BF16 or FP32, not yet multiplied by `dequant_scale`."""
         return decode(self.payload, self.fmt, dtype) if self.grid is None else self.grid.to(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values, rounded once to `dtype`."""
+        """Return the values, rounded once to `dtype`."""
         scale = self.dequant_scale
         if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
             return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
@@ -94,7 +98,7 @@ class Fp8Tensor:
 def times_scale(
     x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> torch.Tensor:
-    """x * scale, with one scale for each block of a matrix (None: one for all)."""
+    """Return x * scale, with one scale for each block of a matrix (None: one scale for all)."""
     if block is None or x.shape != (scale.shape[0] * block[0], scale.shape[1] * block[1]):
         return x * spread(scale, x.shape, block)
     tiles = x.reshape(scale.shape[0], block[0], scale.shape[1], block[1])
@@ -102,9 +106,9 @@ def times_scale(
 
 
 def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | None) -> torch.Tensor:
-    """A scale that broadcasts over a matrix of `shape`: one for each block, repeated inside it.
+    """Return a scale that broadcasts over a matrix of `shape`, repeated inside each block.
 
-    Along a dim that a block covers whole the size stays 1.
+    Along a dim that one block covers whole, the size stays 1.
     """
     if block is None:
         return scale

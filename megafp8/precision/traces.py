@@ -1,7 +1,7 @@
-"""Traces of delayed scaling: what an engine did over many updates, to be done again and compared.
+"""Record delayed scaling over many updates, and replay the record bit for bit.
 
-A trace is two files of one name. `NAME.json` says who made it (engine, version, recipe), the
-tensors of each direction and the events in their order; `NAME.safetensors` holds
+A trace is two files of one name. `NAME.json` names the engine, its version, the recipe, the tensors
+of each direction and the events in their order; `NAME.safetensors` holds
 
     DIRECTION/amax          [updates, tensors]  staged when the update came; 0: did not occur
     DIRECTION/quant_scale   [updates, tensors]  after the update
@@ -31,14 +31,14 @@ from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 
 FORMAT = 1
-# A recipe's fields that decide about scales and casts.
+# The fields of a recipe that decide about scales and casts.
 RECIPE_FIELDS = ("name", "forward_format", "backward_format", "margin", "interval",
                  "amax_history_len", "amax_compute_algo")  # fmt: skip
 
 
 @dataclass
 class Sample:
-    """One tensor with its FP8 payload: cast before update `update` of its direction."""
+    """Hold one tensor with its FP8 payload, cast before update `update` of its direction."""
 
     name: str
     direction: Direction
@@ -50,7 +50,10 @@ class Sample:
 
 @dataclass
 class Trace:
-    """See the module's text. `events` are `begin I`, `cast NAME`, `update DIRECTION`."""
+    """Hold a recording; the module's docstring describes its tensors.
+
+    `events` are `begin I`, `cast NAME` and `update DIRECTION`, in their order.
+    """
 
     engine: str
     version: str
@@ -65,7 +68,7 @@ class Trace:
     def add_update(
         self, direction: Direction, amax: torch.Tensor, table: ScaleTable, *, keep_history: bool
     ) -> None:
-        """One update: the amaxes staged for it, and the table after it."""
+        """Record one update: the amaxes staged for it, and the table after it."""
         amaxes = self.amax.setdefault(direction, [])
         if keep_history:
             self.history.setdefault(direction, {})[len(amaxes)] = table.history.cpu().clone()
@@ -102,7 +105,11 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Raises `DataError` where the file is not such a trace."""
+        """Read the trace that `save` wrote to `path`.
+
+        Raises:
+            DataError: The file is not a trace of this format.
+        """
         head = json.loads(path.with_suffix(".json").read_text("utf-8"))
         if head.get("format") != FORMAT:
             raise DataError(
@@ -132,7 +139,10 @@ class Trace:
 
 
 def replay(trace: Trace) -> list[str]:
-    """What our scaling and casts do otherwise, bit for bit; empty: nothing."""
+    """Return what our scaling and casts do differently from the trace, bit by bit.
+
+    The list is empty if nothing differs.
+    """
     return [*_replay_scales(trace), *_replay_samples(trace)]
 
 
@@ -178,10 +188,10 @@ def _replay_samples(trace: Trace) -> Iterator[str]:
 
 
 class RecordedScaling:
-    """Stands before a `ScalingState` of one rank and writes down what happens to it.
+    """Pass events to the `ScalingState` of one rank and record what happens to it.
 
-    `sample_updates`: the first cast of each tensor before these updates is kept whole;
-    histories are kept after every `history_every`-th update.
+    The first cast of each tensor before the updates `sample_updates` is kept whole; histories are
+    kept after every `history_every`-th update.
     """
 
     def __init__(
@@ -202,30 +212,36 @@ class RecordedScaling:
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
+        """Return the state's tables."""
         return self.state.tables
 
     def begin_microbatch(self, index: int) -> None:
+        """Record the event and pass it on."""
         self.trace.events.append(f"begin {index}")
         self.state.begin_microbatch(index)
 
     def end_forward(self) -> None:
+        """Pass the event on and record the forward update."""
         self._update("forward")
 
     def end_backward(self) -> None:
+        """Pass the event on and record the backward update."""
         self._update("backward")
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Nothing in it belongs to the trace."""
+        """Enter the state's evaluation; its casts do not belong to the trace."""
         self.state.observers.remove(self._observe)
         with self.state.evaluation():
             yield
         self.state.observers.append(self._observe)
 
     def recomputation(self) -> AbstractContextManager[None]:
+        """Return the state's context for recomputation."""
         return self.state.recomputation()
 
     def to(self, device: torch.device) -> None:
+        """Move the state to `device`."""
         self.state.to(device)
 
     def _updates(self, direction: Direction) -> int:
@@ -245,7 +261,7 @@ class RecordedScaling:
         self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
     ) -> None:
         if name not in self._direction or not self.state.recording:
-            return  # another recipe's, or a repetition
+            return  # the tensor is of another recipe, or its cast is repeated
         self.trace.events.append(f"cast {name}")
         direction = self._direction[name]
         update = self._updates(direction)

@@ -1,12 +1,12 @@
-"""How a linear keeps its weight between uses, and gives it to the three products.
+"""Keep a linear's weight between uses, and give it to the three products.
 
     PlainWeight     the linear computes in high precision
     CachedFp8       the weight is quantized once a step, and the FP8 copy is kept
     RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
-    StoredFp8       the parameter is the FP8 payload alone; the optimizer's master is the weight
+    StoredFp8       the parameter is the FP8 payload alone; the optimizer has the master weight
     GatheredFp8     ranks gather FP8 parts by a scale that they have agreed on (FSDP)
 
-A linear is given one of them when it is made. The weight itself is an argument of `operands`, since
+A linear gets one of these when it is built. The weight itself is an argument of `operands`, since
 FSDP puts another parameter in the module's place while a layer runs.
 """
 
@@ -28,40 +28,47 @@ from megafp8.precision.recipes.base import Operands
 from megafp8.precision.tensor import Fp8Tensor
 
 KEEP_NUMBERS_BELOW = 4096
-"""Tokens of a microbatch below which a cached FP8 weight keeps its numbers in a wider format as
+"""The tokens of a microbatch below which a cached FP8 weight keeps its numbers in a wider format as
 well, where FP8 products are emulated. The numbers cost 2 bytes a weight for BF16 products and 4 for
-FP32 ones, and below this count making them anew takes a noticeable part of the products' time. From
-there on activations dominate memory, and products dominate time."""
+FP32 ones. Below this count, computing them again takes a noticeable part of the products' time;
+from it on, activations dominate memory, and products dominate time."""
 
 
 class WeightForm(Protocol):
-    """The form in which a linear keeps its weight [O, I]."""
+    """Keep the weight [O, I] of a linear in some form, and give it to the products."""
 
     @property
     def is_saved_for_backward(self) -> bool:
-        """Whether backward reads the operand that forward made; else `operands` makes it again."""
+        """Whether the backward pass reads the operand that the forward pass made.
+
+        Otherwise the backward pass calls `operands` again, with the weight that is gathered for it.
+        """
         ...
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
         """Return `weight_OI`, the module's parameter, as the products of a microbatch read it.
 
-        `work` is the dtype of the products' results, `num_tokens` the microbatch's tokens.
+        It is called once in each forward pass, and in each backward pass unless
+        `is_saved_for_backward`. `work` is the dtype of the products' results, `num_tokens` the
+        microbatch's number of tokens. `Operands.along_last` is for the product `output`,
+        `along_first` for `grad_input`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlainWeight:
-    """A weight whose products run in its own dtype."""
+    """Give a weight to products that run in its own dtype."""
 
     is_saved_for_backward: bool = True
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the weight itself."""
         return Operands(weight_OI, weight_OI)
 
 
 class CachedFp8:
-    """A weight that is quantized once a step; its FP8 copy serves all microbatches."""
+    """Quantize a weight once a step; the FP8 copy serves all microbatches."""
 
     is_saved_for_backward = True
 
@@ -71,6 +78,7 @@ class CachedFp8:
         self._version = -1
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the FP8 copy, which is made at its first use after `weights_version` changed."""
         version = self._quantizer.state.weights_version
         if self._kept is None or self._version != version:
             self._kept = self._quantizer.operands("weight", weight_OI.detach())
@@ -81,7 +89,7 @@ class CachedFp8:
 
 
 class RecastFp8:
-    """A weight that is gathered for each use and quantized for this use alone.
+    """Quantize a weight that is gathered for each use, for this use alone.
 
     The first use of a step records the amax; later ones repeat its scale and record nothing, so
     that all uses of a step have the same bits.
@@ -95,6 +103,7 @@ class RecastFp8:
         self._version = -1
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the weight quantized for this use."""
         state = self._quantizer.state
         if self._repeat is None or self._version != state.weights_version:
             self._repeat, self._version = state.recomputation(), state.weights_version
@@ -104,10 +113,10 @@ class RecastFp8:
 
 
 class StoredFp8:
-    """A weight of which the FP8 payload alone is kept (`fp8_params`), filled from its master.
+    """Keep the FP8 payload of a weight alone (`fp8_params`), filled from its master weight.
 
-    A master is rounded to `compute_dtype` before it is quantized, so that the payload is the one
-    that a weight kept in the compute dtype would get (Megatron-LM's `quantize_param_shard`).
+    A master weight is rounded to `compute_dtype` before it is quantized, so that the payload is the
+    one that a weight kept in the compute dtype would get (Megatron-LM's `quantize_param_shard`).
     """
 
     is_saved_for_backward = True
@@ -121,6 +130,7 @@ class StoredFp8:
         self._dequant_scale: torch.Tensor | None = None
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the stored FP8 weight, or its values in `work` while FP8 is switched off."""
         assert self._remake is not None and self._dequant_scale is not None, "nothing is stored yet"
         stored = self._remake(weight_OI.detach(), self._dequant_scale)
         if self._quantizer.state.fp8_enabled:
@@ -130,9 +140,9 @@ class StoredFp8:
 
     @torch.no_grad()
     def store(self, master_OI: torch.Tensor) -> None:
-        """Quantize the FP32 master into the parameter.
+        """Quantize the FP32 master weight [O, I] into the parameter.
 
-        Where scales are delayed, its amax is recorded for the next step, in which it is used.
+        Where scales are delayed, its amax is recorded for the next step.
         """
         value = self._quantizer.store(master_OI.to(self.compute_dtype))
         self.payload_OI.data.copy_(value.payload)
@@ -142,11 +152,11 @@ class StoredFp8:
     def store_parts(
         self, amax: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Do what `store` does where ranks hold parts of the master.
+        """Store a master weight of which ranks hold parts.
 
         `amax` (0-d FP32, may be overwritten) is that of all parts. Each of this rank's `parts` is
         (the part, rounded to the compute dtype; its place in the payload), both of one shape. The
-        payload is whole when the ranks' places have been gathered.
+        payload is complete once the ranks' places have been gathered.
         """
         quant_scale, fmt = self._quantizer.store_scale(amax)
         for part, place in parts:
@@ -158,7 +168,7 @@ class StoredFp8:
 
 
 class GatheredFp8:
-    """A weight that ranks hold parts of, and that crosses between them as FP8 bytes.
+    """Quantize a weight that ranks hold parts of, and that crosses between them as FP8 bytes.
 
     The gathered parameter holds FP8 numbers times their scale, in the compute dtype. That rounding
     is far finer than FP8's, so casting with the same scale finds the very same numbers again.
@@ -173,11 +183,12 @@ class GatheredFp8:
 
     @property
     def agreed(self) -> AgreedScale:
-        """The scale of the newest `agree_on_scale`."""
+        """Return the scale of the newest `agree_on_scale`."""
         assert self._agreed is not None, "no scale has been agreed on"
         return self._agreed
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the gathered weight in FP8, or as it is while FP8 is switched off."""
         if not self._quantizer.state.fp8_enabled:
             return Operands(weight_OI, weight_OI)
         agreed, grid_dtype = self.agreed, wide_dtype(weight_OI.device, weight_OI.dtype)
@@ -201,10 +212,10 @@ class GatheredFp8:
 
 @dataclass(frozen=True)
 class AgreedScale:
-    """The scale with which every rank casts its part of one weight.
+    """Hold the scale with which every rank casts its part of one weight.
 
-    FSDP casts the parts on one CUDA stream and reads `dequant_scale` on another. So it is made
-    once, with the scale itself, and lives as long as this object does.
+    FSDP casts the parts on one CUDA stream and reads `dequant_scale` on another. Therefore it is
+    computed once, together with the scale, and lives as long as this object does.
     """
 
     quant_scale: torch.Tensor  # 0-d FP32

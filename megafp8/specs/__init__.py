@@ -1,4 +1,4 @@
-"""Small frozen dataclasses that the rooms hand to each other. No torch: planning is instant."""
+"""Define the frozen dataclasses that the packages exchange; importing them needs no torch."""
 
 from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec

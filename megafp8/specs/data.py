@@ -1,4 +1,4 @@
-"""Where the text comes from and how it becomes samples."""
+"""Describe where the text comes from and how it becomes samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ BUILTIN_CORPUS = "builtin"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """Which tokenizer. `builtin`: the one that comes with the data, trained on the built-in corpus.
+    """Name the tokenizer with which the data was tokenized.
 
-    The others name one themselves: `huggingface` by `type`, `sentencepiece` and `tiktoken` by
-    `model`, `megatron` by `vocab_file` and `merge_file`. It must be that of the data.
+    `builtin` is the tokenizer that was trained on the built-in corpus and comes with it. The other
+    libraries name one by `type` (`huggingface`), by `model` (`sentencepiece`, `tiktoken`), or by
+    `vocab_file` and `merge_file` (`megatron`).
     """
 
     library: str
-    vocab_size: int  # of the built-in tokenizer, before padding
+    vocab_size: int  # tokens of the built-in tokenizer, before padding
     type: str | None = None
     model: str | None = None
     vocab_file: str | None = None
@@ -26,7 +27,10 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class Weighted:
-    """One dataset of a blend. Only the proportions of weights count; they are exact decimals."""
+    """Describe one dataset of a blend and its weight.
+
+    The weight is an exact decimal; only the proportions between weights matter.
+    """
 
     weight: str
     prefix: str
@@ -34,7 +38,7 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True)
 class SeparateSplits:
-    """Datasets given apart for each split: nothing is split."""
+    """List the datasets of each split, which are then not split further."""
 
     train: tuple[Weighted, ...]
     validation: tuple[Weighted, ...]
@@ -43,17 +47,21 @@ class SeparateSplits:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """`prefix` is `builtin`, the path of an indexed dataset without `.bin`/`.idx`, or several."""
+    """Describe the data of a run.
+
+    `prefix` is `builtin`, the path of an indexed dataset without `.bin`/`.idx`, or several
+    datasets.
+    """
 
     prefix: str | tuple[Weighted, ...] | SeparateSplits
-    cache_dir: str | None  # None: the user's cache directory
+    cache_dir: str | None  # None means the user's cache directory
     splits: tuple[float, ...]  # relative sizes of train, validation, test
     seq_length: int  # tokens per sample
     tokenizer: TokenizerSpec
     seed: int
     shuffle_documents: bool = True
     dataloader_type: Literal["single", "cyclic"] = "single"
-    num_workers: int = 1  # threads that read ahead; 0: samples are read where they are needed
+    num_workers: int = 1  # threads that read ahead; with 0, samples are read when they are needed
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False

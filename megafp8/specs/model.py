@@ -1,4 +1,4 @@
-"""The shape of a GPT, and which of its activations are computed again in backward."""
+"""Describe the shape of a GPT, and which activations its backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 BlockType = Literal["pre_ln", "post_ln"]
 
 GATED: tuple[Activation, ...] = ("geglu", "swiglu", "reglu")
-"""Activations of two linears: activation(gate) * up."""
+"""Activations that multiply the results of two linears: activation(gate) * up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec:
-    """What backward computes again instead of keeping it.
+    """Say which activations the backward pass recomputes instead of keeping them.
 
-    `selective`: attention's core (scores, softmax, values). `full`: whole layers. `uniform` cuts
-    the layers into groups of `num_layers` and keeps each group's input; `block` does so with the
-    first `num_layers` layers (of a pipeline stage) one by one, the others keep everything.
+    `selective` recomputes the core of attention (scores, softmax, values), `full` whole layers.
+    `uniform` divides the layers into groups of `num_layers` and keeps each group's input. `block`
+    recomputes each of the first `num_layers` layers of a pipeline stage, and the other layers keep
+    everything.
     """
 
     granularity: Literal["selective", "full"]
@@ -30,7 +31,7 @@ class RecomputeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSpec:
-    """One GPT, by logical (unsharded) sizes. `None` sizes follow from the others."""
+    """Describe one GPT by its logical (unsharded) sizes; sizes of None follow from the others."""
 
     num_layers: int
     hidden_size: int
@@ -49,10 +50,10 @@ class GPTSpec:
     normalization: Normalization = "layernorm"
     activation: Activation = "gelu"
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    rotary_percentage: float = 1.0  # of a head's width that is rotated
+    rotary_percentage: float = 1.0  # the fraction of a head's features that is rotated
     rotary_base: float = 10000.0
     seq_len_interpolation_factor: float | None = None  # rotary positions are divided by it
-    bias: bool = True  # of the linears; norms have theirs
+    bias: bool = True  # whether linears have a bias; norms have their own
     share_embeddings_and_output_weights: bool = True
     transformer_block_type: BlockType = "pre_ln"
     apply_query_key_layer_scaling: bool = False
@@ -61,32 +62,35 @@ class GPTSpec:
 
     @property
     def head_size(self) -> int:
+        """Return the number of features of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
+        """Return the number of key (and of value) heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def query_size(self) -> int:
-        """Features of all queries, and of what attention hands to its projection."""
+        """Return the number of features of all queries, which the projection's input has too."""
         return self.num_attention_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Features of all keys, and of all values."""
+        """Return the number of features of all keys, which all values have too."""
         return self.num_kv_heads * self.head_size
 
     @property
     def rotary_size(self) -> int:
-        """Features of a head that are rotated, from the first."""
+        """Return how many features of a head are rotated, counted from the first."""
         return int(self.head_size * self.rotary_percentage)
 
     @property
     def is_gated(self) -> bool:
+        """Whether the activation multiplies two linears: activation(gate) * up."""
         return self.activation in GATED
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
-    """The vocabulary rounded up to a multiple (NeMo's `make_vocab_size_divisible_by`)."""
+    """Return the vocabulary rounded up to a multiple (NeMo's `make_vocab_size_divisible_by`)."""
     return -(-vocab_size // divisible_by) * divisible_by

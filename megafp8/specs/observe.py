@@ -1,4 +1,4 @@
-"""What a run records, and what its records of FP8's health are made of."""
+"""Describe what a run records, and the measures of FP8 health."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ HealthMode = Literal["off", "scales", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class HealthSpec:
-    """At log steps: nothing, amaxes and scales, or also what each tensor loses in FP8.
+    """Say what is measured of FP8 tensors at logged steps, and from which limits on a run warns.
 
-    A tensor beyond a limit is warned of by name.
+    `scales` measures amaxes and scales, `full` also what each tensor loses in FP8. A warning names
+    the tensor that is beyond a limit.
     """
 
     mode: HealthMode = "scales"
-    max_underflow: float = 0.5  # share of non-zero values that became zero
-    max_overflow: float = 0.01  # share of values that saturated
+    max_underflow: float = 0.5  # fraction of non-zero values that became zero
+    max_overflow: float = 0.01  # fraction of values that saturated
     min_snr_db: float = 5.0  # signal to noise of the worst row, in decibel
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHealth:
-    """One tensor in one step, over its microbatches; None was not measured."""
+    """Hold the measures of one tensor in one step, over its microbatches; None was not measured."""
 
     amax: float
     quant_scale: float  # the smallest, where there are several
-    underflow: float | None = None  # share of the non-zero values whose FP8 value is zero
-    overflow: float | None = None  # share of the values beyond the largest FP8 number
-    snr_db: float | None = None  # of the worst row
+    underflow: float | None = None  # fraction of the non-zero values whose FP8 value is zero
+    overflow: float | None = None  # fraction of the values beyond the largest FP8 number
+    snr_db: float | None = None  # signal to noise of the worst row, in decibel
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveSpec:
-    """Where a run's records go."""
+    """Say where a run writes its records."""
 
     exp_dir: str
     name: str | None

@@ -1,4 +1,4 @@
-"""Which part of a logical (unsharded) tensor a local tensor holds."""
+"""Describe which part of a logical (unsharded) tensor a local tensor holds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """`local` (a slice per dim of the local tensor) is what lies at `offset` in the logical tensor.
+    """Say that the slices `local` of a local tensor lie at `offset` in the logical tensor `name`.
 
-    A fused parameter has several pieces: QKV's rows are the pieces of query, key and value, which
-    are not contiguous across tensor-parallel ranks. Only replica 0 is written to a checkpoint.
+    A fused parameter has several pieces: the rows of QKV are the pieces of query, key and value,
+    which are not contiguous across tensor-parallel ranks. Only replica 0 is written to a
+    checkpoint.
     """
 
     name: str
@@ -21,30 +22,31 @@ class Piece:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether the piece is smaller than the logical tensor."""
         return any(
             s.stop - s.start != size for s, size in zip(self.local, self.global_shape, strict=True)
         )
 
 
 def whole(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, ...]:
-    """The one piece of a tensor that is not sharded."""
+    """Return the one piece of a tensor that is not sharded."""
     local = tuple(slice(0, size) for size in shape)
     return (Piece(name, shape, (0,) * len(shape), local, replica),)
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Part of a tensor: `shape` elements from `offset` on."""
+    """Name a rectangular part of a tensor: `shape` elements from `offset` on."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def rectangles_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Rectangle]:
-    """The elements `begin` to `end` (exclusive) of a vector or matrix in memory order.
+    """Return the elements `begin` to `end` (exclusive, in memory order) of a tensor as rectangles.
 
-    Of a matrix they are at most three rectangles: the end of a row, whole rows, the beginning of
-    a row. Those that are empty are left out.
+    The tensor is a vector or a matrix of `shape`. A matrix needs at most three rectangles: the end
+    of a row, whole rows, and the beginning of a row. Empty ones are left out.
     """
     assert len(shape) in (1, 2) and 0 <= begin <= end, f"{begin} to {end} of {shape}"
     if begin == end:

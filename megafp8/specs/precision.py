@@ -1,4 +1,4 @@
-"""Number formats of a run: the compute dtype and, if asked for, the FP8 recipe."""
+"""Describe the number formats of a run: the compute dtype and, if any, the FP8 recipe."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ BLOCK = 128  # elements along one side of `blockwise`'s blocks
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Linears whose name matches `pattern` (as file names do: * ? [...]) get `precision`."""
+    """Give `precision` to linears whose name matches `pattern`, a file-name pattern (* ? [...])."""
 
     pattern: str
     precision: ModulePrecision
     source: str = "model.fp8_modules"  # the setting that it comes from
 
     def matches(self, name: str) -> bool:
+        """Whether the rule applies to the linear `name`."""
         return fnmatchcase(name, self.pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Recipe:
-    """How FP8 tensors get their scales.
+    """Say how FP8 tensors get their scales.
 
-    delayed              one scale a tensor, from earlier amaxes (Transformer Engine)
-    tensorwise           one scale a tensor, from its own amax (TE's current scaling)
-    rowwise              one scale for each row or column that a product sums over (torchao)
+    delayed              one scale per tensor, from earlier amaxes (Transformer Engine)
+    tensorwise           one scale per tensor, from its own amax (TE's current scaling)
+    rowwise              one scale per row or column that a product sums over (torchao)
     rowwise_with_gw_hp   the same, with the weight gradient in the compute dtype (torchao)
-    blockwise            one for 1 x 128 elements along the sum, 128 x 128 of a weight
+    blockwise            one per 1 x 128 elements along the sum, per 128 x 128 of a weight
     """
 
     name: RecipeName = "delayed"
@@ -47,43 +48,49 @@ class Fp8Recipe:
     # delayed only
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
     interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
-    amax_history_len: int = 1024  # updates that one amax stays in the window
+    amax_history_len: int = 1024  # updates for which one amax stays in the window
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True  # MAX over the ranks that hold parts of the same tensors
     # all
     power_2_scale: bool = False  # scales rounded down to a power of two (not delayed)
-    params_in_fp8: bool = False  # weights are kept in FP8 alone, beside their FP32 masters
+    params_in_fp8: bool = False  # weights are FP8, with FP32 master weights
     high_precision_gemms: frozenset[GemmName] = frozenset()  # these stay in the compute dtype
     fast_accumulation: frozenset[GemmName] = frozenset({"output"})  # on FP8 tensor cores
     fp8_in_evaluation: bool = True
     pad_inner_dim: bool = False  # allow dims that are no multiple of what FP8 tensor cores take
-    modules: tuple[ModuleRule, ...] = ()  # the first that matches decides; none: `name`
+    modules: tuple[
+        ModuleRule, ...
+    ] = ()  # the first rule that matches decides; otherwise `name` does
 
     def precision_of(self, linear: str) -> ModulePrecision:
-        """Which recipe the linear of this name runs under."""
+        """Return the recipe under which the linear of this name runs."""
         return next((rule.precision for rule in self.modules if rule.matches(linear)), self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleSpec:
-    """FP16's dynamic loss scale: NeMo's rule and names; `min_scale` is Megatron's default."""
+    """Describe FP16's dynamic loss scale.
+
+    The rule and the names are NeMo's; the default of `min_scale` is Megatron's.
+    """
 
     init_scale: float = 2.0**32
     growth_interval: int = 1000  # finite steps in a row that double the scale
-    hysteresis: int = 2  # overflows in a row from which on each halves it
+    hysteresis: int = 2  # overflows in a row from which on each one halves it
     min_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
-    """`compute` is the dtype of GEMMs and of the weights they read; masters are FP32.
+    """Say in which number formats a run computes.
 
-    With `half_weights` (`megatron_amp_O2`) embeddings, norms and the residual stream have it too.
-    Without, these are FP32, as under `torch.autocast`.
+    `compute` is the dtype of GEMMs and of the weights they read; master weights are FP32. With
+    `half_weights` (`megatron_amp_O2`), embeddings, norms and the residual stream are in `compute`
+    too; otherwise these are FP32, as under `torch.autocast`.
     """
 
     compute: Literal["bf16", "fp16", "fp32"]
     fp8: Fp8Recipe | None
-    backend: BackendName = "native"  # who runs the layers; never "auto": resolved already
+    backend: BackendName = "native"  # what runs the layers; never "auto", which is resolved before
     half_weights: bool = True
-    loss_scale: LossScaleSpec | None = None  # FP16's
+    loss_scale: LossScaleSpec | None = None  # for FP16 only

@@ -1,4 +1,4 @@
-"""Everything that one run is made of."""
+"""Describe a whole run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megafp8.specs.train import TrainSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSpec:
-    """Which steps are profiled, on which ranks. Steps are counted from 0."""
+    """Say which steps are profiled, counted from 0, and on which ranks."""
 
     enabled: bool = False
     start_step: int = 10
-    end_step: int = 10  # profiled too
+    end_step: int = 10  # the last profiled step
     ranks: tuple[int, ...] = (0,)
     gen_shape: bool = False
     memory_snapshot_on_oom: bool = False
@@ -28,10 +28,11 @@ class ProfileSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """The resolved configuration in the project's own words.
+    """Hold the resolved configuration of a run.
 
-    `model.vocab_size` is 0 until the data is prepared (the tokenizer decides it): `train.build`
-    replaces it. `resolved` is the whole tree under NeMo's names, as plain dicts and lists.
+    `model.vocab_size` is 0 until the data is prepared, since the tokenizer decides it;
+    `train.build` replaces it. `resolved` is the whole configuration under NeMo's names, as plain
+    dicts and lists.
     """
 
     model: GPTSpec
@@ -45,5 +46,5 @@ class RunSpec:
     vocab_divisible_by: int
     profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
-    restore_from_path: str | None = None  # where a new run takes its weights from
-    resume_from_checkpoint: str | None = None  # or all of its state
+    restore_from_path: str | None = None  # the checkpoint whose weights a new run loads
+    resume_from_checkpoint: str | None = None  # the checkpoint whose whole state a new run loads

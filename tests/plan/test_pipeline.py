@@ -52,5 +52,5 @@ def test_weights_gradients_fill_the_bubble_and_keep_what_they_need() -> None:
 
 def test_orders_that_wait_for_each_other_are_told() -> None:
     orders = [[Work("B", 0, 0), Work("F", 0, 0)], [Work("F", 1, 0), Work("B", 1, 0)]]
-    with pytest.raises(ValueError, match="wait for each other, 4"):
+    with pytest.raises(ValueError, match="wait for each other; 4"):
         run_times(orders, 2)

@@ -1,4 +1,4 @@
-"""Other engines for FP8 layers: Transformer Engine (`te*.py`) and torchao (`torchao*.py`).
+"""Run FP8 layers of other packages: Transformer Engine (`te*.py`) and torchao (`torchao*.py`).
 
-Either package is imported only in its own files and only where it was chosen.
+Either package is imported only in its own files, and only where it was chosen.
 """

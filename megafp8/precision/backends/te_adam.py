@@ -1,4 +1,4 @@
-"""Transformer Engine's fused Adam, where the package is installed."""
+"""Find Transformer Engine's fused Adam, where the package is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def fused_adam() -> Any | None:
-    """The class, or None where the package is missing or lacks it. Importing it takes seconds."""
+    """Return the class, or None where the package is missing or lacks it.
+
+    The first import takes seconds.
+    """
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     try:

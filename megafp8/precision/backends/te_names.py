@@ -1,4 +1,4 @@
-"""Transformer Engine's names as several of its versions have them (2.4 to 2.20), in one place."""
+"""Collect Transformer Engine's names, which differ between its versions (2.4 to 2.20)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 import torch
 
 OLDEST = (2, 4)
-"""2.2 and 2.3 keep the gradient quantizers of the MLP in other columns of the scaling tensors."""
+"""The oldest version that works; 2.2 and 2.3 keep the gradient quantizers of the MLP in other
+columns of the scaling tensors."""
 UNFUSED_UPDATE = "NVTE_UNFUSED_FP8_UPDATE"
 INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
 
 
 @dataclass(frozen=True)
 class TeNames:
-    """What we use of Transformer Engine. Tests make one over a recording double.
+    """Hold everything that megafp8 uses of Transformer Engine.
 
-    `forward_index` and `backward_index` say which column of a module's scaling tensors is which
-    (GEMM1_INPUT, GRAD_OUTPUT1, …). `global_state` is the class FP8GlobalStateManager, whose
-    `reduce_and_update_fp8_tensors` is the update of delayed scaling.
+    Tests fill it with a double that records calls. `forward_index` and `backward_index` say which
+    column of a module's scaling tensors is which (GEMM1_INPUT, GRAD_OUTPUT1, …). `global_state` is
+    the class FP8GlobalStateManager, whose `reduce_and_update_fp8_tensors` is the update of delayed
+    scaling.
     """
 
     version: str
@@ -40,7 +42,7 @@ class TeNames:
     def autocast(
         self, *, enabled: bool, recipe: object, group: object
     ) -> AbstractContextManager[Any]:
-        """The FP8 region; amaxes are reduced over `group` at its exit.
+        """Return the FP8 region, a context at whose exit amaxes are reduced over `group`.
 
         For Transformer Engine a `group` of None means all ranks of the run, never one alone.
         """
@@ -49,12 +51,15 @@ class TeNames:
         return self._autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
     def model_init(self, recipe: object) -> AbstractContextManager[Any]:
-        """Modules made inside keep their weights in FP8 alone."""
+        """Return a context in which new modules keep their weights in FP8 alone."""
         return self._model_init(enabled=True, recipe=recipe)
 
 
 def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames:
-    """The names as this version has them: `autocast` in later ones, `fp8_autocast` before."""
+    """Return the names as this version has them.
+
+    Later versions have `autocast`, earlier ones `fp8_autocast`.
+    """
     is_new = hasattr(pytorch, "autocast")
     init = getattr(pytorch, "quantized_model_init", None) or pytorch.fp8_model_init
     return TeNames(
@@ -71,7 +76,10 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
 
 
 def load() -> TeNames:
-    """Import Transformer Engine. torch comes first: its libraries are then found."""
+    """Import Transformer Engine and return its names.
+
+    torch is imported first, so that Transformer Engine finds its libraries.
+    """
     return names_in(
         importlib.import_module("transformer_engine.pytorch"),
         importlib.import_module("transformer_engine.common.recipe"),
@@ -81,7 +89,7 @@ def load() -> TeNames:
 
 
 def why_not(device: torch.device, *, fp8: bool) -> str | None:
-    """Why Transformer Engine cannot run here; None where it can."""
+    """Return why Transformer Engine cannot run here, or None where it can."""
     if device.type != "cuda":
         return "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
     try:
@@ -101,7 +109,7 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
 
 
 def why_not_here() -> str | None:
-    """What the environment asks of delayed scaling that is another rule than ours; None: nothing.
+    """Return which rule the environment asks of delayed scaling that differs from ours, or None.
 
     With the unfused update, a weight that was not cast in a microbatch still rolls its history.
     """

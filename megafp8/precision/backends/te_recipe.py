@@ -1,11 +1,12 @@
-"""Transformer Engine's recipe objects from ours.
+"""Make Transformer Engine's recipe objects from ours.
 
-Checked by us, because its classes swallow what they do not know, accept values that mean nothing
-and read their defaults from the environment. Two traps, read in 2.12.0's and 2.20.2's sources:
+Our recipe is checked first, because Transformer Engine's classes ignore what they do not know,
+accept values that mean nothing and read their defaults from the environment. There are two traps,
+read in the sources of 2.12.0 and 2.20.2:
 
 - `Float8CurrentScaling(use_power_2_scales=True)` and `Float8BlockScaling(use_f32_scales=True)`
-  change nothing alone: the modules read `fp8_quant_*`, class attributes that the environment fixed
-  at import. They are set on the object here.
+  change nothing alone: the modules read `fp8_quant_*`, class attributes that the environment
+  fixed at import. They are set on the object here.
 - the environment's NVTE_BACKWARD_OVERRIDE would change `backward_override`: it is always given.
 """
 
@@ -27,7 +28,7 @@ ACCUMULATION: dict[GemmName, str] = {
     "grad_input": "fp8_gemm_dgrad",
     "grad_weight": "fp8_gemm_wgrad",
 }
-# What Transformer Engine does where nothing can be chosen.
+# The products with fast accumulation in recipes where Transformer Engine gives no choice.
 FIXED_FAST: dict[str, frozenset[GemmName]] = {
     "delayed": frozenset({"output"}),
     "blockwise": frozenset(),
@@ -35,11 +36,11 @@ FIXED_FAST: dict[str, frozenset[GemmName]] = {
 
 
 def why_not(recipe: Fp8Recipe) -> str | None:
-    """What no version of Transformer Engine can do of this recipe; None where one can."""
+    """Return what no version of Transformer Engine can do of this recipe, or None where one can."""
     if recipe.name not in CLASSES:
         return f"Transformer Engine has no {recipe.name} recipe; it has {', '.join(CLASSES)}"
     if recipe.interval != 1:
-        return f"Transformer Engine makes scales anew at every update, not every {recipe.interval}"
+        return f"Transformer Engine computes scales at every update, not at every {recipe.interval}"
     if recipe.pad_inner_dim:
         return "Transformer Engine's layers do not pad"
     high = recipe.high_precision_gemms
@@ -63,9 +64,12 @@ def why_not(recipe: Fp8Recipe) -> str | None:
 
 
 def make(recipe: Fp8Recipe, module: Any) -> Any:
-    """The recipe object, made of the classes in `module` (transformer_engine.common.recipe).
+    """Return the recipe object, made of the classes in `module`.
 
-    Raises `ValueError` with what this version lacks; everything given is read back.
+    `module` is transformer_engine.common.recipe. Every argument is read back from the object.
+
+    Raises:
+        ValueError: This version of Transformer Engine lacks what the recipe needs.
     """
     if (reason := why_not(recipe)) is not None:
         raise ValueError(reason)
@@ -89,7 +93,7 @@ def make(recipe: Fp8Recipe, module: Any) -> Any:
 
 
 def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any]:
-    """Every argument that decides about numbers, also where it has the default's value."""
+    """Return every argument that decides about numbers, also those that equal the default."""
     formats = module.Format
     e4m3_alone = recipe.backward_format == "e4m3"
     found: dict[str, Any] = {"fp8_format": formats.E4M3 if e4m3_alone else formats.HYBRID}

@@ -1,10 +1,10 @@
-"""The scaling state of Transformer Engine's modules, seen through the tables of our own.
+"""Show the scaling state of Transformer Engine's modules through the tables of our own.
 
-Transformer Engine keeps, per module and direction, `scale` [tensors] and `amax_history`
-[length, tensors]: slot 0 is the amax staged since the last update, slots 1 to length-1 are the
-updates before, oldest first. Ours are `quant_scale`, `amax` and `history` [tensors, length-1].
-The two convert without loss, by the tensors' logical names, so a checkpoint moves between the
-backends; its pickled `_extra_state` is never read nor written.
+Transformer Engine keeps, per module and direction, `scale` [tensors] and `amax_history` [length,
+tensors]: slot 0 is the amax staged since the last update, slots 1 to length-1 are the updates
+before, oldest first. Our tables have `quant_scale`, `amax` and `history` [tensors, length-1]. The
+two convert without loss, by the tensors' logical names, so a checkpoint moves between the backends;
+Transformer Engine's pickled `_extra_state` is never read nor written.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scalin
 
 @dataclass(frozen=True)
 class TeGemm:
-    """One linear inside one of Transformer Engine's modules; `number` counts its GEMMs from 1."""
+    """Name one linear inside one of Transformer Engine's modules; `number` counts GEMMs from 1."""
 
-    name: str  # logical, as our own linears are called: layers.0.mlp.fc1
+    name: str  # the logical name, as of our own linears: layers.0.mlp.fc1
     module: Any
     number: int
-    num_gemms: int  # of the whole module
+    num_gemms: int  # the number of GEMMs in the whole module
 
 
 class TeRegion:
-    """When the FP8 region is open, and what modules are told about microbatches.
+    """Open and close the FP8 region, and say to modules which microbatch runs.
 
-    One region spans a microbatch's whole forward, so that delayed scaling reduces and updates
-    once, at its exit; backward updates itself when the first module's backward is done.
+    One region spans a microbatch's whole forward pass, so that delayed scaling reduces and updates
+    once, at its exit; the backward pass updates itself when the first module's backward is done.
     """
 
     def __init__(self, names: TeNames, recipe: object | None, group: object) -> None:
         self.names, self.recipe, self.group = names, recipe, group
-        self.is_first_microbatch: bool | None = None  # None: weights are cast where they are used
+        self.is_first_microbatch: bool | None = None  # None if weights are cast where they are used
         self.in_fp8 = recipe is not None
         self._open = ExitStack()
 
@@ -54,11 +54,12 @@ class TeRegion:
             self._open.enter_context(self._autocast(enabled=True))
 
     def end(self) -> None:
+        """Close the region, if it is open."""
         self._open.close()
 
     @contextmanager
     def evaluation(self, *, in_fp8: bool) -> Iterator[None]:
-        """A region without a step: no cached weight is used or replaced."""
+        """Open a region outside of a step, in which no cached weight is used or replaced."""
         self.end()
         if self.recipe is None:
             yield
@@ -72,7 +73,7 @@ class TeRegion:
             self.is_first_microbatch, self.in_fp8 = before, True
 
     def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
-        """Around one layer: a region within the region for one that stays in high precision."""
+        """Return the context for one layer, which switches FP8 off for one in high precision."""
         if in_fp8 or self.recipe is None or not self.in_fp8:
             return nullcontext()
         return self._autocast(enabled=False)
@@ -82,28 +83,31 @@ class TeRegion:
 
 
 class TeEvents(NoScaling):
-    """The events of a step for recipes without a state that lasts, and for BF16."""
+    """Receive the events of a step for recipes without a lasting state, and for BF16."""
 
     def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool) -> None:
         self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
 
     def begin_microbatch(self, index: int) -> None:
+        """Open the region for microbatch `index`."""
         self.region.begin(index)
 
     def end_forward(self) -> None:
+        """Close the region."""
         self.region.end()
 
     def evaluation(self) -> AbstractContextManager[None]:
+        """Return the region for evaluation."""
         return self.region.evaluation(in_fp8=self._fp8_in_evaluation)
 
 
 class TeScaling(ScalingState):
-    """Delayed scaling in Transformer Engine's modules; `tables` mirror its tensors.
+    """Hold delayed scaling of Transformer Engine's modules; `tables` mirror its tensors.
 
-    Reading `tables` copies them out (before a checkpoint is written, or health is looked at);
-    `push` copies the tables into the modules (after one was read). Transformer Engine counts
-    neither updates nor non-finite amaxes: the first are counted here by event, the second stay
-    as they were.
+    Reading `tables` copies the tensors out (before a checkpoint is written, or FP8 health is
+    reported); `push` copies the tables into the modules (after a checkpoint was read). Transformer
+    Engine counts neither updates nor non-finite amaxes: updates are counted here by event, and the
+    counts of non-finite amaxes stay as they were.
     """
 
     def __init__(self, recipe: Fp8Recipe, region: TeRegion) -> None:
@@ -113,7 +117,7 @@ class TeScaling(ScalingState):
         self._weights: set[str] = set()
 
     def register(self, gemm: TeGemm) -> None:
-        """Rows for the three tensors of one linear, in the order of our own."""
+        """Add rows for the three tensors of one linear, in the order of our own linears."""
         names = self.region.names
         columns: list[tuple[str, Direction, int]] = [
             ("input", "forward", int(getattr(names.forward_index, f"GEMM{gemm.number}_INPUT"))),
@@ -131,7 +135,7 @@ class TeScaling(ScalingState):
         self._prepare(gemm)
 
     def _prepare(self, gemm: TeGemm) -> None:
-        """Allocate the module's scaling tensors now: it would do so at its first forward."""
+        """Allocate the module's scaling tensors, as its first forward pass would."""
         meta = gemm.module.fp8_meta
         if "scaling_fwd" not in meta:
             meta["num_gemms"] = gemm.num_gemms
@@ -143,11 +147,12 @@ class TeScaling(ScalingState):
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
+        """Return the tables, with Transformer Engine's present tensors in them."""
         self.pull()
         return {"forward": self.forward, "backward": self.backward}
 
     def to(self, device: torch.device) -> None:
-        """The mirrors stay where they are: a checkpoint and a report read them."""
+        """Do nothing: checkpoints and reports read the tables where they are."""
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -171,20 +176,23 @@ class TeScaling(ScalingState):
             state.scale[column] = table.quant_scale[row]
 
     def begin_microbatch(self, index: int) -> None:
+        """Open the region for microbatch `index`."""
         self.region.begin(index)
 
     def end_forward(self) -> None:
+        """Close the region, which updates the forward tensors, and count the update."""
         self.region.end()
         is_first = self.region.is_first_microbatch
         counted = [name not in self._weights or bool(is_first) for name in self.forward.names]
         self.forward.num_updates += torch.tensor(counted)
 
     def end_backward(self) -> None:
+        """Count the update that Transformer Engine's backward pass made."""
         self.backward.num_updates += 1
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Transformer Engine records amaxes in evaluation too: they are put back after it."""
+        """Open the region for evaluation, and restore after it the amaxes that it recorded."""
         modules = {id(module): module for _, module, _, _ in self._slots}.values()
         kept = [module.get_fp8_meta_tensors() for module in modules]
         try:

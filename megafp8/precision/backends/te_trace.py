@@ -1,4 +1,4 @@
-"""Records what Transformer Engine's delayed scaling did, for `precision.traces` to replay."""
+"""Record Transformer Engine's delayed scaling, for `precision.traces` to replay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from megafp8.precision.formats import Fp8Format
 from megafp8.precision.scaling import Direction, ScaleTable
 from megafp8.precision.traces import Sample, Trace
 
-UPDATE = "reduce_and_update_fp8_tensors"  # Transformer Engine's; its one argument: forward=True
+UPDATE = (
+    "reduce_and_update_fp8_tensors"  # Transformer Engine's method; its one argument is forward=True
+)
 
 
 class RecordedTeScaling:
-    """Stands before a `TeScaling` of one rank: the amaxes are those that each update is given.
+    """Pass events to the `TeScaling` of one rank and record the amaxes that each update is given.
 
     They are read out of the scaling tensors when Transformer Engine begins an update, whose method
     is replaced for that until `close`.
@@ -42,27 +44,32 @@ class RecordedTeScaling:
         setattr(self._manager, UPDATE, noting)
 
     def close(self) -> None:
-        """Leave Transformer Engine as it was."""
+        """Restore Transformer Engine's own method."""
         setattr(self._manager, UPDATE, self._original)
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
+        """Return the state's tables."""
         return self.state.tables
 
     def begin_microbatch(self, index: int) -> None:
+        """Record the event and pass it on."""
         self.trace.events.append(f"begin {index}")
         self.state.begin_microbatch(index)
 
     def end_forward(self) -> None:
+        """Pass the event on and record the forward update."""
         self.state.end_forward()
         self._read("forward")
 
     def end_backward(self) -> None:
+        """Pass the event on and record the backward update."""
         self.state.end_backward()
         self._read("backward")
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
+        """Enter the state's evaluation."""
         with self.state.evaluation():
             yield
 
@@ -75,7 +82,7 @@ class RecordedTeScaling:
 
 
 def cast_sample(trace: Trace, name: str, x: torch.Tensor, fmt: Fp8Format) -> Sample:
-    """A tensor cast by Transformer Engine's own quantizer with the newest scale of `name`."""
+    """Return `x` cast by Transformer Engine's own quantizer with the newest scale of `name`."""
     direction: Direction = "backward" if name.endswith(".grad_output") else "forward"
     update = len(trace.quant_scale[direction])
     scale = trace.quant_scale[direction][-1][trace.names[direction].index(name)]

@@ -1,8 +1,8 @@
-"""torchao's Float8 linears from our recipe.
+"""Run torchao's Float8 linears under our recipe.
 
-Its scales come from each tensor anew, so it keeps no state. Without FP8 tensor cores its own
-`emulate` runs the very same casts and multiplies their values in FP32; no other recipe is put in
-the asked one's place.
+torchao computes scales from each tensor itself, so it keeps no state. Without FP8 tensor cores its
+own `emulate` runs the very same casts and multiplies their values in FP32; no recipe is replaced by
+another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def load() -> ModuleType:
-    """`torchao.float8`. What is logged at its import, of kernels that it cannot load and of enums
-    that torch knows by now, is not about this run."""
+    """Import `torchao.float8` without the messages that it logs at its import.
+
+    They concern kernels that it cannot load and enums that torch knows by now, not the run.
+    """
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -49,11 +51,12 @@ def load() -> ModuleType:
 
 
 def version() -> str:
+    """Return the version of the installed torchao."""
     return importlib.metadata.version("torchao")
 
 
 def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
-    """Why torchao cannot run this recipe here; None where it can."""
+    """Return why torchao cannot run this recipe here, or None where it can."""
     try:
         found = version()
     except importlib.metadata.PackageNotFoundError:
@@ -70,10 +73,10 @@ def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
 
 
 def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
-    """The `Float8LinearConfig` that says the same as `recipe`.
+    """Return the `Float8LinearConfig` that means the same as `recipe`.
 
     It starts from torchao's recipe of that name; formats, power-of-two scales, accumulation,
-    padding and GEMMs in high precision are then what ours says.
+    padding and GEMMs in high precision are then what our recipe says.
     """
     float8 = load()
     config = importlib.import_module("torchao.float8.config")
@@ -116,12 +119,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class TorchaoLinear(nn.Module):
-    """torchao's linear over our parameters, its GEMMs counted.
+    """Run torchao's linear over our parameters, and count its GEMMs.
 
-    `witness` is our own quantizer of this linear, whose casts are torchao's bit for bit: while
-    something observes it, it repeats them, and torchao's are used. With `gathered_dtype` the weight
-    is put together from FP8 parts for each use, in that dtype (`weight_form`): the largest element
-    is exact there, so torchao's cast finds their scale and their numbers again.
+    `witness` is our own quantizer of this linear, whose casts equal torchao's bit for bit: while
+    observers are attached, it repeats the casts for them, and training uses torchao's. With
+    `gathered_dtype` the weight is gathered from FP8 parts for each use, in that dtype
+    (`weight_form`): the largest element is exact there, so torchao's cast finds the same scale and
+    numbers again.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class TorchaoLinear(nn.Module):
         self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
         self.witness = witness
-        self.weight_form: GatheredFp8 | None = None  # None: the weight crosses ranks as it is
+        self.weight_form: GatheredFp8 | None = None  # None if the weight crosses ranks as it is
         if gathered_dtype is not None:
             assert witness is not None
             self.weight_form = GatheredFp8(witness, gathered_dtype)
@@ -157,7 +161,7 @@ class TorchaoLinear(nn.Module):
         self._high = frozenset(p for p, cast in casts.items() if cast.scaling_type is disabled)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., I] -> [..., O], in the input's dtype."""
+        """Return the output, [..., I] -> [..., O], in the input's dtype."""
         in_fp8 = self.training or self.fp8_in_evaluation
         if in_fp8:
             output: torch.Tensor = self.linear(input)
@@ -196,10 +200,12 @@ class TorchaoLinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        weight: Any = self.linear.weight  # what FSDP gathers is a plain tensor
+        """Return the weight [O, I], a plain tensor while FSDP has gathered it."""
+        weight: Any = self.linear.weight  # FSDP gathers a plain tensor
         return weight  # type: ignore[no-any-return]
 
     def planned(self) -> PlannedGemms:
+        """Return which of the linear's products run in FP8."""
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
         return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, "chosen by product")
 

@@ -2,7 +2,8 @@
 
 The cache key covers the source, the compiler and this CPU's instruction set, so a home directory
 shared between machines is safe. Without a compiler (or with one that fails, or one whose code does
-not reproduce torch's cast) the reason is kept and the torch path is used: same bits, slower.
+not reproduce torch's cast) the reason is kept and the torch path runs, which is slower and has the
+same bits.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import torch
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
-# only says that nobody catches floating-point exceptions; gcc vectorizes no comparison without it.
+# only says that no code catches floating-point exceptions; gcc vectorizes no comparison without it.
 COMPILE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-c")
-# Each is used where the compiler takes it and the code loads: clang's OpenMP needs a runtime that
-# torch has not loaded.
+# Each flag is used where the compiler accepts it and the code loads: clang's OpenMP needs a runtime
+# that torch has not loaded.
 OPTIONAL_FLAGS = ("-march=native", "-mprefer-vector-width=512", "-fopenmp")
 PROBE = """
 void probe(float *x, int n) {
@@ -35,26 +36,30 @@ void probe(float *x, int n) {
     for (int i = 0; i < n; i++) x[i] += 1;
 }
 """
-KINDS = (torch.float32, torch.bfloat16, torch.float16)  # by their number in C
-FORMATS = ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0))  # by their number in C
+KINDS = (torch.float32, torch.bfloat16, torch.float16)  # in the order of their numbers in C
+FORMATS = (
+    (torch.float8_e4m3fn, 448.0),
+    (torch.float8_e5m2, 57344.0),
+)  # in the order of their numbers in C
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels, or None and the reason."""
+    """Hold the loaded kernels in `lib`, or None; `note` describes them or gives the reason."""
 
     lib: ctypes.CDLL | None
     note: str
 
 
 def cache_folder() -> Path:
+    """Return the folder of the compiled libraries, in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "megafp8" / "kernels"
 
 
 @functools.cache
 def library() -> Library:
-    """Compile if needed (a few seconds, once) and load. Never raises."""
+    """Compile the kernels if needed (a few seconds, once) and load them; never raises."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return Library(None, "no C compiler found (cc, gcc or $CC): casts run as torch operations")
@@ -94,8 +99,11 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _build(compiler: str, flags: Sequence[str], source: Path, lib: Path) -> Path:
-    """Linked without the OpenMP runtime: its symbols come from the one torch has loaded
-    (`_share_torch_threads`), so that both use one pool of threads."""
+    """Build a library without linking the OpenMP runtime, and return its path.
+
+    Its symbols come from the runtime that torch has loaded (`_share_torch_threads`), so that both
+    use one pool of threads.
+    """
     obj = str(lib.with_suffix(".o"))
     subprocess.run([compiler, *flags, "-o", obj, str(source)], capture_output=True, check=True)
     subprocess.run([compiler, "-shared", "-o", lib, obj], capture_output=True, check=True)
@@ -103,7 +111,7 @@ def _build(compiler: str, flags: Sequence[str], source: Path, lib: Path) -> Path
 
 
 def _serves(compiler: str, flag: str, folder: Path) -> bool:
-    """Whether the compiler takes the flag, and what it builds with it can be loaded here."""
+    """Whether the compiler accepts the flag, and the code that it builds with it loads here."""
     source = folder / "probe.c"
     source.write_text(PROBE)
     try:
@@ -114,10 +122,10 @@ def _serves(compiler: str, flag: str, folder: Path) -> bool:
 
 
 def _reproduces_torch(lib: ctypes.CDLL) -> bool:
-    """Whether both casts of each dtype, their grids and amaxes are torch's for a sample of all
-    magnitudes.
+    """Whether both casts of each dtype, their grids and amaxes equal torch's.
 
-    A flag in a compiler's wrapper or specs (-ffast-math) could undo the rounding: milliseconds.
+    A sample of all magnitudes is cast, which takes milliseconds. A flag in a compiler's wrapper or
+    specs (-ffast-math) could undo the rounding.
     """
     bits = torch.arange(-(1 << 31), 1 << 31, 104729)  # a prime: low bits vary too
     wide = bits.to(torch.int32).view(torch.float32)
@@ -153,7 +161,7 @@ def _casts_as_torch(
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal numbers and signs, NaN where the other is."""
+    """Whether two tensors have equal numbers and signs, and NaN in the same places."""
     real = ~right.isnan()
     bits = torch.int16 if left.dtype == torch.bfloat16 else torch.int32
     same_bits = torch.equal(left[real].view(bits), right[real].view(bits))

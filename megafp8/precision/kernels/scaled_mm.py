@@ -1,15 +1,16 @@
-"""FP8 products on FP8 tensor cores: `torch._scaled_mm` in the layouts that it takes.
+"""Run FP8 products on FP8 tensor cores: `torch._scaled_mm` in the layouts that it takes.
 
-Both operands are given with the dim that the product sums over innermost, [M, K] and [N, K]: all
-that Hopper multiplies ("TN"). So each tensor of a linear is needed in two orientations:
+Both operands are given with the dim that the product sums over innermost, [M, K] and [N, K],
+because Hopper multiplies nothing else ("TN"). So each tensor of a linear is needed in two
+orientations:
 
     output      [T, O] = scaled_mm(input [T, I],           weight [O, I])
     grad_input  [T, I] = scaled_mm(grad_output [T, O],     weight transposed [I, O])
     grad_weight [O, I] = scaled_mm(grad_output transposed [O, T], input transposed [I, T])
 
-Scales (each a dequant_scale, FP32): 0-d or one element; [M, 1] and [N, 1]; [M, ceil(K / 128)] or
-[ceil(M / 128), ceil(K / 128)] and the same of N. Row and block scales need both operands to be
-scaled so; two square-blocked operands are not supported by cuBLASLt.
+Scales (each a dequant_scale, FP32) have these shapes: 0-d or one element; [M, 1] and [N, 1]; [M,
+ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)] and the same of N. Row and block scales need both
+operands to be scaled so; two square-blocked operands are not supported by cuBLASLt.
 """
 
 # M, N rows of the operands   K what is summed over
@@ -22,16 +23,16 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 128
-ALIGNMENT = 16  # of K and N
-BLOCK_ROWS = 4  # of M where a has scales of blocks: cuBLASLt reads them 16 bytes at a time
-SQUARE_ALIGNMENT = 4 * BLOCK  # of K where scales of square blocks need strides of 16 bytes
+ALIGNMENT = 16  # K and N must be multiples of it
+BLOCK_ROWS = 4  # M too, if a has block scales: cuBLASLt reads 16 bytes of them at a time
+SQUARE_ALIGNMENT = 4 * BLOCK  # K too, if scales of square blocks need strides of 16 bytes
 
 Layout = Literal["tensor", "row", "block", "square"]
 ScaledMatmul = Callable[..., torch.Tensor]
 
 
 def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
-    """Why the device has no FP8 product for these scales; None if it has."""
+    """Return why the device has no FP8 product for these scales, or None if it has."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type}: FP8 tensor cores are used on NVIDIA GPUs only"
     major, minor = torch.cuda.get_device_capability(device)
@@ -45,7 +46,11 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
 
 
 def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Layout) -> None:
-    """Raises ValueError where an operand [M, K] is not scaled so."""
+    """Check that the scales of an operand [M, K] have the shape of `layout`.
+
+    Raises:
+        ValueError: The shape differs.
+    """
     rows, inner = payload.shape
     shape = tuple(dequant_scale.shape)
     fits = {
@@ -72,9 +77,9 @@ def scaled_mm(
     use_fast_accum: bool = False,
     matmul: ScaledMatmul = torch._scaled_mm,
 ) -> torch.Tensor:
-    """a @ b.T scaled, + bias: [M, N] of `out_dtype` (FP32, BF16, FP16).
+    """Return (a @ b.T) scaled, plus the bias: [M, N] of `out_dtype` (FP32, BF16, FP16).
 
-    `layouts` of a and b are said, not told from shapes: with K up to 128 a row is a block.
+    `layouts` of a and b are given, not inferred from shapes: with K up to 128 a row is a block.
 
     Sizes that the tensor cores do not take are padded with zeros, which costs a copy. The bias is
     rounded to `out_dtype` and enters before the one rounding of the result; with FP32 output it is
@@ -125,7 +130,7 @@ def _round_up(size: int, step: int) -> int:
 
 
 def _padded(payload: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
-    """Contiguous, zeros added; padding is not implemented for FP8 dtypes, so on the bytes."""
+    """Return the payload contiguous and padded with zeros, as bytes: torch pads no FP8 dtypes."""
     if payload.shape == (rows, inner):
         return payload.contiguous()
     more = (0, inner - payload.shape[1], 0, rows - payload.shape[0])
@@ -133,7 +138,7 @@ def _padded(payload: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
 
 
 def _scale(scale: torch.Tensor, layout: Layout, rows: int, inner: int) -> torch.Tensor:
-    """In the strides torch asks for; padded rows and blocks get 1."""
+    """Return the scales in the strides that torch asks for; padded rows and blocks get 1."""
     if layout == "tensor":
         return scale.reshape(1, 1)
     size = {

@@ -1,1 +1,1 @@
-"""How a linear's tensors are quantized: one file a recipe, one class in it for one tensor."""
+"""Quantize a linear's tensors: one file per recipe, with one class for one tensor."""

@@ -1,4 +1,4 @@
-"""What a recipe does with one tensor of one linear.
+"""Define what a recipe does with one tensor of one linear.
 
 Each of a linear's three tensors is read by two products, in one of which the sum runs along its
 last dim, in the other along its first:
@@ -34,29 +34,38 @@ READERS: dict[Role, tuple[GemmName, GemmName]] = {
 
 
 class Operands(NamedTuple):
-    """One tensor as its two products read it: in FP8, or as it is."""
+    """Hold one tensor as its two products read it: in FP8, or as it is.
+
+    `along_last` is for the product that sums along the tensor's last dim, `along_first` for the
+    other.
+    """
 
     along_last: Operand
     along_first: Operand
 
 
 class Need(NamedTuple):
-    """For which of the two products FP8 is wanted."""
+    """Say for which of a tensor's two products FP8 is wanted.
+
+    `last` is the product that sums along the tensor's last dim, `first` the other.
+    """
 
     last: bool
     first: bool
 
     @property
     def any(self) -> bool:
+        """Whether FP8 is wanted for a product."""
         return self.last or self.first
 
 
 @dataclass(frozen=True)
 class SavedForm:
-    """How an input [T, I] is kept for the weight gradient: as it is (`scales` None), or in FP8 of
-    `dtype` with one scale, one for each column, or one for each 128 elements of a column.
+    """Say how an input [T, I] is kept for the product for `grad_weight`.
 
-    `is_transposed`: its bytes lie in memory as [I, T].
+    `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with one scale,
+    one for each column, or one for each 128 elements of a column. `is_transposed` says that its
+    bytes lie in memory as [I, T].
     """
 
     scales: Literal["tensor", "row", "block"] | None = None
@@ -64,12 +73,13 @@ class SavedForm:
     is_transposed: bool = False
 
     def payload_shape(self, tokens: int, features: int) -> list[int]:
-        """As it lies in memory; nothing where the input itself is kept."""
+        """Return the payload's shape as it lies in memory; [0] where the input itself is kept."""
         if self.scales is None:
             return [0]
         return [features, tokens] if self.is_transposed else [tokens, features]
 
     def scale_shape(self, tokens: int, features: int) -> list[int]:
+        """Return the shape of the scales; [0] where the input itself is kept."""
         if self.scales is None:
             return [0]
         if self.scales == "tensor":
@@ -78,7 +88,12 @@ class SavedForm:
 
 
 class TensorQuantizer(ABC):
-    """Quantize one tensor of one linear; what is kept between calls is in the `ScalingState`."""
+    """Quantize one tensor of one linear, by the rule of one recipe.
+
+    Each linear has one for its input, its weight and its output gradient. What is kept between
+    calls (amaxes and scales of `delayed`) is in the `ScalingState`. To add a recipe, implement
+    `quantize` and `saved_form` and name the class in `recipes.build`.
+    """
 
     @abstractmethod
     def quantize(
@@ -86,12 +101,18 @@ class TensorQuantizer(ABC):
     ) -> tuple[Operands, torch.Tensor | None]:
         """Return `x_MN` in FP8 for the products in `need`, and as it is for the others.
 
-        With `with_sum` the second result is the FP32 sum of each column of `x_MN` itself, [N].
+        `x_MN` is FP32, BF16 or FP16 and stays unchanged. With `with_sum` the second result is the
+        FP32 sum of each column of `x_MN` itself, [N]; without it, None. It is called once for each
+        microbatch's input and output gradient, and for a weight as often as its form (`weights`)
+        asks.
         """
 
     @abstractmethod
     def saved_form(self) -> SavedForm:
-        """Return the form of what the product that sums along the first dim reads."""
+        """Return the form of the operand that the product along the first dim reads.
+
+        It is called only for the input, when a layer is compiled: the graph must know what is kept.
+        """
 
     @property
     def can_fuse(self) -> bool:
@@ -101,22 +122,25 @@ class TensorQuantizer(ABC):
     def produce(
         self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
     ) -> tuple[Operands, Produced]:
-        """Return what `producer` makes of `x_MX` in FP8, and all that it made.
+        """Return the FP8 operands of what `producer` makes of `x_MX`, and all tensors that it made.
 
-        `need.last` must be set. `with_plain` asks for the result in high precision as well.
+        `need.last` must be set. `with_plain` asks for the result in high precision as well. It is
+        called only where `can_fuse` is set.
         """
         raise AssertionError(f"{type(self).__name__} needs its tensor before it knows the scale")
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """Return the (scale, format) to cast a whole tensor of this amax with.
+        """Return the scale (0-d FP32) and format to cast a whole tensor of this amax with.
 
-        `amax` (0-d FP32, may be overwritten) is known before all parts of the tensor are there.
+        `amax` (0-d FP32, may be overwritten) is known before all parts of the tensor are there. It
+        is called for weights that ranks hold parts of; recipes with several scales per tensor have
+        no such scale.
         """
         raise AssertionError(f"{type(self).__name__} has no single scale for a tensor")
 
 
 def column_sum(x_MN: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 sum of each column, [N]: a bias's gradient."""
+    """Return the FP32 sum of each column, [N]: the gradient of a bias."""
     return x_MN.sum(0, dtype=torch.float32)
 
 

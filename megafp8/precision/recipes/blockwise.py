@@ -1,8 +1,8 @@
-"""Scales for blocks: 1 x 128 along a product's sum, 128 x 128 of a weight.
+"""Quantize with a scale per block: 1 x 128 elements along a product's sum, 128 x 128 of a weight.
 
-Transformer Engine's `Float8BlockScaling` (the recipe of DeepSeek-V3, arXiv 2412.19437, section
-3.3). Blocks along the two dims are quantized apart from each other, from the high-precision tensor;
-a weight's blocks serve both products.
+The rule is Transformer Engine's `Float8BlockScaling` (the recipe of DeepSeek-V3, arXiv 2412.19437,
+section 3.3). Blocks along the two dims are quantized separately, from the high-precision tensor; a
+weight's blocks serve both products.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megafp8.specs.precision import BLOCK
 
 @dataclass(frozen=True)
 class BlockwiseQuantizer(TensorQuantizer):
-    """`is_square`: a weight."""
+    """Quantize with one scale per block; `is_square` uses the square blocks of a weight."""
 
     state: ScalingState
     fmt: Fp8Format
@@ -40,6 +40,7 @@ class BlockwiseQuantizer(TensorQuantizer):
     def quantize(
         self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
+        """Quantize each block with the scale of its own amax."""
         if self.state.engine.uses_triton:
             last, first = self._by_triton(x_MN.contiguous(), need)
         elif self.is_square:
@@ -51,6 +52,7 @@ class BlockwiseQuantizer(TensorQuantizer):
         return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
     def saved_form(self) -> SavedForm:
+        """Return FP8 with one scale for each 128 elements of a column."""
         return SavedForm("block", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _blocks(self, x_MN: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
@@ -74,7 +76,7 @@ class BlockwiseQuantizer(TensorQuantizer):
     def _by_triton(
         self, x_MN: torch.Tensor, need: Need
     ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
-        """The same bits from one read, each orientation laid out as its product reads it."""
+        """Return the same bits from one read, each orientation laid out as its product reads it."""
         from megafp8.precision.kernels.triton_current import cast_blocks, cast_square_blocks
 
         if self.is_square and not self.state.engine.orients("square"):
@@ -102,7 +104,7 @@ class BlockwiseQuantizer(TensorQuantizer):
 
 
 def amax_of_blocks(x_MN: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """FP32 [blocks along M, blocks along N]; +inf for a block with a NaN."""
+    """Return the amax of each block, FP32 [blocks along M, blocks along N]; a NaN gives +inf."""
     rows, cols = x_MN.shape
     missing = (0, -cols % block[1], 0, -rows % block[0])
     padded = F.pad(x_MN, missing) if any(missing) else x_MN.contiguous()

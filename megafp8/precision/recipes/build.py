@@ -1,4 +1,4 @@
-"""From a recipe to a linear's quantizers."""
+"""Build a linear's quantizers from the recipe."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
 
 
 def whole(role: Role) -> ReduceMax | None:
-    """Where every tensor is whole on this rank."""
+    """Return None: every tensor is whole on this rank, so no maximum over ranks is needed."""
     return None
 
 
 def linear_quantizer(
     state: ScalingState, name: str, reduce_max: Callable[[Role], ReduceMax | None] = whole
 ) -> LinearQuantizer | None:
-    """The quantizers of the linear `name`; None if it stays in high precision.
+    """Return the quantizers of the linear `name`, or None if it stays in high precision.
 
-    `reduce_max(role)` is the maximum over the ranks that hold parts of that tensor.
+    `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
     """
     recipe = state.recipe
     precision = recipe.precision_of(name)

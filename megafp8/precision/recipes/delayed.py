@@ -1,4 +1,4 @@
-"""Delayed scaling of one tensor: the scale stands in the table before the tensor is there."""
+"""Quantize with delayed scaling: the scale is in the table before the tensor is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megafp8.precision.scaling import ScalingState, Slot
 
 @dataclass(frozen=True)
 class DelayedQuantizer(TensorQuantizer):
-    """Cast with the table's scale and add the amax to the table, for later microbatches."""
+    """Cast with the table's scale, and add the amax to the table for later microbatches."""
 
     state: ScalingState
     slot: Slot
@@ -23,25 +23,30 @@ class DelayedQuantizer(TensorQuantizer):
     def quantize(
         self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
+        """Cast with the table's scale and stage the amax."""
         slot, engine = self.slot, self.state.engine
         return cast_whole(
             x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax, with_sum=with_sum
         )
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """Return the table's (scale, format) and record `amax` for later steps."""
+        """Return the table's scale and format, and record `amax` for later steps."""
         if self.state.recording:
             self.slot.amax.copy_(torch.maximum(self.slot.amax, amax))
         return self.slot.quant_scale, self.slot.fmt
 
     @property
     def can_fuse(self) -> bool:
-        """The scale is known beforehand, so a Triton kernel can cast what it computes."""
+        """Whether Triton kernels run.
+
+        The scale is known beforehand, so a kernel can cast its own result.
+        """
         return self.state.engine.uses_triton
 
     def produce(
         self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
     ) -> tuple[Operands, Produced]:
+        """Let `producer` compute the tensor, cast it with the table's scale and stage its amax."""
         slot, orients = self.slot, self.state.engine.orients("tensor")
         into = CastInto(
             slot.quant_scale,
@@ -59,6 +64,7 @@ class DelayedQuantizer(TensorQuantizer):
         return Operands(last, last if first is None else first), made
 
     def saved_form(self) -> SavedForm:
+        """Return FP8 with one scale."""
         return saved_form(self.slot.fmt, self.state.engine)
 
     @property

@@ -1,4 +1,4 @@
-"""One scale for each row, or column, that a product sums over (torchao's `rowwise`).
+"""Quantize with a scale per row, or column, that a product sums over (torchao's `rowwise`).
 
 The two products read two quantizations, both made of the high-precision tensor.
 """
@@ -26,9 +26,10 @@ from megafp8.precision.tensor import Fp8Tensor
 
 @dataclass(frozen=True)
 class RowwiseQuantizer(TensorQuantizer):
-    """`tensorwise_first`: one scale for the whole tensor where the sum runs along the first dim.
+    """Quantize with one scale for each row and, separately, one for each column.
 
-    That is the weight of `rowwise_with_gw_hp` in the product for the input gradient.
+    `tensorwise_first` uses one scale for the whole tensor where the sum runs along the first dim.
+    The weight of `rowwise_with_gw_hp` needs it in the product for the input gradient.
     """
 
     state: ScalingState
@@ -39,6 +40,7 @@ class RowwiseQuantizer(TensorQuantizer):
     def quantize(
         self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
+        """Quantize each row (or column) with the scale of its own amax."""
         if self.state.engine.uses_triton:
             last, first = self._by_triton(x_MN.contiguous(), need)
         else:
@@ -47,10 +49,11 @@ class RowwiseQuantizer(TensorQuantizer):
         return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
     def saved_form(self) -> SavedForm:
+        """Return FP8 with one scale for each column."""
         return SavedForm("row", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _along(self, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
-        """Quantized with one scale for all elements along `dim`."""
+        """Quantize with one scale for all elements along `dim`."""
         amax = amax_along(x_MN, dim)
         if dim == 0 and self.tensorwise_first:
             amax = amax.amax().view(1, 1)
@@ -75,7 +78,7 @@ class RowwiseQuantizer(TensorQuantizer):
     def _by_triton(
         self, x_MN: torch.Tensor, need: Need
     ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
-        """The same bits, the second quantization laid out as its product reads it."""
+        """Return the same bits, with the second quantization laid out as its product reads it."""
         from megafp8.precision.kernels.triton_cast import cast
         from megafp8.precision.kernels.triton_current import cast_rowwise
 

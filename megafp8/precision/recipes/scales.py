@@ -1,4 +1,4 @@
-"""From amaxes to scales where a tensor's own amaxes decide ("current" scaling).
+"""Compute scales from a tensor's own amaxes ("current" scaling).
 
 Transformer Engine's rule (`compute_scale_from_amax` in recipe_common.cuh):
 
@@ -11,7 +11,7 @@ torchao's rule (`amax_to_scale` in float8_utils.py), for the rowwise recipes:
     quant_scale = fp8_max / max(amax, 1e-12) in FP64, rounded to FP32
     power_2_scale           2**floor(log2(quant_scale))
 
-We differ in one point: an amax that is not finite (a NaN counts as +inf) gives 1 under both.
+One point differs: an amax that is not finite (a NaN counts as +inf) gives 1 under both rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCHAO_SMALLEST_AMAX = 1e-12
 
 
 def scale_of_amax(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch.Tensor:
-    """Transformer Engine's rule, elementwise over FP32 amaxes of any shape."""
+    """Return scales by Transformer Engine's rule, elementwise over FP32 amaxes of any shape."""
     target = torch.full_like(amax, fmt.max)
     scale = torch.div(target, amax).clamp_(max=FLOAT32_MAX)
     if power_2:
@@ -35,7 +35,7 @@ def scale_of_amax(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch
 
 
 def scale_of_amax_torchao(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch.Tensor:
-    """torchao's rule, elementwise over FP32 amaxes of any shape."""
+    """Return scales by torchao's rule, elementwise over FP32 amaxes of any shape."""
     clamped = amax.double().clamp(min=TORCHAO_SMALLEST_AMAX)
     scale = (fmt.max / clamped).float()
     if power_2:
@@ -44,10 +44,10 @@ def scale_of_amax_torchao(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) 
 
 
 def power_2_below(scale: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that is not above; exact, subnormals become 0."""
+    """Return the largest power of two that is not above each scale; subnormals become 0."""
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def finite_or_inf(amax: torch.Tensor) -> torch.Tensor:
-    """NaN becomes +inf, so that a MAX over ranks cannot lose it."""
+    """Replace NaN by +inf, in place, so that a MAX over ranks cannot lose it."""
     return amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -1,4 +1,4 @@
-"""Current scaling of one tensor (Transformer Engine's `Float8CurrentScaling`): amax, then cast."""
+"""Quantize with the scale of a tensor's own amax (Transformer Engine's `Float8CurrentScaling`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megafp8.precision.scaling import ReduceMax, ScalingState
 
 @dataclass(frozen=True)
 class TensorwiseQuantizer(TensorQuantizer):
-    """One scale for the tensor, that of the whole where ranks hold parts of it.
+    """Quantize with one scale for the whole tensor, also where ranks hold parts of it.
 
-    `reduce_max` takes the maximum over those ranks; None: this rank holds the whole.
+    `reduce_max` takes the maximum over those ranks in place; None says that this rank has all of
+    it.
     """
 
     state: ScalingState
@@ -29,10 +30,12 @@ class TensorwiseQuantizer(TensorQuantizer):
     def quantize(
         self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
+        """Compute the amax and the scale, then cast."""
         scale, engine = self.scale_of(x_MN), self.state.engine
         return cast_whole(x_MN, scale, self.fmt, need, engine, with_sum=with_sum)
 
     def saved_form(self) -> SavedForm:
+        """Return FP8 with one scale."""
         return saved_form(self.fmt, self.state.engine)
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
@@ -40,7 +43,7 @@ class TensorwiseQuantizer(TensorQuantizer):
         return self.store_scale(amax_of(x_MN))[0]
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
-        """Return the (scale, format) for a tensor whose amax on this rank is `amax`."""
+        """Return the scale and format for a tensor whose amax on this rank is `amax`."""
         if self.reduce_max is not None:
             self.reduce_max(amax)
         return scale_of_amax(amax, self.fmt, power_2=self.power_2), self.fmt

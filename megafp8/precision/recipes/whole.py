@@ -1,4 +1,4 @@
-"""The cast with one scale for a whole matrix, which `delayed` and `tensorwise` share."""
+"""Cast with one scale for a whole matrix, as `delayed` and `tensorwise` do."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def cast_whole(
     amax: torch.Tensor | None = None,
     with_sum: bool = False,
 ) -> tuple[Operands, torch.Tensor | None]:
-    """Cast `x_MN` with a 0-d FP32 `quant_scale`; `amax` as in `cast.quantize`.
+    """Cast `x_MN` with a 0-d FP32 `quant_scale`; `amax` works as in `cast.quantize`.
 
-    The second result is the FP32 sum of each column of `x_MN` itself, [N], if it is asked for.
+    The second result is the FP32 sum of each column of `x_MN` itself, [N], if `with_sum` is set.
     """
     if engine.uses_triton:
         return _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, with_sum)
