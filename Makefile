@@ -50,9 +50,10 @@ container: ## the image for CPUs, built without Docker (root; buildah)
 test-container: container ## quick tests and the default job inside it, with the network off
 	@scripts/container/test.sh
 
-lint: setup-dev ## format, lint and types, changing nothing
+lint: setup-dev ## format, lint, spelling and types, changing nothing
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
+	@$(PY) -m codespell_lib
 	@$(PY) -m mypy
 
 format: setup-dev ## format and mend what ruff can
