@@ -200,9 +200,8 @@ def _watch(
             for rank in ranks:
                 rank.send_signal(signals[0])
         if first_failed is None:
-            # One that was killed comes first: the others may have failed for want of it.
             failed = [i for i, rank in enumerate(ranks) if _is_failure(rank.poll())]
-            first_failed = min(failed, key=lambda i: _code(ranks[i]), default=None)
+            first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
             if first_failed is not None:
                 was_killed = _code(ranks[first_failed]) < 0
                 deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
@@ -219,7 +218,7 @@ def _code_of_job(
     codes = [rank.poll() for rank in ranks]
     if first_failed is None:
         failed = [i for i, code in enumerate(codes) if _is_failure(code)]
-        first_failed = min(failed, key=lambda i: _code(ranks[i]), default=None)
+        first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
     if first_failed is not None:
         code = _code(ranks[first_failed])
         if asked is not None and code == -asked:
@@ -251,6 +250,15 @@ def _first_note(notes: Path) -> tuple[int, str] | None:
 
 def _is_failure(code: int | None) -> bool:
     return code not in (None, int(ExitCode.FINISHED), int(ExitCode.SAVED_ON_SIGNAL))
+
+
+def _precedence(code: int) -> tuple[bool, bool, int]:
+    """Return a sort key by which the exit code that explains the others comes first.
+
+    A rank that was killed comes first, then one that ended with a code of ours, such as that of a
+    hung rank. Ranks that crashed come last, since they may have lost their connection to the first.
+    """
+    return code >= 0, code == ExitCode.CRASHED, code
 
 
 def _code(rank: subprocess.Popen[bytes]) -> int:

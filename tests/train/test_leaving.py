@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megafp8.errors import RunError
+from megafp8.parallel import launch
 from megafp8.parallel.launch import prepare_allocator
 from megafp8.parallel.mesh import single_rank
 from megafp8.train import pretrain
@@ -99,3 +100,21 @@ def test_a_rank_with_a_bug_leaves_without_destructors(is_rank: bool) -> None:
     assert done.returncode == 1
     assert done.stderr.count("ValueError: the number is 42") == 1
     assert ("destructors ran" in done.stdout) != is_rank
+
+
+@pytest.mark.parametrize(
+    ("codes", "named"),
+    [([1, 4], 1), ([4, 1], 0), ([1, -9, 4], 1), ([1, 3], 1), ([0, 1], 1)],
+)
+def test_the_code_that_explains_the_others_names_the_rank(
+    codes: list[int], named: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hung rank's neighbours crash for want of it, and both are often seen at once."""
+    ranks = [subprocess.Popen([sys.executable, "-c", ""]) for _ in codes]
+    for rank, code in zip(ranks, codes, strict=True):
+        rank.wait()
+        rank.returncode = code
+    code = launch._code_of_job(ranks, None, None, tmp_path)
+    assert code == (codes[named] if codes[named] > 1 else 1)
+    if codes[named] in (1, -9):
+        assert f"rank {named} died" in capsys.readouterr().err
