@@ -1,1 +1,1 @@
-"""A GPT, written once; what precision or parallelism may replace comes through `Parts`."""
+"""This package holds one GPT; precision and parallelism replace its modules through `Parts`."""

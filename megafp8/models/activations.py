@@ -1,4 +1,4 @@
-"""What stands between the two linears of an MLP."""
+"""Define the activations between the two linears of an MLP."""
 
 from __future__ import annotations
 
@@ -22,18 +22,25 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activation(name: Activation) -> nn.Module:
-    """[..., F] -> [..., F]; a gated one [..., 2F] (gate, then up) -> [..., F]."""
+    """Return the module of an activation by its configuration name.
+
+    A plain activation maps [..., F] to [..., F]. A gated one maps [..., 2F] (gate, then up) to
+    [..., F].
+    """
     return Elementwise(_FUNCTIONS[name], is_gated=name in GATED)
 
 
 class Elementwise(nn.Module):
-    """f(x), or f(gate) * up (Shazeer, arXiv 2002.05202)."""
+    """Computes f(x), or f(gate) * up for a gated activation (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> None:
         super().__init__()
         self.function, self.is_gated = function, is_gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of `x`: [..., F] -> [..., F], or [..., 2F] -> [..., F] if it is
+        gated.
+        """
         if not self.is_gated:
             return self.function(x)
         gate, up = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Causal self-attention's core: what happens between QKV and the projection."""
+"""Compute the core of causal self-attention: what happens between QKV and the projection."""
 
 # B batch  S sequence  K keys  H heads (H/tp under tensor parallelism)  G key-value heads (G/tp)
 # E head width  F features of a rank's queries, keys and values
@@ -23,15 +23,17 @@ CountFlops = Callable[[int], None]
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens so far, by layer; for generation."""
+    """Holds the keys and values of earlier tokens, by layer, for generation."""
 
-    length: int = 0  # tokens that all layers hold; `GPT` moves it on
+    length: int = 0  # tokens that all layers hold; `GPT` advances it
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def extend(
         self, layer: int, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer, those of the new tokens last: [B, G, K, E]."""
+        """Append new keys and values of a layer; return all of them, the new ones last: [B, G,
+        K, E].
+        """
         if layer in self.layers:
             k_old, v_old = self.layers[layer]
             k_BGSE, v_BGSE = torch.cat((k_old, k_BGSE), 2), torch.cat((v_old, v_BGSE), 2)
@@ -41,10 +43,10 @@ class KVCache:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer's attention knows beside its input; made once for a microbatch.
+    """Holds the inputs of attention that all layers share; it is made once per microbatch.
 
-    `mask` is True where a query may look, or a bias that is added to the scores, broadcast to
-    [B, H, S, K]; None: causal, over the whole sequence.
+    `mask` is boolean, True where a query may attend, or a bias that is added to the scores. It is
+    broadcast to [B, H, S, K]. None means causal attention over the whole sequence.
     """
 
     rotary: Rotary | None = None
@@ -64,7 +66,7 @@ def attention_context(
     document_ids_BS: torch.Tensor | None = None,
     cache: KVCache | None = None,
 ) -> AttentionContext:
-    """The context of `seq` tokens for the query heads that this rank holds."""
+    """Return the context of `seq` new tokens, for the query heads that this rank holds."""
     past = 0 if cache is None else cache.length
     turn = None
     if spec.position_embedding_type == "rope":
@@ -90,10 +92,10 @@ def attention_context(
 
 
 class AttentionCore(nn.Module):
-    """`scaled_dot_product_attention` over whatever heads this rank holds.
+    """Runs `scaled_dot_product_attention` over the heads that this rank holds.
 
-    `layer_scaling` divides the queries by it and multiplies the scores again within the softmax
-    (Megatron's query-key layer scaling): 1, or the layer's number counted from 1.
+    With `layer_scaling` n the queries are divided by n and the scores multiplied by n again within
+    the softmax (Megatron's query-key layer scaling). n is 1, or the layer's number counted from 1.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class AttentionCore(nn.Module):
     def forward(
         self, qkv_BSF: torch.Tensor, context: AttentionContext | None = None
     ) -> torch.Tensor:
-        """[B, S, (H + 2 G) E] (all queries, then keys, then values) -> [B, S, H E]."""
+        """Return [B, S, H E] of `qkv_BSF` [B, S, (H + 2 G) E]: all queries, then keys, then
+        values.
+        """
         context = context or AttentionContext()
         features, size = qkv_BSF.shape[-1], self.head_size
         groups = features // (size * (self.queries_per_group + 2))
@@ -131,7 +135,7 @@ class AttentionCore(nn.Module):
         if context.cache is not None:
             k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
         causal_flops = None
-        if not torch.compiler.is_compiling():  # else who compiled the layer counts, outside of it
+        if not torch.compiler.is_compiling():  # for a compiled layer its caller counts the FLOPs
             batch, _, seq, _ = q_BHSE.shape
             causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2])
         if self.training and self.dropout > 0:
@@ -166,7 +170,7 @@ class AttentionCore(nn.Module):
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
-        if dropout == 0 and is_widened(q_BHSE):  # with dropout torch widens them itself
+        if dropout == 0 and is_widened(q_BHSE):  # with dropout torch itself computes in FP32
             scale = scale or self.head_size**-0.5
             block = Block(scale, is_causal=mask is None, mask=mask)
             return attend_widened(q_BHSE, k_BGSE, v_BGSE, block)
@@ -182,17 +186,22 @@ class AttentionCore(nn.Module):
         )
 
     def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
-        """Two products, half of each because the mask is causal; backward has four.
+        """Count and return the FLOPs of the two forward products, halved because the mask is
+        causal.
 
-        Counted before they run: computing them again for backward stops within the last.
+        They are counted before the products run: a recomputation for backward stops inside the last
+        product. Backward has four such products.
         """
-        seen = seq * (2 * num_keys - seq)  # twice the mean number of keys that a query sees
+        seen = seq * (2 * num_keys - seq)  # 2 x the mean number of visible keys, over all queries
         causal_flops = 2 * batch * heads * seen * self.head_size
         self.count_flops(causal_flops)
         return causal_flops
 
     def count_backward(self, out: torch.Tensor, causal_flops: int) -> None:
-        """When the gradient of `out`, attention's or what was made of it, is there."""
+        """Count the backward FLOPs once the gradient of `out` has been computed.
+
+        `out` is attention's output or a tensor computed from it.
+        """
 
         def count(grad: torch.Tensor) -> None:
             self.count_flops(2 * causal_flops)

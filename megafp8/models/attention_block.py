@@ -1,8 +1,8 @@
-"""Attention of some queries over some of their keys, with the log-sum-exp that merges such blocks.
+"""Compute attention of some queries over some of their keys, with log-sum-exps that merge blocks.
 
-With it, attention over all keys is a weighted mean of the blocks' outputs; and a block's gradients
-need nothing of the other blocks but the whole output and the whole log-sum-exp (FlashAttention,
-arXiv 2205.14135; ring attention, arXiv 2310.01889).
+The log-sum-exp of each block makes attention over all keys a weighted mean of the blocks' outputs.
+A block's gradients need nothing from other blocks except the whole output and the whole log-sum-exp
+(FlashAttention, arXiv 2205.14135; ring attention, arXiv 2310.01889).
 """
 
 # B batch  S queries  K keys  H heads  G key-value heads  E head width
@@ -22,11 +22,12 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """What the scores of a block go through.
+    """Says how the scores of a block are scaled and masked.
 
-    Causal: the i-th query sees the first i + 1 keys; else all. `keep` is dropout's mask, broadcast
-    to [B, H, S, K]: 0, or 1 over the share that is kept. `mask`, broadcast likewise, is True where
-    a query may look, or a bias that is added to the scores; for CPUs, and not beside `keep`.
+    If `is_causal`, the i-th query sees the first i + 1 keys, else all keys. `keep` is dropout's
+    mask, broadcast to [B, H, S, K]: 0 for dropped elements, 1 / (1 - p) for the others. `mask`,
+    broadcast likewise, is boolean (True where a query may attend) or a bias that is added to the
+    scores. `mask` works on CPUs only and excludes `keep`.
     """
 
     scale: float
@@ -38,9 +39,10 @@ class Block:
 def attend(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, H, S, E] as the products give it, log-sum-exp of the scores [B, H, S] in FP32 or FP64).
+    """Return the output [B, H, S, E] and the log-sum-exp of the scores [B, H, S] in FP32 or FP64.
 
-    The output is in the queries' dtype; where BF16 products run in FP32 it is not rounded yet.
+    The output has the queries' dtype, except that it stays in FP32 where BF16 products are computed
+    in FP32.
     """
     if _is_for_cpu(q_BHSE, block):
         q_BHSE, k_BGKE, v_BGKE = _widened(q_BHSE, k_BGKE, v_BGKE)
@@ -78,9 +80,10 @@ def attend_backward(
     lse_BHS: torch.Tensor,
     block: Block,
 ) -> Grads:
-    """Gradients of a block's queries, keys and values; `out` and `lse` are those over all keys.
+    """Return the gradients of a block's queries, keys and values.
 
-    Where BF16 products run in FP32 they are not rounded yet.
+    `out_BHSE` and `lse_BHS` are those of attention over all keys. The gradients stay in FP32 where
+    BF16 products are computed in FP32.
     """
     saved = (out_BHSE, lse_BHS)
     if _is_for_cpu(q_BHSE, block):
@@ -128,7 +131,7 @@ def attend_backward(
 def attend_widened(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> torch.Tensor:
-    """Attention whose products run in FP32 and whose backward pass keeps BF16: [B, H, S, E]."""
+    """Return attention [B, H, S, E] with products in FP32; only BF16 is saved for backward."""
     out_BHSE: torch.Tensor = _Widened.apply(  # type: ignore[no-untyped-call]
         q_BHSE, k_BGKE, v_BGKE, block
     )
@@ -157,7 +160,10 @@ class _Widened(torch.autograd.Function):
 def merge_(
     out_BHSE: torch.Tensor, lse_BHS: torch.Tensor, more_BHSE: torch.Tensor, more_BHS: torch.Tensor
 ) -> None:
-    """Attention over two sets of keys from that over each; in place, in the first one's dtype."""
+    """Merge attention over a second set of keys into that over a first set, in place.
+
+    The first output and log-sum-exp become those over both sets, in the first one's dtype.
+    """
     both_BHS = torch.logaddexp(lse_BHS, more_BHS)
     out_BHSE.mul_((lse_BHS - both_BHS).exp_()[..., None])
     out_BHSE.add_(more_BHSE * (more_BHS - both_BHS).exp_()[..., None])
@@ -173,7 +179,7 @@ def _widened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to the scores, in 4 dims as the kernel wants it."""
+    """Return the bias that is added to the scores, with the 4 dims that the kernel expects."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -189,7 +195,7 @@ def _has_flash_kernel(q_BHSE: torch.Tensor) -> bool:
 
 
 def _for_each_query(x_BGKE: torch.Tensor, q_BHSE: torch.Tensor) -> torch.Tensor:
-    """[B, G, K, E] -> [B, H, K, E]: neighbouring query heads share a key-value head."""
+    """Repeat key-value heads for the query heads that share them: [B, G, K, E] -> [B, H, K, E]."""
     return x_BGKE.repeat_interleave(q_BHSE.shape[1] // x_BGKE.shape[1], dim=1)
 
 

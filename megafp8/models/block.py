@@ -1,4 +1,4 @@
-"""One transformer layer, pre-norm or post-norm."""
+"""Define one transformer layer, pre-norm or post-norm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megafp8.models.parts import Parts, Rows
 
 
 class TransformerLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then the same with the MLP. Layers count from 0.
+    """Computes x + dropout(attention(norm(x))), then the same with the MLP.
 
-    Post-norm has norm(x + dropout(attention(x))) instead (and the GPT no final norm).
+    The post-norm form computes norm(x + dropout(attention(x))) instead, and the GPT then has no
+    final norm. Layers are counted from 0.
     """
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
         self.parts, spec, name = parts, parts.spec, f"layers.{index}"
         std = spec.init_method_std
-        # Megatron's scaled init: the layers' outputs add up over 2L residual branches.
+        # Megatron's scaled init: the outputs of 2L residual branches add up in L layers.
         out_std = std / math.sqrt(2 * spec.num_layers) if spec.use_scaled_init_method else std
         sizes = {"query": spec.query_size, "key": spec.kv_size, "value": spec.kv_size}
         heads = [Rows(f"{name}.attention.{part}", size) for part, size in sizes.items()]
@@ -42,7 +43,10 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = parts.norm(norms[1]) if is_post else nn.Identity()
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]; the context may say to compute attention again in backward."""
+        """Return the layer's output: [B, S, D] -> [B, S, D].
+
+        The context may ask that backward recomputes attention instead of keeping its activations.
+        """
         context = context or AttentionContext()
         qkv_BSF = self.qkv(x_BSD)
         if context.recompute_attention:

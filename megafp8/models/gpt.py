@@ -1,4 +1,4 @@
-"""The GPT: embedding, layers, final norm, head and loss."""
+"""Define the GPT: embedding, layers, final norm, head and loss."""
 
 # B batch  S sequence  D model width  V vocabulary
 
@@ -14,10 +14,11 @@ from megafp8.models.parts import Parts
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer, or the consecutive part of it that a pipeline stage holds.
+    """Computes a decoder-only transformer, or the consecutive layers that a pipeline stage holds.
 
-    `layers` are indices in the whole model: they name the logical tensors. Where input and output
-    share their weight, a stage with the head alone has a copy of the embedding (a replica).
+    `layers` are indices in the whole model; they name the logical tensors in checkpoints. If input
+    and output share their weight, a stage that has the head and not the embedding holds a copy of
+    the embedding's weight (a replica).
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class GPT(nn.Module):
         position_ids_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum of the cross entropy over counted targets: FP32 scalar, nats.
+        """Return the sum of the cross entropy over counted targets: an FP32 scalar in nats.
 
-        Tokens attend to earlier ones with the same document id; positions count from 0 over the
-        sequence unless they are given.
+        Tokens [B, S] attend to earlier tokens with the same document id. Positions count from 0
+        over the sequence unless `position_ids_BS` is given.
         """
         x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
         x_BSD = self.forward_layers(
@@ -66,7 +67,7 @@ class GPT(nn.Module):
     def forward_embedding(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, S] int64 -> [B, S, D]."""
+        """Return the embedded tokens: [B, S] int64 -> [B, S, D]."""
         x_BSD: torch.Tensor = self.embedding(tokens_BS, position_ids_BS)
         return x_BSD
 
@@ -78,7 +79,7 @@ class GPT(nn.Module):
         document_ids_BS: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D] through the layers that this stage has."""
+        """Return the output of this stage's layers: [B, S, D] -> [B, S, D]."""
         context = attention_context(
             self.spec,
             self.parts.local_heads(),
@@ -99,13 +100,15 @@ class GPT(nn.Module):
         return x_BSD
 
     def forward_head(self, x_BSD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> the sum of the cross entropy over counted targets: FP32 scalar, nats."""
+        """Return the summed cross entropy of counted targets, in nats: [B, S, D] -> FP32 scalar."""
         loss: torch.Tensor = self.head_loss(self.final_norm(x_BSD), self.output_weight, targets_BS)
         return loss
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """[V, D]: the head's own weight, or the embedding's."""
+        """Return the weight [V, D] of the output head: its own one, or the embedding's if they
+        are tied.
+        """
         return self.head_weight if hasattr(self, "head_weight") else self.embedding.word
 
     def hidden(
@@ -114,7 +117,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         position_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, S] int64 -> [B, S, D] after the final norm."""
+        """Return the hidden states after the final norm: [B, S] int64 -> [B, S, D]."""
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)
@@ -132,12 +135,17 @@ class GPT(nn.Module):
         *,
         position_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, S] -> FP32 [B, S, V], for generation; tokens in `cache` come before these."""
+        """Return FP32 logits for generation: [B, S] -> [B, S, V].
+
+        The keys and values of earlier tokens come from `cache`, which is extended by these tokens.
+        """
         hidden_BSD = self.hidden(tokens_BS, cache, position_ids_BS)
         return self.head_loss.logits(hidden_BSD, self.output_weight)
 
     def _groups(self) -> list[tuple[int, int, str | None]]:
-        """(begin, end, what backward computes again) of consecutive layers of this stage."""
+        """Return (begin, end, what backward recomputes) for runs of consecutive layers of this
+        stage.
+        """
         count, spec = len(self.layers), self.spec.recompute
         if spec is None or not (self.training and torch.is_grad_enabled()):
             return [(0, count, None)]

@@ -1,6 +1,6 @@
-"""Initial weights, the same at every tensor-parallel size.
+"""Draw initial weights that are the same for every tensor-parallel size.
 
-Each logical tensor draws from a generator of its own, keyed by seed and name; a rank draws the
+Each logical tensor is drawn by a generator of its own, keyed by seed and name. A rank draws the
 whole logical tensor and keeps its pieces.
 """
 
@@ -17,13 +17,13 @@ Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 def key_of(*parts: object) -> int:
-    """A 63-bit key from the text of its parts, the same on every machine."""
+    """Return a 63-bit key of the text of `parts`, the same on every machine."""
     digest = hashlib.sha256(":".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def normal(std: float, seed: int) -> Draw:
-    """Draws logical tensors from N(0, std), in FP32 on the CPU."""
+    """Return a function that draws logical tensors from N(0, std), in FP32 on the CPU."""
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(key_of("init", seed, name))
@@ -33,15 +33,17 @@ def normal(std: float, seed: int) -> Draw:
 
 
 def constant(value: float) -> Draw:
+    """Return a function that fills logical tensors with `value`, in FP32 on the CPU."""
     return lambda name, shape: torch.full(shape, value)
 
 
 def parameter(
     shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
 ) -> torch.nn.Parameter:
-    """A local parameter filled from its logical tensors; remembers its `pieces`.
+    """Return a local parameter that is filled from its logical tensors.
 
-    On the meta device there is nothing to fill.
+    The parameter keeps its `pieces`, and below FP32 its unrounded values as `initial_master`. On
+    the meta device no values are drawn.
     """
     local = torch.empty(shape)
     for piece in () if local.is_meta else pieces:
@@ -57,9 +59,9 @@ def parameter(
 
 
 def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-    """A place for `param`'s FP8 payload, with its pieces and its unrounded initialization.
+    """Return an empty parameter for `param`'s FP8 payload, with its pieces and its initial master.
 
-    What it holds before the first write of the master is of no use.
+    The payload is undefined until the optimizer first writes the master weights into it.
     """
     payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype))
     payload.pieces = pieces_of(param)  # type: ignore[attr-defined]
@@ -69,6 +71,6 @@ def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Par
 
 
 def pieces_of(param: torch.nn.Parameter) -> tuple[Piece, ...]:
-    """Where a parameter's parts lie in the logical model."""
+    """Return where the parts of a parameter lie in the logical model."""
     pieces: tuple[Piece, ...] = param.pieces  # type: ignore[attr-defined]
     return pieces

@@ -1,7 +1,8 @@
-"""Output head and cross entropy together, a chunk of tokens at a time: no full logits are kept.
+"""Compute the output head and the cross entropy together, without keeping all logits.
 
-For each chunk the forward pass also computes the gradients of its inputs (they need the logits,
-which are gone afterwards); the backward pass only scales them.
+Tokens are worked on a chunk at a time. For each chunk the forward pass also computes the gradients
+of its inputs, because they need the chunk's logits, which are freed afterwards. The backward pass
+only scales these gradients.
 """
 
 # T tokens (batch x sequence)  C tokens of one chunk  D model width  V vocabulary
@@ -17,14 +18,14 @@ from torch import nn
 
 from megafp8.hardware import bf16
 
-IGNORE = -100  # targets that are not counted
-CHUNK_TOKENS = 1024  # fewer make small GEMMs and add the weight's gradient up more often
-CHUNK_BYTES = (
-    256 << 20
-)  # of FP32 logits; lowers the tokens of a chunk where the vocabulary is large
+IGNORE = -100  # a target with this value is not counted
+CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
+CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
 
 
 class Matmul(Protocol):
+    """Multiplies two matrices of the head; `place` names the product for the FLOP counter."""
+
     def __call__(
         self,
         a: torch.Tensor,
@@ -33,7 +34,9 @@ class Matmul(Protocol):
         place: str,
         transpose_a: bool = False,
         transpose_b: bool = False,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Return a @ b, each transposed first if `transpose_a` or `transpose_b` says so."""
+        ...
 
 
 def plain_matmul(
@@ -44,55 +47,65 @@ def plain_matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> torch.Tensor:
+    """Return a @ b by torch's own matmul, without counting FLOPs; see `Matmul`."""
     return bf16.mm(a.t() if transpose_a else a, b.t() if transpose_b else b)
 
 
-# (weight, FP32 gradient of it) -> what autograd shall add to `.grad`, or None
+# (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
 AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
 
 
 def through_autograd(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient in the weight's dtype, for autograd to add to `weight.grad`."""
     return grad.to(weight.dtype)
 
 
 class HeadLoss(nn.Module):
-    """Sum of the cross entropy over counted targets, with the head's weight tied or given."""
+    """Sums the cross entropy over counted targets; the head's weight is an argument."""
 
     def __init__(
         self, matmul: Matmul = plain_matmul, add_grad_weight: AddGradWeight = through_autograd
     ) -> None:
         super().__init__()
         self.matmul, self.add_grad_weight = matmul, add_grad_weight
-        self.grad_scale = 1.0  # of all gradients, not of the loss: FP16's must not vanish
+        self.grad_scale = 1.0  # multiplies all gradients but not the loss: FP16 loss scaling
 
     def forward(
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
     ) -> torch.Tensor:
-        """FP32 scalar (FP64 where the model is): the sum over targets not IGNORE, in nats."""
+        """Return the cross entropy summed over all targets that are not IGNORE, in nats.
+
+        The result is an FP32 scalar, or FP64 if the model is FP64.
+        """
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden_BSD.flatten(0, 1),
             weight_VD,
             targets_BS.flatten(),
             self,
-            torch.is_grad_enabled(),  # always False inside an autograd function
+            torch.is_grad_enabled(),  # read here: it is always False inside an autograd function
         )
         return loss
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """FP32 logits [B, S, V], for generation; FP64 where the model is."""
+        """Return logits [B, S, V] for generation, in FP32, or in FP64 if the model is FP64."""
         flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
         return flat.to(_sum_dtype(flat)).view(*hidden_BSD.shape[:2], -1)
 
     def loss_of_chunk(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The chunk's summed loss, and its gradient with respect to the logits if asked for."""
+        """Return the chunk's summed loss and, if `with_grad`, its gradient by the logits, else
+        None.
+        """
         log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(logits_CV))
         loss = F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
         return loss, _grad_logits(log_probs_CV, targets_C) if with_grad else None
 
     def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Over whoever has other rows of the weight: nobody here."""
+        """Return the hidden states' gradient summed over the ranks that share the vocabulary.
+
+        There are none here; `VocabParallelHeadLoss` overrides this method.
+        """
         return grad_hidden_TD
 
 
@@ -142,7 +155,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_loss,) = grads
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        if grad_loss.device.type != "cpu" or grad_loss.item() != 1.0:  # no wait for a GPU
+        if (
+            grad_loss.device.type != "cpu" or grad_loss.item() != 1.0
+        ):  # `.item()` would wait for a GPU
             grad_hidden_TD = grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype)
             grad_weight_VD = grad_weight_VD * grad_loss
         grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD)
@@ -150,12 +165,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """What sums are kept in: FP32, or FP64 where the model is."""
+    """Return the dtype in which sums are kept: FP32, or FP64 for an FP64 model."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _grad_logits(log_probs_CV: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:
-    """softmax - one_hot(target), 0 for targets that are not counted; overwrites its argument."""
+    """Return softmax - one_hot(target), and 0 for ignored targets; overwrite `log_probs_CV`."""
     grad_CV = log_probs_CV.exp_()
     index_C1 = targets_C.clamp(min=0)[:, None]
     grad_CV.scatter_add_(1, index_C1, grad_CV.new_full(index_C1.shape, -1.0))

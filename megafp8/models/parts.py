@@ -1,7 +1,8 @@
-"""The parts of a GPT, plain: one device, one dtype, autograd, no FP8. The reference for the rest.
+"""Define the parts of a GPT in plain torch: one device, one dtype, autograd, no FP8.
 
-`Parts` is the one seam through which precision and parallelism come in: a subclass replaces what it
-must, the model stays as it is.
+`Parts` is the one interface through which precision and parallelism change the model: a subclass
+overrides the methods that make the modules, and `GPT` stays as it is. The plain parts are the
+reference that tests compare the others with.
 """
 
 # B batch  S sequence  D model width  O out features
@@ -30,47 +31,55 @@ from megafp8.specs.placement import Piece, whole
 
 @dataclass(frozen=True)
 class Rows:
-    """One logical linear whose rows are part of a fused weight: query, key, value, …"""
+    """Names one logical linear (query, key, value, …) whose rows are part of a fused weight."""
 
     name: str
     out_features: int
 
 
 def fused_name(rows: Sequence[Rows]) -> str:
-    """The name of one linear of several `rows`: `….attention.qkv`, `….mlp.fc1`."""
+    """Return the name of a linear that fuses `rows`: `….attention.qkv` or `….mlp.fc1`."""
     if len(rows) == 1:
         return rows[0].name
     return f"{rows[0].name.rpartition('.')[0]}.{'qkv' if len(rows) == 3 else 'fc1'}"
 
 
 class Parts:
-    """Makes a GPT's modules. `name`s are the logical names that checkpoints use."""
+    """Makes a GPT's modules; a subclass overrides methods to change precision or parallelism.
+
+    Every `name` is a logical name, as checkpoints use it. Attributes: `dtype` is what linears
+    compute in, `whole_dtype` that of embeddings and norms, `residual_dtype` that of the residual
+    stream, and `make_core` constructs the attention core.
+    """
 
     def __init__(
         self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams
     ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
-        self.whole_dtype = dtype  # of embeddings and norms
+        self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
     def layer(self, index: int) -> nn.Module:
-        """([B, S, D], attention context) -> [B, S, D]: the whole layer `index`, from 0."""
-        from megafp8.models.block import TransformerLayer  # which is made of these parts
+        """Return the whole layer `index` (from 0): ([B, S, D], attention context) -> [B, S, D]."""
+        from megafp8.models.block import TransformerLayer  # imports this module
 
         return TransformerLayer(self, index)
 
     def embedding(self) -> Embedding:
+        """Return the module that embeds tokens: [B, S] int64 -> [B, S, D] in `residual_dtype`."""
         return Embedding(self)
 
     def word_weight(self, replica: int = 0) -> nn.Parameter:
-        """[V, D], the input's embedding; a replica is another stage's copy of it."""
+        """Return the input embedding's weight [V, D]; `replica` > 0 is another pipeline stage's
+        copy.
+        """
         return self._vocabulary_weight("embedding.word.weight", replica)
 
     def head_weight(self) -> nn.Parameter:
-        """[V, D], the output's own weight."""
+        """Return the output head's own weight [V, D], for a model whose embeddings are not tied."""
         return self._vocabulary_weight("head.weight", 0)
 
     def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
@@ -79,14 +88,17 @@ class Parts:
         return parameter(shape, whole(name, shape, replica), draw, self.whole_dtype)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """Rows of `weight_VD`: [B, S] -> [B, S, D]."""
+        """Return the rows of `weight_VD` that `tokens_BS` name: [B, S] -> [B, S, D]."""
         return F.embedding(tokens_BS, weight_VD)
 
     def norm(self, name: str) -> nn.Module:
+        """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`."""
         return Norm(self, name)
 
     def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
-        """[B, S, D] -> [B, S, all rows]: a norm, if any, and a linear that follows (QKV, FC1)."""
+        """Return a norm, if any, and the linear after it (QKV, FC1): [B, S, D] -> [B, S, all
+        rows].
+        """
         return self._after_norm(norm, PlainLinear(self, rows, self.spec.hidden_size, std))
 
     def _after_norm(self, norm: str | None, linear: nn.Module) -> nn.Module:
@@ -94,11 +106,15 @@ class Parts:
         return nn.Sequential(before, linear)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """[B, S, in] -> [B, S, out]: the attention's projection."""
+        """Return one linear (the attention projection, FC2): [B, S, in] -> [B, S, out]."""
         return PlainLinear(self, [rows], in_features, std)
 
     def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """[B, S, in] -> [B, S, out]: the activation and the linear that follows it (FC2)."""
+        """Return the activation, its dropout and the linear after it (FC2): [B, S, in] -> [B, S,
+        out].
+
+        A gated activation reads [B, S, 2 in].
+        """
         site = f"{rows.name}.dropout"
         return nn.Sequential(
             activation(self.spec.activation),
@@ -107,7 +123,9 @@ class Parts:
         )
 
     def attention_core(self, name: str, index: int) -> nn.Module:
-        """([B, S, queries + keys + values], context) -> [B, S, queries]."""
+        """Return the attention core: ([B, S, queries + keys + values], context) -> [B, S,
+        queries].
+        """
         spec = self.spec
         return self.make_core(
             spec.head_size,
@@ -121,24 +139,24 @@ class Parts:
         )
 
     def local_heads(self) -> slice:
-        """Which query heads this rank holds."""
+        """Return which query heads this rank holds."""
         return slice(0, self.spec.num_attention_heads)
 
     def sequence_length(self, x_BSD: torch.Tensor) -> int:
-        """Tokens of the whole sequence of which `x_BSD` is the residual stream here."""
+        """Return the number of tokens of the sequence that `x_BSD` is this rank's part of."""
         return x_BSD.shape[1]
 
     def own_sequence(self, x_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S, ...] -> the tokens of it whose residual stream is here."""
+        """Return this rank's tokens of [B, S, ...], as the residual stream has them."""
         return x_BS
 
     def recomputed(self, function: Callable[..., Any], *args: Any) -> torch.Tensor:
-        """`function(*args)`, whose activations backward computes again instead of keeping them."""
+        """Return `function(*args)`; backward recomputes its activations instead of keeping them."""
         out: torch.Tensor = checkpoint(
             function,
             *args,
             use_reentrant=False,
-            preserve_rng_state=False,  # dropout is keyed by its place
+            preserve_rng_state=False,  # dropout's numbers are keyed by site and microbatch
             context_fn=self.recompute_contexts,
         )
         return out
@@ -146,33 +164,43 @@ class Parts:
     def recompute_contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What is entered around a forward pass and, later, around computing it again.
+        """Return two contexts: one for a forward pass, one for its later recomputation.
 
-        Evaluated in the forward pass: by the time it is repeated, another microbatch may be the
-        current one, and dropout must draw what it drew.
+        The second context must be made during the forward pass. At the time of recomputation
+        another microbatch may be the current one, and dropout must draw the numbers of the first
+        pass.
         """
         return nullcontext(), self.streams.at(self.streams.position)
 
     def head_loss(self) -> HeadLoss:
+        """Return the module that computes logits and their cross entropy; see `HeadLoss`."""
         return HeadLoss()
 
     def dropout(self, p: float, site: str, *, sharded: bool = False) -> Dropout:
+        """Return dropout with probability `p` at `site`, the name that keys its random numbers.
+
+        `sharded` says that tensor-parallel ranks hold different elements of the tensor.
+        """
         return Dropout(p, site, self.streams, sharded)
 
     def count_attention_flops(self, flops: int) -> None:
-        """Called by the attention core where it multiplies; the plain parts keep no count."""
+        """Count `flops` of attention's products; the plain parts ignore them."""
 
     def normal_parameter(
         self, shape: tuple[int, ...], pieces: Sequence[Piece], std: float
     ) -> nn.Parameter:
+        """Return a parameter in `dtype` that is drawn from N(0, std), with its place in the
+        model.
+        """
         return parameter(shape, pieces, normal(std, self.seed), self.dtype)
 
     def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
+        """Return a parameter in `whole_dtype` that every tensor-parallel rank holds whole."""
         return parameter(shape, whole(name, shape), draw, self.whole_dtype)
 
 
 class Embedding(nn.Module):
-    """Word embeddings, learned positions if there are any, then dropout."""
+    """Adds word embeddings and learned positions, if there are any, then applies dropout."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -192,7 +220,10 @@ class Embedding(nn.Module):
     def forward(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[B, S] int64 -> [B, S, D]; positions count from 0 unless they are given."""
+        """Return the embedded tokens: [B, S] int64 -> [B, S, D].
+
+        Positions count from 0 unless `position_ids_BS` is given.
+        """
         x_BSD = self.look_up(tokens_BS, self.word)
         if self.position is not None:
             if position_ids_BS is None:
@@ -204,7 +235,7 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the model width, into the dtype that linears read."""
+    """Applies LayerNorm or RMSNorm over the model width; the output has the linears' dtype."""
 
     def __init__(self, parts: Parts, name: str) -> None:
         super().__init__()
@@ -216,7 +247,8 @@ class Norm(nn.Module):
             self.bias = parts.whole_parameter(f"{name}.bias", shape, constant(0.0))
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.to(x_BSD.dtype)  # another one if the residual stream is FP32
+        """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
+        weight = self.weight.to(x_BSD.dtype)  # a copy if the residual stream is FP32
         if self.bias is None:
             out_BSD = F.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
         else:
@@ -226,18 +258,19 @@ class Norm(nn.Module):
 
 
 class ToDtype(nn.Module):
-    """Stands where a linear has no norm before it."""
+    """Casts a linear's input to the linear's dtype where no norm comes before the linear."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` in the module's dtype."""
         return x.to(self.dtype)
 
 
 class PlainLinear(nn.Module):
-    """x @ weight.T + bias, where weight may fuse several logical linears."""
+    """Computes x @ weight.T + bias; the weight may fuse several logical linears."""
 
     def __init__(self, parts: Parts, rows: Sequence[Rows], in_features: int, std: float) -> None:
         super().__init__()
@@ -261,24 +294,28 @@ class PlainLinear(nn.Module):
             self.bias = parameter((total,), bias_pieces, constant(0.0), parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output: [B, S, in] -> [B, S, out]."""
         return bf16.linear(x, self.weight, self.bias)
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is keyed by step, microbatch and site."""
+    """Applies dropout whose mask is keyed by step, microbatch and site; see `RandomStreams`."""
 
     def __init__(self, p: float, site: str, streams: RandomStreams, sharded: bool) -> None:
         super().__init__()
         self.p, self.site, self.streams, self.sharded = p, site, streams, sharded
-        # Where layers are compiled: which elements stay, True or False in x's shape.
+        # In compiled layers: a function from x to its boolean mask, True where an element is kept.
         self.traced_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` with dropped elements set to 0 and the others divided by 1 - p, in
+        training.
+        """
         if not self.training or self.p == 0:
             return x
         if self.traced_mask is not None and torch.compiler.is_compiling():
             scale = 1 / (1 - self.p)
-            on_cpu = x.device.type == "cpu"  # where torch rounds it to x's dtype
+            on_cpu = x.device.type == "cpu"  # torch rounds the scale to x's dtype on a CPU
             kept = x * (torch.full((), scale, dtype=x.dtype) if on_cpu else scale)
             return torch.where(self.traced_mask(x), kept, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):

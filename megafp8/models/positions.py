@@ -1,4 +1,4 @@
-"""Positions within attention: rotary embedding (RoPE) and linear biases (ALiBi)."""
+"""Compute positions within attention: rotary embedding (RoPE) and linear biases (ALiBi)."""
 
 # B batch  S sequence  K keys  H heads  E head width  R rotated width
 
@@ -12,13 +12,16 @@ import torch
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the angles, [S, R] or [B, 1, S, R], FP32."""
+    """Holds the cosines and sines of the rotation angles, [S, R] or [B, 1, S, R], in FP32."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def __call__(self, x_BHSE: torch.Tensor) -> torch.Tensor:
-        """Rotate the first R features of each head: pairs are (i, i + R/2), as in GPT-NeoX."""
+        """Return `x_BHSE` with the first R features of each head rotated.
+
+        Feature i is paired with feature i + R/2, as in GPT-NeoX.
+        """
         work = torch.promote_types(x_BHSE.dtype, torch.float32)
         size = self.cos.shape[-1]
         turned, rest = x_BHSE[..., :size].to(work), x_BHSE[..., size:]
@@ -31,10 +34,10 @@ class Rotary:
 def rotary(
     positions: torch.Tensor, size: int, base: float, interpolation_factor: float | None
 ) -> Rotary:
-    """RoPE (Su et al., arXiv 2104.09864) for positions [S] or [B, S].
+    """Return the rotation of RoPE (Su et al., arXiv 2104.09864) for positions [S] or [B, S].
 
-    Angles are FP32 in every run: so are those of Megatron and transformers, whose weights then
-    mean the same here. An interpolation factor f (arXiv 2306.15595) divides the positions.
+    The angles are FP32 in every run, as in Megatron and transformers, so that their weights mean
+    the same here. An interpolation factor f (arXiv 2306.15595) divides the positions by f.
     """
     exponents = torch.arange(0, size, 2, device=positions.device).float() / size
     scaled = positions.float() / (interpolation_factor or 1.0)
@@ -46,10 +49,10 @@ def rotary(
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head (Press et al., arXiv 2108.12409).
+    """Return the slope of each head (Press et al., arXiv 2108.12409).
 
-    For 2^n heads the geometric series from 2^(-8/2^n); others take every second slope of the next
-    series up for the heads beyond the largest power of two.
+    For 2^n heads the slopes are the geometric series that starts at 2^(-8/2^n). For other numbers,
+    the heads beyond the largest power of two take every second slope of the next longer series.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -57,7 +60,10 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def alibi_bias(slopes_H: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """[H, S, K]: -slope * distance for the last S of K positions (above the diagonal it is 0)."""
+    """Return the bias [H, S, K] of the last S of K positions: -slope * distance.
+
+    The bias is 0 above the diagonal, where the causal mask applies.
+    """
     keys = torch.arange(num_keys, device=slopes_H.device)
     queries = keys[num_keys - num_queries :]
     distance_SK = (queries[:, None] - keys).clamp(min=0)

@@ -1,9 +1,9 @@
-"""Random streams keyed by where they are used, so that a resumed run needs no generator state.
+"""Key random streams by the place of their use, so that a resumed run needs no generator state.
 
-Every draw is keyed by seed, step, microbatch and site (the dropout's name): recomputation, another
-order of microbatches and another tensor-parallel size draw the same numbers. Sites whose tensors
-are sharded over tensor-parallel ranks also carry the rank, so that shards differ; where ranks share
-the sequence, all sites carry the rank that has these tokens.
+Every draw is keyed by seed, step, microbatch and site (the dropout's name). So recomputation,
+another order of microbatches and another tensor-parallel size draw the same numbers. A site whose
+tensor is sharded over tensor-parallel ranks also has the rank in its key, so that shards draw
+different numbers. If ranks share the sequence, every site has the context-parallel rank in its key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megafp8.models.init import key_of
 
 
 class RandomStreams:
-    """The position in the run that the streams are keyed by."""
+    """Holds the seed and the position in the run that key the random streams."""
 
     def __init__(self, seed: int, tp_rank: int = 0, cp_rank: int = 0) -> None:
         self.seed, self.tp_rank = seed, tp_rank
@@ -25,17 +25,17 @@ class RandomStreams:
         self._position: tuple[int, int] = (0, 0)
 
     def begin_microbatch(self, step: int, global_index: int) -> None:
-        """`global_index` numbers the step's microbatches over all data-parallel ranks."""
+        """Set the position; `global_index` counts the step's microbatches over all replicas."""
         self._position = (step, global_index)
 
     @property
     def position(self) -> tuple[int, int]:
-        """(step, global index of the microbatch)."""
+        """Return the position: (step, global index of the microbatch)."""
         return self._position
 
     @contextmanager
     def at(self, position: tuple[int, int]) -> Iterator[None]:
-        """As if `position` were the current one: a microbatch's layers are computed again."""
+        """Set the position within the context, so that a microbatch's layers can be recomputed."""
         current, self._position = self._position, position
         try:
             yield
@@ -44,7 +44,7 @@ class RandomStreams:
 
     @contextmanager
     def keyed(self, site: str, device: torch.device, *, sharded: bool = False) -> Iterator[None]:
-        """Torch's default generator of `device` starts at this site's key inside the context."""
+        """Seed torch's default generator of `device` with this site's key within the context."""
         key = key_of(
             self.seed, *self._position, site, self.tp_rank if sharded else "all", *self._tokens
         )

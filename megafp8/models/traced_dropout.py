@@ -1,4 +1,7 @@
-"""Dropout's mask as one operation of a graph. Imported only where torch has what it needs."""
+"""Make dropout's mask one operation of a compiled graph.
+
+This module is imported only if torch can take objects as inputs of a graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from megafp8.models.parts import Dropout
 
 
 class Handle(OpaqueBase):
-    """A dropout as an input of a graph: what keys its mask changes with every microbatch."""
+    """Carries a dropout module into a graph as an input, because its key changes each
+    microbatch.
+    """
 
     def __init__(self, dropout: Dropout) -> None:
         self.dropout = dropout
@@ -23,7 +28,10 @@ register_opaque_type(Handle, typ="reference")
 
 
 def traced_mask(dropout: Dropout) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Which elements of a tensor stay: the same ones as in `Dropout.forward`."""
+    """Return a function from a tensor to its boolean mask: True where an element is kept.
+
+    The mask is the one that `Dropout.forward` draws.
+    """
     handle = Handle(dropout)
     return lambda x: torch.ops.megafp8.dropout_mask(x, handle)
 

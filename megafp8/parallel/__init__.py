@@ -1,1 +1,1 @@
-"""Ranks: starting them, the axes they form, what crosses between them."""
+"""This package starts ranks, forms the mesh axes, and moves tensors between ranks."""

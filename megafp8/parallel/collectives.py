@@ -1,9 +1,9 @@
-"""Collectives of tensors along mesh axes: bytes are counted by axis, operation and dtype.
+"""Define the collectives along mesh axes; bytes are counted by axis, operation and dtype.
 
-Three kinds of traffic do not pass here. FSDP2's gathers and scatters and the sends of pipeline
-schedules are torch's own calls; `parallel/fsdp.py` and `parallel/pipeline.py` add their bytes to
-the same `Traffic`, but for the all-reduce between nodes of a hybrid FSDP run, which is not counted.
-Objects that ranks agree by (`train/saving.py`) are not counted either.
+Three kinds of traffic do not pass through this module. FSDP2's gathers and scatters and the sends
+of pipeline schedules are torch's own calls: `parallel/fsdp.py` and `parallel/pipeline.py` add their
+bytes to the same `Traffic`, except the all-reduce between nodes of a hybrid FSDP run, which is not
+counted. Python objects that ranks exchange (`train/saving.py`) are not counted either.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ import torch.distributed as dist
 # axis, operation, dtype
 TrafficKey = tuple[str, str, str]
 
-# torch 2.13's names; the ones before are deprecated there and gone sometime
+# names since torch 2.13, which deprecates the older ones
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Traffic:
-    """Payload bytes handed to collectives by this rank since the start."""
+    """Counts the payload bytes and calls that this rank has handed to collectives since the
+    start.
+    """
 
     def __init__(self) -> None:
         self.num_bytes: dict[TrafficKey, int] = defaultdict(int)
         self.num_calls: dict[TrafficKey, int] = defaultdict(int)
 
     def add(self, axis: str, operation: str, tensor: torch.Tensor) -> None:
+        """Count one call of `operation` on `axis` with this tensor's bytes and dtype."""
         key = (axis, operation, str(tensor.dtype).removeprefix("torch."))
         self.num_bytes[key] += tensor.numel() * tensor.element_size()
         self.num_calls[key] += 1
@@ -38,12 +41,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Pending:
-    """A reduction under way; `wait` returns its result."""
+    """Holds a reduction that has been started; `wait` returns its result."""
 
     tensor: torch.Tensor
     work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
+        """Wait for the reduction and return the reduced tensor."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -51,13 +55,16 @@ class Pending:
 
 @dataclass(frozen=True)
 class Passing:
-    """A tensor on its way to the next rank and another from the one before; `wait` returns that."""
+    """Holds a tensor that is being sent to the next rank and one that arrives from the previous
+    rank.
+    """
 
-    sent: torch.Tensor  # stays as it is until both have arrived
+    sent: torch.Tensor  # kept alive and unchanged until `wait` returns
     received: torch.Tensor
     works: Sequence[dist.Work] = ()
 
     def wait(self) -> torch.Tensor:
+        """Wait for both transfers and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
@@ -65,9 +72,11 @@ class Passing:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one mesh axis (or several together), as seen from this rank.
+    """Holds the ranks along one mesh axis (or several together), as seen from this rank.
 
-    With `size` 1 every collective is the identity and costs nothing.
+    Every method is a collective: all ranks of the axis must call it in the same order with tensors
+    of the same shape and dtype. With `size` 1 every collective is the identity and costs nothing.
+    Methods that start with `start_` return at once; their result is valid after `wait`.
     """
 
     name: str
@@ -77,23 +86,26 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        """Sum the tensor over the ranks, in place; return it."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM, "all_reduce_sum", False).wait()
 
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        """In place, not waited for."""
+        """Start to sum the tensor over the ranks, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM, "all_reduce_sum", True)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In place. The caller has made NaNs +inf: gloo's MAX treats NaN by rank order."""
+        """Take the elementwise maximum over the ranks, in place; return the tensor.
+
+        The caller must have replaced NaN by +inf, because gloo's MAX treats NaN by rank order.
+        """
         return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", False).wait()
 
     def start_all_reduce_max(self, tensor: torch.Tensor) -> Pending:
-        """`all_reduce_max`, not waited for."""
+        """Start `all_reduce_max`, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, "all_reduce_max", True)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, all of one shape, in the order of ranks."""
+        """Return every rank's tensor in the order of ranks; all have the same shape."""
         if self.size == 1:
             return [tensor]
         self.traffic.add(self.name, "all_gather", tensor)
@@ -102,7 +114,7 @@ class Axis:
         return gathered
 
     def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [size N, ...]: every rank's rows, in the order of ranks."""
+        """Return every rank's rows in the order of ranks: [N, ...] -> [size N, ...]."""
         if self.size == 1:
             return tensor
         self.traffic.add(self.name, "all_gather", tensor)
@@ -111,7 +123,7 @@ class Axis:
         return gathered
 
     def start_reduce_scatter_sum(self, tensor: torch.Tensor) -> Pending:
-        """[size N, ...] -> [N, ...]: this rank's rows of the sum, not waited for."""
+        """Start a sum of which each rank gets its own rows: [size N, ...] -> [N, ...]."""
         if self.size == 1:
             return Pending(tensor, None)
         self.traffic.add(self.name, "reduce_scatter_sum", tensor)
@@ -120,11 +132,14 @@ class Axis:
         return Pending(own, work)
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[size N] -> [N]: this rank's range, a view."""
+        """Return a view of this rank's range: [size N] -> [N]."""
         return tensor.chunk(self.size)[self.rank]
 
     def start_reduce_scatter_in_place(self, tensor: torch.Tensor) -> Pending:
-        """[size N]: the sum into this rank's range of it, not waited for; the rest stays."""
+        """Start a sum of [size N] that is written into this rank's range [N] of the tensor.
+
+        The rest of the tensor keeps its values.
+        """
         own = self.own_part(tensor)
         if self.size == 1:
             return Pending(own, None)
@@ -132,7 +147,7 @@ class Axis:
         return Pending(own, _reduce_scatter(own, tensor, group=self.group, async_op=True))
 
     def start_all_gather_in_place(self, tensor: torch.Tensor) -> Pending:
-        """[size N]: every rank's range into all of it, not waited for."""
+        """Start to fill the tensor [size N] with every rank's own range [N] of it."""
         if self.size == 1:
             return Pending(tensor, None)
         own = self.own_part(tensor)
@@ -140,26 +155,33 @@ class Axis:
         return Pending(tensor, _all_gather(tensor, own, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """In place: the tensor of the rank `source` of this axis."""
+        """Copy the tensor of rank `source` of this axis to all its ranks, in place; return it."""
         if self.size > 1:
             self.traffic.add(self.name, "broadcast", tensor)
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def start_send(self, tensor: torch.Tensor, target: int) -> dist.Work:
-        """To the rank `target` of this axis; the tensor stays as it is until the work is done."""
+        """Start to send the tensor to rank `target` of this axis.
+
+        The tensor must not change until the returned work is done.
+        """
         self.traffic.add(self.name, "send", tensor)
         work = dist.isend(tensor, group=self.group, group_dst=target)
         assert work is not None
         return work
 
     def start_shift(self, tensor: torch.Tensor) -> Passing:
-        """To the next rank of the ring, for the tensor of the one before, of the same shape."""
+        """Start to send the tensor to the next rank of the ring and to receive one from the
+        previous.
+
+        Both tensors have the same shape and dtype. The sent tensor must not change before `wait`.
+        """
         if self.size == 1:
             return Passing(tensor, tensor)
         self.traffic.add(self.name, "send", tensor)
         received = torch.empty_like(tensor)
-        if tensor.device.type == "meta":  # a simulated rank's, which nobody sends to
+        if tensor.device.type == "meta":  # a simulated rank has no peers
             return Passing(tensor, received)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -171,7 +193,9 @@ class Axis:
         return Passing(tensor, received, works)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """In place, from the rank `source` of this axis; its sender counts the bytes."""
+        """Receive the tensor from rank `source` of this axis, in place; only the sender counts
+        the bytes.
+        """
         dist.recv(tensor, group=self.group, group_src=source)
         return tensor
 

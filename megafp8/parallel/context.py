@@ -1,4 +1,4 @@
-"""Context parallelism: which tokens of a sequence a rank has, and whole results from the parts."""
+"""Cut sequences into the parts of context parallelism, and put whole results together again."""
 
 # B batch  S sequence  V vocabulary
 
@@ -12,7 +12,10 @@ from megafp8.parallel.collectives import Axis
 
 
 def own_tokens(x_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """[B, S, ...] -> [B, S/cp, ...]: of 2 cp chunks the rank-th from each end, see `ring`."""
+    """Return this rank's tokens of a sequence: [B, S, ...] -> [B, S/cp, ...].
+
+    Of 2 cp chunks rank r has chunks r and 2 cp - 1 - r; see `parallel/ring.py`.
+    """
     if cp.size == 1:
         return x_BS
     chunks = x_BS.chunk(2 * cp.size, dim=1)
@@ -20,13 +23,16 @@ def own_tokens(x_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
 
 
 def own_positions(shape: tuple[int, ...], cp: Axis, device: torch.device) -> torch.Tensor:
-    """The places [B, S/cp] of a rank's tokens in whole sequences of `shape` [B, S]."""
+    """Return the positions [B, S/cp] of this rank's tokens in whole sequences of `shape` [B, S]."""
     batch, seq = shape
     return own_tokens(torch.arange(seq, device=device)[None], cp).expand(batch, -1)
 
 
 def whole_sequence(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """[B, S/cp, ...] -> [B, S, ...] in the order of the sequence; no autograd."""
+    """Return all ranks' parts in the order of the sequence: [B, S/cp, ...] -> [B, S, ...].
+
+    Gradients do not flow through this function.
+    """
     if cp.size == 1:
         return x_BSF
     halves = [part.chunk(2, dim=1) for part in cp.all_gather(x_BSF.contiguous())]
@@ -35,13 +41,17 @@ def whole_sequence(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:
 
 
 class HasLogits(Protocol):
+    """Describes a model that computes logits from tokens and their positions."""
+
     def logits(
         self, tokens_BS: torch.Tensor, *, position_ids_BS: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """Return the logits of `tokens_BS`: [B, S] -> FP32 [B, S, V]."""
+        ...
 
 
 def whole_logits(model: HasLogits, tokens_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """FP32 [B, S, V] on every rank, of tokens [B, S] that every rank has."""
+    """Return FP32 logits [B, S, V] on every rank, for tokens [B, S] that every rank has."""
     if cp.size == 1:
         return model.logits(tokens_BS)
     positions_BS = own_positions(tuple(tokens_BS.shape), cp, tokens_BS.device)

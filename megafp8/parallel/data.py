@@ -1,4 +1,4 @@
-"""Data parallelism: gradients are summed over replicas, while backward still runs."""
+"""Sum gradients over data-parallel replicas while the backward pass still runs."""
 
 from __future__ import annotations
 
@@ -15,50 +15,54 @@ from megafp8.precision.grad_sink import ComputeGrad, GradSink
 
 @dataclass
 class Bucket:
-    """Consecutive parameters' gradients, reduced together.
+    """Holds the gradients of consecutive parameters, which are reduced together.
 
-    `is_scattered`: of the sum each rank gets its own range alone, in place.
+    If `is_scattered`, each rank gets only its own range of the sum, in place.
     """
 
-    gradient: torch.Tensor  # a part of the flat buffer
+    gradient: torch.Tensor  # a view of the flat gradient buffer
     params: frozenset[nn.Parameter]
     is_scattered: bool = False
-    reduced: Pending | None = field(default=None)  # under way
+    reduced: Pending | None = field(default=None)  # the reduction that has been started
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a step with some number of microbatches does."""
+    """Says what a step with some number of microbatches does."""
 
-    order: list[int]  # in which buckets become complete
-    num_gradients: dict[int, int]  # of a step, by bucket
+    order: list[int]  # the order in which buckets become complete
+    num_gradients: dict[int, int]  # the gradients of a step, by bucket
 
 
 class GradReducer:
-    """Sums buckets of gradients over `axis`, each as soon as its last gradient is in.
+    """Sums buckets of gradients over `axis`, each as soon as its last gradient has been added.
 
-    How many gradients a parameter gets in a step is seen in the first step with that number of
-    microbatches, which is reduced at its end, and so is the order in which buckets become complete.
-    Ranks run the same program and agree on both. The sums are the same, bit for bit, whenever a
-    bucket is reduced: its bounds are fixed.
+    The first step with a given number of microbatches records how many gradients each parameter
+    gets and in which order buckets become complete; that step is reduced at its end. All ranks run
+    the same program and so record the same. The bounds of buckets are fixed, so the sums are the
+    same bit for bit whenever a bucket is reduced.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], axis: Axis, *, dtype: torch.dtype = torch.float32
     ) -> None:
-        """BF16 halves what is sent and rounds each addend."""
+        """Take the buckets to reduce; `dtype` is what gradients are sent in.
+
+        BF16 halves the bytes that are sent and rounds each addend.
+        """
         self.axis, self.dtype = axis, dtype
         self.buckets = list(buckets)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self._plans: dict[int, _Plan] = {}  # by number of microbatches
+        self._plans: dict[int, _Plan] = {}  # the plan for each number of microbatches
         self._num_microbatches = 0
-        self._seen: list[nn.Parameter] = []  # of this step, where there is no plan yet
-        self._missing: dict[int, int] = {}  # gradients still to come, by bucket
-        self._order: list[Bucket] = []  # still to be reduced, last one first
-        for param in self._bucket_of:  # what autograd delivers; the sink has taken it by then
+        self._seen: list[nn.Parameter] = []  # this step's gradients, while there is no plan
+        self._missing: dict[int, int] = {}  # the gradients that a bucket still waits for
+        self._order: list[Bucket] = []  # buckets to reduce, the last one first
+        for param in self._bucket_of:  # for gradients that autograd accumulates
             param.register_post_accumulate_grad_hook(self._note)
 
     def begin_step(self, num_microbatches: int) -> None:
+        """Expect the gradients of a step of `num_microbatches` microbatches."""
         self._num_microbatches = num_microbatches
         self._seen.clear()
         plan = self._plans.get(num_microbatches)
@@ -66,7 +70,9 @@ class GradReducer:
         self._order = [] if plan is None else [self.buckets[i] for i in reversed(plan.order)]
 
     def note(self, param: nn.Parameter) -> None:
-        """A gradient of `param` is in its sum."""
+        """Note that a gradient of `param` has been added; reduce its bucket if it was the last
+        one.
+        """
         if self._num_microbatches not in self._plans:
             self._seen.append(param)
             return
@@ -77,7 +83,7 @@ class GradReducer:
             self._start(self._order.pop())
 
     def finish(self) -> None:
-        """All sums are in the buffer."""
+        """Reduce what is left and wait until all sums are in the buffer."""
         if self._num_microbatches not in self._plans:
             self._plans[self._num_microbatches] = self._plan()
         for bucket in self.buckets:
@@ -92,16 +98,16 @@ class GradReducer:
             bucket.reduced = None
 
     def _plan(self) -> _Plan:
-        """From the gradients that this step has seen, in their order."""
+        """Return the plan that follows from the gradients of this step, in their order."""
         counts = Counter(self._seen)
         last = {param: number for number, param in enumerate(self._seen)}
-        # A bucket with a parameter that gets no gradient is for the end: it is zeroed there.
+        # A bucket whose parameter gets no gradient is zeroed and reduced at the end.
         full = [i for i, b in enumerate(self.buckets) if all(counts[p] for p in b.params)]
         order = sorted(full, key=lambda i: max(last[p] for p in self.buckets[i].params))
         return _Plan(order, {id(b): sum(counts[p] for p in b.params) for b in self.buckets})
 
     def _start(self, bucket: Bucket) -> None:
-        sent = bucket.gradient.to(self.dtype)  # itself if it has the dtype
+        sent = bucket.gradient.to(self.dtype)  # no copy if the dtype is the same
         if bucket.is_scattered:
             bucket.reduced = self.axis.start_reduce_scatter_in_place(sent)
         else:
@@ -113,13 +119,14 @@ class GradReducer:
 
 
 class NotingSink:
-    """Tells a reducer of each gradient that has been added."""
+    """Adds gradients through another sink and tells a `GradReducer` of each one."""
 
     def __init__(self, inner: GradSink) -> None:
         self.inner = inner
-        self.reducer: GradReducer | None = None  # made when the model is there
+        self.reducer: GradReducer | None = None  # set after the model has been built
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Add a weight's gradient as the inner sink does; see `GradSink.add`."""
         added = self.inner.add(weight, compute)
         self._note(weight, added)
         return added
@@ -127,19 +134,26 @@ class NotingSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
+        """Add the gradient of an embedding's rows as the inner sink does; see
+        `GradSink.add_rows`.
+        """
         added = self.inner.add_rows(weight_VD, rows_T, grad_TD)
         self._note(weight_VD, added)
         return added
 
     def _note(self, weight: nn.Parameter, added: torch.Tensor | None) -> None:
-        if added is None and self.reducer is not None:  # else autograd will deliver it
+        if (
+            added is None and self.reducer is not None
+        ):  # a returned gradient is noted by autograd's hook
             self.reducer.note(weight)
 
 
 def buckets_of(
     flat_grad: torch.Tensor, params: Sequence[nn.Parameter], bucket_bytes: int
 ) -> list[Bucket]:
-    """Consecutive parameters, in the order of the buffer, until `bucket_bytes` are reached."""
+    """Return buckets of consecutive parameters, in the buffer's order, of about `bucket_bytes`
+    each.
+    """
     size = bucket_bytes // flat_grad.element_size()
     buckets: list[Bucket] = []
     begin = end = 0

@@ -1,4 +1,4 @@
-"""Weight gradients computed later than input gradients, for zero-bubble pipelines."""
+"""Compute weight gradients later than input gradients, for zero-bubble pipelines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megafp8.precision.grad_sink import ComputeGrad, GradSink
 
 
 class DeferringSink:
-    """Keeps what linears hand it until the runner that `take` returns is called.
+    """Keeps weight gradient products until the function that `take` returns is called.
 
-    A backward pass then computes input gradients only: its operands, FP8 or not, wait here with
-    the product that is still to be computed. So each is cast, and its amax taken, once.
+    A backward pass then computes input gradients only. The operands of each weight gradient, in FP8
+    or not, are kept with its product, so each operand is cast once and its amax is recorded once.
     """
 
     def __init__(self, inner: GradSink) -> None:
@@ -22,20 +22,24 @@ class DeferringSink:
         self._waiting: list[Callable[[], object]] = []
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Keep the product that computes the weight's gradient; return None, because it comes
+        later.
+        """
         self._waiting.append(lambda: self.inner.add(weight, compute))
         return None
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
+        """Keep the gradient of an embedding's rows to be added later; return None."""
         self._waiting.append(lambda: self.inner.add_rows(weight_VD, rows_T, grad_TD))
         return None
 
     def take(self) -> Callable[[], None]:
-        """What has come since the last call, to be run once."""
+        """Return a function that adds all gradients kept since the last call; it must run once."""
         waiting, self._waiting = self._waiting, []
 
-        @torch.no_grad()  # as in the backward pass that they come from
+        @torch.no_grad()  # as in the backward pass that made the operands
         def run() -> None:
             for add in waiting:
                 added = add()

@@ -1,11 +1,12 @@
-"""Parameters shared out over replicas by FSDP2 (`fully_shard`), one transformer block at a time.
+"""Shard parameters over replicas with FSDP2 (`fully_shard`), one transformer block at a time.
 
-FSDP keeps FP32 shards of the parameters along their first dim: they are the masters. It gathers a
-block's weights in the compute dtype before they are used and reduce-scatters its gradients after
-each microbatch, in FP32 unless asked otherwise. Sums, never means: one division comes later.
+FSDP keeps FP32 shards of the parameters along their first dim; the shards are the master weights.
+It gathers a block's weights in the compute dtype before they are used, and it reduce-scatters the
+block's gradients after each microbatch, in FP32 unless configured otherwise. Gradients are summed,
+never averaged; the step divides once at its end.
 
-With `fp8_params`, or where torchao is asked to, the linears' weights cross as FP8 bytes, by a scale
-that the ranks have agreed on, and are put down in the compute dtype for the time of their use.
+With `fp8_params`, or if torchao is configured to, the weights of linears are sent as FP8 bytes with
+a scale that all ranks share, and are stored in the compute dtype while they are used.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model whose modules FSDP gathers; `params` are its shards, in the model's order."""
+    """Holds the modules that FSDP gathers and their shards `params`, in the model's order."""
 
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
-    gathered_in_fp8: dict[nn.Parameter, GatheredFp8]  # of `params`, those that cross in FP8
+    gathered_in_fp8: dict[nn.Parameter, GatheredFp8]  # the `params` that are sent in FP8
 
 
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
-    """In place. The unrounded initial weights become the FP32 shards.
+    """Shard the model's parameters in place; the unrounded initial weights become the FP32 shards.
 
-    Until now every rank has had the whole model.
+    Before this call every rank must hold the whole model.
     """
     assert spec.fsdp is not None and mesh.data.size > 1
     pieces = {}
@@ -95,7 +96,7 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
 
 
 def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
-    """Hang FSDP's two hooks around an all-gather on a shard, which stays an ordinary tensor."""
+    """Attach FSDP's two all-gather hooks to a shard, which stays an ordinary tensor."""
 
     def before(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
@@ -103,8 +104,8 @@ def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
         part_fp8 = form.agreed.quantized(local_RI.detach().to(form.compute_dtype))
         payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
         payload[: local_RI.shape[0]] = part_fp8.payload.view(torch.uint8)
-        # FSDP calls this on a stream of its own and `after` on the compute stream, and drops the
-        # metadata before that one has run: all it may hold is what somebody else holds too.
+        # FSDP calls `before` on its own stream and `after` on the compute stream. It drops the
+        # metadata before `after` has run, so other objects must hold every tensor in it.
         return (payload,), (size[0], part_fp8.dequant_scale, part_fp8.fmt)
 
     @torch.no_grad()
@@ -119,7 +120,7 @@ def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
         weight_OI = Fp8Tensor(payload, dequant_scale, fmt).dequantize(dtype)
         if out is None:
             return weight_OI, (weight_OI,)
-        with _unsafe_preserve_version_counter(out):  # as FSDP does
+        with _unsafe_preserve_version_counter(out):  # as FSDP itself does here
             out.copy_(weight_OI)
         return None
 
@@ -147,7 +148,7 @@ class _CountedReduceScatter(DefaultReduceScatter):
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that FSDP shares out; others are as they are."""
+    """Return this rank's shard of a tensor that FSDP shards; return any other tensor unchanged."""
     if not isinstance(param, DTensor):
         return param
     local: torch.Tensor = param._local_tensor
@@ -155,13 +156,15 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
-    """FSDP's mesh of this rank's replicas, and those that share the parameters out."""
+    """Return FSDP's device mesh of this rank's replicas, and the axis that shards the
+    parameters.
+    """
     assert spec.fsdp is not None and spec.pp == 1
     data, kind = mesh.data, mesh.device.type
     assert data.group is not None
     if spec.fsdp.strategy != "hybrid":
         return DeviceMesh.from_group(data.group, kind, mesh_dim_names=("shard",)), data
-    # Ranks of a node are neighbours: rank = (node x share + place) x tp + tp's rank.
+    # Ranks of a node are neighbours: rank = (node x shard size + shard) x tp + tp rank.
     share, place = data.size // spec.num_nodes, range(data.size // spec.num_nodes)
     nodes, tps = range(spec.num_nodes), range(mesh.tp.size)
     rows = [[[(n * share + s) * len(tps) + t for s in place] for n in nodes] for t in tps]

@@ -1,8 +1,8 @@
 """Start a job's ranks on this machine and watch them, or join those that torchrun has started.
 
-Torch's elastic launcher ends the other ranks as soon as one of them leaves, and so cuts short
-those that still save; it also tells no exit code after a signal and leaves orphans if it is
-killed. Ours lives as long as its ranks, and no rank outlives it.
+Torch's elastic launcher ends the other ranks as soon as one of them exits, which kills ranks that
+are still saving. It also gives no exit code after a signal, and its ranks become orphans if it is
+killed. This launcher lives as long as its ranks, and no rank outlives it.
 """
 
 from __future__ import annotations
@@ -28,47 +28,50 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
 RESTARTED = (int(ExitCode.CRASHED), int(ExitCode.HUNG))
 """What another start may mend; a setting or a loss that is not finite it will not."""
-SHUTDOWN_SECONDS = 120.0  # for a rank to finish its step and save after a signal
-GRACE_SECONDS = 5.0  # for ranks that learn of another one's error to say theirs
+SHUTDOWN_SECONDS = 120.0  # time for a rank to finish its step and save after a signal
+GRACE_SECONDS = 5.0  # time for ranks that see another rank's error to report their own
 LAUNCHER = "MEGAFP8LAUNCHER_PID"
 _NOTES = "MEGAFP8_NOTES"
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def is_rank() -> bool:
-    """Whether a launcher (ours or torchrun) has started this process as one of its ranks."""
+    """Return whether a launcher (ours or torchrun) has started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def has_launcher() -> bool:
-    """Whether this process is a rank of our own launcher."""
+    """Return whether this process is a rank of our own launcher."""
     return is_rank() and LAUNCHER in os.environ
 
 
 def prepare_allocator(environment: MutableMapping[str, str]) -> None:
     """Let CUDA's allocator grow its segments, so that memory freed in one size serves another.
 
-    torch reads this once, before CUDA starts. What the user has chosen stays.
+    torch reads the variable once, before CUDA starts. A value that the user has set is kept.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def follow_launcher() -> None:
-    """A rank of ours dies with its launcher, however that dies (Linux); others are left alone."""
+    """Make this process end when our launcher ends, however it ends (Linux only).
+
+    A process without our launcher is not changed.
+    """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not is_rank() or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before we asked
+    if os.getppid() != int(launcher):  # the launcher died before the call above
         os._exit(int(ExitCode.CRASHED))
 
 
 def run_process(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end this process with the exit code that it returns.
 
-    A rank whose `main` raises prints the traceback and leaves without destructors too: those of
-    process groups can wait for ranks that will never answer.
+    If `main` raises, the traceback is printed and the process ends without running destructors:
+    those of process groups can wait for ranks that will never answer.
     """
     try:
         code = main()
@@ -81,8 +84,9 @@ def run_process(main: Callable[[], int]) -> NoReturn:
 
 
 def leave_process(code: int) -> NoReturn:
-    """End this process. A rank leaves without destructors: gloo's threads at times abort in them,
-    and the job would count as crashed.
+    """End this process with `code`; a rank ends without running destructors.
+
+    gloo's threads sometimes abort in destructors, and the job would then count as crashed.
     """
     if is_rank():
         sys.stdout.flush()
@@ -92,11 +96,11 @@ def leave_process(code: int) -> NoReturn:
 
 
 def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: int = 0) -> int:
-    """Run `script argv…` as `num_ranks` ranks here; returns the job's exit code.
+    """Run `script argv…` as `num_ranks` ranks on this machine; return the job's exit code.
 
-    A signal that asks to save and leave is passed on to every rank; a second one ends all at once.
-    Ranks that die or hang are all started again, up to `max_restarts` times; they find their way
-    back to the run by themselves.
+    The first signal that asks to save and leave is passed on to every rank; the second one ends all
+    ranks at once. If ranks die or hang, all ranks are started again, up to `max_restarts` times,
+    and resume the run from its newest checkpoint.
     """
     signals: list[signal.Signals] = []
 
@@ -107,7 +111,7 @@ def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: in
     try:
         for restart in range(max_restarts + 1):
             counts = {
-                "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names for them
+                "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names of the restart counts
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             }
             code = _run([sys.executable, "-u", script, *argv], num_ranks, counts, signals)
@@ -126,18 +130,18 @@ def _run(
     counts: Mapping[str, str],
     signals: Sequence[signal.Signals],
 ) -> int:
-    """One life of the job; nothing of it is left when this returns its exit code."""
+    """Run all ranks once and return the job's exit code; no process of the job is left then."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
 
-    # The ranks meet here: a port that is taken already when they are told of it. Each life has a
-    # store of its own, without the addresses of ranks that are dead.
+    # The launcher serves the store, so the ranks get a port that is already listening. Each start
+    # has a new store, without the addresses of ranks that are dead.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # what ranks died of
+    notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # where ranks write why they died
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
             own = _environment(rank, num_ranks, store.port, notes)
-            # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+            # Each rank has its own session: Ctrl-C reaches only the launcher, which passes it on.
             ranks.append(
                 subprocess.Popen(
                     command, env={**os.environ, **own, **counts}, start_new_session=True
@@ -150,7 +154,7 @@ def _run(
 
 
 def note_death(error: BaseException) -> None:
-    """Tell the launcher what this rank dies of; it says so when all have left."""
+    """Write why this rank dies to a file that the launcher reports after all ranks have left."""
     folder = os.environ.get(_NOTES)
     if folder is not None and is_rank():
         text = str(error).strip().splitlines()
@@ -158,7 +162,7 @@ def note_death(error: BaseException) -> None:
         try:
             Path(folder, os.environ["RANK"]).write_text(note)
         except OSError:
-            pass  # its traceback is on stderr all the same
+            pass  # the traceback on stderr tells the same
 
 
 def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[str, str]:
@@ -166,7 +170,7 @@ def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[s
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": "lo",  # all ranks are on this machine
-        # What a rank says of its lost connections would bury another one's message.
+        # Messages about lost connections would hide the message of the rank that failed.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | {
@@ -186,7 +190,7 @@ def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[s
 def _watch(
     ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Signals], notes: Path
 ) -> int:
-    """Wait for the ranks; returns the job's exit code."""
+    """Wait for the ranks and return the job's exit code."""
     first_failed: int | None = None
     passed_on = False
     deadline = float("inf")
@@ -214,7 +218,9 @@ def _code_of_job(
     asked: signal.Signals | None,
     notes: Path,
 ) -> int:
-    """Names the rank that failed first, unless it has spoken for itself."""
+    """Return the job's exit code and report the rank that failed first, unless it reported
+    itself.
+    """
     codes = [rank.poll() for rank in ranks]
     if first_failed is None:
         failed = [i for i, code in enumerate(codes) if _is_failure(code)]
@@ -228,7 +234,9 @@ def _code_of_job(
             return code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         error = ""
-        if code > 0 and (noted := _first_note(notes)) is not None:  # others die of its death
+        if (
+            code > 0 and (noted := _first_note(notes)) is not None
+        ):  # the other ranks die because this one did
             first_failed, error = noted[0], f": {noted[1]}"
         _tell(f"rank {first_failed} died ({how}){error}; the other ranks were ended")
         return int(ExitCode.CRASHED)
@@ -243,7 +251,7 @@ def _code_of_job(
 
 
 def _first_note(notes: Path) -> tuple[int, str] | None:
-    """The rank that noted an error first, and the error."""
+    """Return the rank that noted an error first, and the error."""
     files = sorted(notes.iterdir(), key=lambda file: file.stat().st_mtime_ns)
     return (int(files[0].name), files[0].read_text()) if files else None
 
@@ -268,7 +276,7 @@ def _code(rank: subprocess.Popen[bytes]) -> int:
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Nothing that a rank has started outlives the job either."""
+    """Kill the ranks and every process that they have started."""
     for rank in ranks:
         try:
             os.killpg(rank.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The axes of a run's ranks."""
+"""Form the axes of a run's ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Every group of ranks that communicates, as seen from this rank.
+    """Holds every group of ranks that communicates, as seen from this rank.
 
     world   all ranks
     tp      the ranks that share each matrix
@@ -29,9 +29,9 @@ class Mesh:
     dp      replicas that train on other samples
     pp      the stages of one pipeline, in order
     data    dp x cp: the ranks whose gradients of the same weights are summed
-    stage   tp x cp x dp: all ranks of this rank's pipeline stage, which see the same tensors
-    amax    those over which their amaxes are reduced: `stage`, or tp x cp alone
-    ends    the first and the last rank of this pipeline; size 1 for those between
+    stage   tp x cp x dp: all ranks of this rank's pipeline stage, which hold the same layers
+    amax    the ranks over which amaxes are reduced: `stage`, or tp x cp alone
+    ends    the first and the last rank of this pipeline; size 1 for the ranks between
     """
 
     device: torch.device
@@ -45,15 +45,16 @@ class Mesh:
     amax: Axis
     ends: Axis
     traffic: Traffic
-    store: Store | None = None  # where ranks leave messages; None: one rank
+    store: Store | None = None  # the ranks' common key-value store; None with one rank
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is rank 0 of the run."""
         return self.world.rank == 0
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """A global rank's place on each of `AXES`."""
+    """Return the position of a global rank on each of `AXES`."""
     place = {}
     for axis in AXES:
         rank, place[axis] = divmod(rank, sizes[axis])
@@ -61,7 +62,10 @@ def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def groups_along(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[int]]:
-    """Global ranks of every group that spans `axes`: within one, only those coordinates differ."""
+    """Return the global ranks of every group that spans `axes`.
+
+    Within a group only the coordinates on `axes` differ.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for place in product(*(range(sizes[axis]) for axis in reversed(AXES))):
         at = dict(zip(reversed(AXES), place, strict=True))
@@ -73,7 +77,7 @@ def groups_along(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[i
 
 
 def single_rank(device: torch.device | None = None) -> Mesh:
-    """One process, no groups."""
+    """Return the mesh of one process without process groups."""
     return _mesh(device or torch.device("cpu"), dict.fromkeys(AXES, 1), 0)
 
 
@@ -86,7 +90,7 @@ def join(spec: ParallelSpec) -> Mesh:
     if spec.world_size == 1:
         return single_rank(device)
     store = None
-    if not dist.is_initialized():  # else a second mesh over the same ranks
+    if not dist.is_initialized():  # a second mesh over the same ranks reuses the group
         store = rendezvous.connect("nccl" if on_gpu else "gloo")
     sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
     mesh = _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
@@ -94,22 +98,23 @@ def join(spec: ParallelSpec) -> Mesh:
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup | None:
-    """The axis's process group; one of this rank alone where the axis has only this one of many.
+    """Return the axis's process group, for libraries that take None for all ranks.
 
-    For libraries that take None for all ranks. It is None only where there are no process groups.
+    If the axis has only this rank and the run has more, the group holds this rank alone. The result
+    is None only if there are no process groups.
     """
     if axis.size > 1 or not dist.is_initialized():
         return axis.group
-    # Only this rank makes it: the others need not come here.
+    # The group holds only this rank, so the others need not call this.
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
 
 
 def leave() -> None:
-    """Drop the process groups, on all ranks or on none.
+    """Destroy the process groups, on all ranks or on none.
 
-    NCCL finishes what is under way before it lets go of a group, and waits for the other ranks to
-    do the same. A rank that fails alone must leave its groups as they are and end its process.
+    NCCL finishes pending work before it destroys a group and waits for the other ranks to do the
+    same. A rank that fails alone must leave its groups as they are and end its process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -118,7 +123,7 @@ def leave() -> None:
 def _mesh(
     device: torch.device, sizes: Mapping[str, int], rank: int, tp_only_amax_red: bool = False
 ) -> Mesh:
-    """All ranks make all groups, in the same order."""
+    """Return this rank's mesh; every rank creates all groups, in the same order."""
     traffic = Traffic()
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 

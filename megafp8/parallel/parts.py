@@ -1,4 +1,4 @@
-"""The parts of a GPT with our own linears: FP8 or not, on one rank or tensor-parallel."""
+"""Define the parts of a GPT with our own linears: FP8 or not, on one rank or tensor-parallel."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ from megafp8.specs.placement import Piece
 
 
 class NativeParts(Parts):
-    """QKV, projection, FC1 and FC2 go through `precision.linear`; the vocabulary is
-    shared out over tensor-parallel ranks too."""
+    """Makes QKV, projection, FC1 and FC2 of `precision.linear`, and shards over tensor parallelism.
+
+    The vocabulary of embedding and head is sharded over the tensor-parallel ranks too. Methods that
+    are not described here are described in `Parts`; their shapes are those of this rank.
+    """
 
     def __init__(
         self,
@@ -69,6 +72,9 @@ class NativeParts(Parts):
             self.make_core = partial(RingAttentionCore, cp=cp)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
+        """Return the embeddings of `tokens_BS`; with sequence parallelism this rank's [B, S/tp,
+        D].
+        """
         if self.tp.size > 1:
             return vocab_parallel_look_up(
                 tokens_BS, weight_VD, self.sink, self.tp, scatter=self.sequence_parallel
@@ -76,7 +82,7 @@ class NativeParts(Parts):
         return look_up(tokens_BS, weight_VD, self.sink)
 
     def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
-        """[V/tp, D]: this rank's part of the vocabulary."""
+        """Return this rank's rows [V/tp, D] of the vocabulary's weight."""
         shape = (self.spec.vocab_size, self.spec.hidden_size)
         piece = vocabulary_piece(name, shape, self.tp, replica)
         local = (shape[0] // self.tp.size, shape[1])
@@ -84,6 +90,7 @@ class NativeParts(Parts):
         return parameter(local, [piece], draw, self.whole_dtype)
 
     def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
+        """Return a norm, if any, and a column-parallel linear (QKV, FC1)."""
         in_features = self.spec.hidden_size
         weights, biases = column_pieces(rows, in_features, self.tp)
         share = sum(part.out_features for part in rows) // self.tp.size
@@ -97,6 +104,7 @@ class NativeParts(Parts):
         return FusedLinear(producer, self.dtype, before, linear)
 
     def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
+        """Return the activation, its dropout and a row-parallel linear (FC2)."""
         modules = super().act_linear(rows, in_features, std)
         assert isinstance(modules, nn.Sequential)
         kind = KINDS.get(self.spec.activation)
@@ -105,6 +113,7 @@ class NativeParts(Parts):
         return FusedLinear(ActivationProducer(kind), self.dtype, *modules)
 
     def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
+        """Return a row-parallel linear (the attention projection)."""
         weights, biases = row_pieces(rows, in_features, self.tp)
         shape = (rows.out_features, in_features // self.tp.size)
         comm = self._comm(RowParallel, SequenceRowParallel)
@@ -147,13 +156,19 @@ class NativeParts(Parts):
     def recompute_contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """A repeated pass also casts with the scales of the first one and records no amax."""
+        """Return two contexts, for a forward pass and for its recomputation; see `Parts`.
+
+        A recomputation also casts with the scales of the first pass and records no amax.
+        """
         first, again = super().recompute_contexts()
         if self.scaling is None:
             return first, again
         return first, _both(again, self.scaling.recomputation())
 
     def attention_core(self, name: str, index: int) -> nn.Module:
+        """Return the attention core of this rank's heads; ring attention with context
+        parallelism.
+        """
         core = super().attention_core(name, index)
         return WholeSequence(core, self.tp) if self.sequence_parallel else core
 
@@ -207,8 +222,10 @@ class NativeParts(Parts):
 
 
 class FusedLinear(nn.Sequential):
-    """A norm or an activation, dropout perhaps, and a linear; one after the other, or, where the
-    linear reads FP8 whose scale is known and Triton runs, one pass of what is before it that casts.
+    """Applies a norm or an activation, perhaps dropout, and then a linear.
+
+    If the linear reads FP8 with a known scale and Triton runs, one kernel computes the norm or
+    activation and casts its output. Otherwise the modules run one after the other.
     """
 
     def __init__(self, producer: Producer, dtype: torch.dtype, *modules: nn.Module) -> None:
@@ -216,10 +233,13 @@ class FusedLinear(nn.Sequential):
         self.producer, self.dtype = producer, dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output; the norm's or activation's output is cast in the same pass
+        if possible.
+        """
         *before, linear = self
         drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
         out = None
-        if isinstance(linear, Linear) and not drops:  # others' linears read no FP8 of ours
+        if isinstance(linear, Linear) and not drops:  # other backends' linears cast their own input
             out = linear.after(self.producer, x, self.dtype)
         if out is None:
             for module in self:
@@ -235,5 +255,5 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 def linears_of(model: nn.Module) -> list[Linear]:
-    """The model's own linears, in order."""
+    """Return our own linears of the model, in the model's order; other backends' are left out."""
     return [module for module in model.modules() if isinstance(module, Linear)]

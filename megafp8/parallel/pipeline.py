@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank holds some layers; microbatches pass from stage to stage.
+"""Run pipeline parallelism: each rank holds some layers; microbatches pass from stage to stage.
 
-The order of work is `torch.distributed.pipelining`'s. Stage inputs and outputs are declared, never
-inferred: inference runs the model once more, which would record amaxes twice. Losses are summed and
-gradients not scaled; one division comes later, over all ranks.
+`torch.distributed.pipelining` decides the order of work. The shapes of stage inputs and outputs are
+declared, not inferred: inference would run the model once more and record amaxes twice. Losses are
+summed and gradients are not scaled; the step divides once at its end, over all ranks.
 """
 
 # B batch  S sequence  D model width  V vocabulary
@@ -39,10 +39,11 @@ from megafp8.specs.parallel import (
 
 
 class Batch(NamedTuple):
-    """One microbatch on the device: int64 [B, S] each, targets -100 where nothing counts.
+    """Holds one microbatch on the device: int64 [B, S] each, target -100 where nothing is counted.
 
-    `documents` are the model's keywords that tell a sample's documents apart or, where ranks share
-    a sequence, the places of these tokens in it.
+    `documents` holds keyword arguments of the model: `position_ids_BS` and `document_ids_BS` that
+    separate a sample's documents or, with context parallelism, `position_ids_BS` of this rank's
+    tokens.
     """
 
     tokens_BS: torch.Tensor  # noqa: N815 (shape suffix)
@@ -52,15 +53,21 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses between two stages: the residual stream of one microbatch, of which each rank
-    passes its part where the sequence is shared out."""
+    """Describes what crosses between two stages: the residual stream of one microbatch.
+
+    With sequence parallelism each rank passes its own part of the sequence.
+    """
 
     tokens: tuple[int, int]  # B, S: of the microbatch
     shape: tuple[int, int, int]  # B, S/tp with sequence parallelism, D
     dtype: torch.dtype
 
     def check(self, x_BSD: torch.Tensor) -> None:
-        """A shorter message would be taken into a longer buffer without an error."""
+        """Raise RuntimeError unless `x_BSD` has the declared shape and dtype.
+
+        Without this check a shorter message would be received into a longer buffer without an
+        error.
+        """
         found = (tuple(x_BSD.shape), x_BSD.dtype)
         if found != (self.shape, self.dtype):
             raise RuntimeError(
@@ -69,7 +76,7 @@ class Boundary:
 
 
 class PipelinedGPT(nn.Module):
-    """The stages of a GPT that one rank holds, in the model's order.
+    """Holds the stages of a GPT that one rank has, in the model's order.
 
     Outside training steps (validation, sampling) a call passes one microbatch through all ranks.
     """
@@ -97,10 +104,12 @@ class PipelinedGPT(nn.Module):
             and last is not None
             and parts.spec.share_embeddings_and_output_weights
         ):
-            last.head_weight = first.embedding.word  # both ends are here: one weight
+            last.head_weight = (
+                first.embedding.word
+            )  # this rank holds both ends, which share one weight
 
     def _gpt(self, index: int) -> GPT | None:
-        """The stage `index`, if it is here."""
+        """Return the stage `index` if this rank holds it, else None."""
         if index not in self.indices:
             return None
         gpt = self.stages[self.indices.index(index)]
@@ -109,17 +118,19 @@ class PipelinedGPT(nn.Module):
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank that holds the head."""
+        """Return the pipeline rank that holds the head."""
         return self.pipeline.rank_of(self.num_stages - 1, self.pp.size)
 
     def boundary(self, batch: int, length: int) -> Boundary:
-        """Between stages, of a microbatch [batch, length]."""
+        """Return what crosses between stages for a microbatch of [batch, length] tokens."""
         own = self.parts.own_sequence(torch.empty(batch, length, device="meta"))
         shape = (batch, own.shape[1], self.spec.hidden_size)
         return Boundary((batch, length), shape, self.parts.residual_dtype)
 
     def tied_copy(self) -> nn.Parameter | None:
-        """The word embedding that another rank has too: here as input's or as output's weight."""
+        """Return this rank's copy of the tied word embedding that another rank also holds, else
+        None.
+        """
         if not self.spec.share_embeddings_and_output_weights or self.pp.rank == self.last_rank == 0:
             return None
         first, last = self._gpt(0), self._gpt(self.num_stages - 1)
@@ -135,7 +146,9 @@ class PipelinedGPT(nn.Module):
         position_ids_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The summed loss where the head is, 0 on other ranks: FP32 scalar, nats."""
+        """Return the summed loss on the rank that holds the head, 0 on others: FP32 scalar, in
+        nats.
+        """
         x_BSD = self._pass(tokens_BS, position_ids_BS, document_ids_BS, None)
         last = self._gpt(self.num_stages - 1)
         if last is None or x_BSD is None:
@@ -149,7 +162,7 @@ class PipelinedGPT(nn.Module):
         *,
         position_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, S] -> FP32 [B, S, V] on every rank of the pipeline, for generation."""
+        """Return logits on every rank of the pipeline, for generation: [B, S] -> FP32 [B, S, V]."""
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)
@@ -172,9 +185,14 @@ class PipelinedGPT(nn.Module):
         document_ids_BS: torch.Tensor | None,
         cache: KVCache | None,
     ) -> torch.Tensor | None:
-        """Through this rank's stages in turn; the last stage's output before the final norm."""
+        """Pass one microbatch through this rank's stages; return the last stage's output or None.
+
+        The output is that before the final norm.
+        """
         boundary = self.boundary(*tokens_BS.shape)
-        for work in self._sent:  # of the microbatch before: nobody runs far ahead
+        for (
+            work
+        ) in self._sent:  # wait for the previous microbatch's sends, so that no rank runs far ahead
             work.wait()
         self._sent.clear()
         x_BSD: torch.Tensor | None = None
@@ -203,9 +221,10 @@ class PipelinedGPT(nn.Module):
 
 
 class PipelineRunner:
-    """Runs training steps over a `PipelinedGPT`; tells scaling and random streams where they are.
+    """Runs training steps over a `PipelinedGPT` by one of torch's schedules.
 
-    Every microbatch has its own events on every stage; with 1F1B several are in flight.
+    Every microbatch begins and ends on every stage with the events that FP8 scaling and random
+    streams need. With 1F1B several microbatches are in flight at once.
     """
 
     def __init__(
@@ -229,7 +248,8 @@ class PipelineRunner:
     def forward_backward(
         self, batches: Sequence[Batch], step: int, global_indices: Sequence[int]
     ) -> torch.Tensor:
-        """Accumulate the gradients of one step; returns the summed loss, FP64, 0 without head.
+        """Accumulate the gradients of one step; return the summed loss, FP64, 0 on ranks without
+        head.
 
         `global_indices` number the microbatches over all data-parallel ranks.
         """
@@ -237,7 +257,7 @@ class PipelineRunner:
         for stage in self.stages:
             stage.begin_step(batches, step, global_indices)
         losses: list[torch.Tensor] = []
-        # The stages have the batches already; the schedule needs to know the microbatch alone.
+        # The stages have the batches already; the schedule only needs the microbatches' numbers.
         self._schedule(count).step(target=torch.arange(count), losses=losses, return_outputs=False)
         total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens_BS.device)
         for loss in losses:
@@ -245,14 +265,16 @@ class PipelineRunner:
         return total
 
     def planned(self, count: int) -> Mapping[int, Sequence[Any]]:
-        """Torch's order of work of every rank, where ranks have several stages."""
+        """Return torch's order of work of every rank, for schedules with several stages per
+        rank.
+        """
         schedule = self._schedule(count)
         assert isinstance(schedule, PipelineScheduleMulti)
         order: Mapping[int, Sequence[Any]] = schedule.pipeline_order
         return order
 
     def _schedule(self, count: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """One for each number of microbatches; the stages are the same."""
+        """Return the schedule for `count` microbatches; all schedules share the same stages."""
         if count not in self._schedules:
             kind = get_schedule_class(self.name)
             stages = self.stages[0] if self.name in ONE_STAGE_SCHEDULES else self.stages
@@ -263,7 +285,7 @@ class PipelineRunner:
 
 
 class _Work(nn.Module):
-    """What torch's stage calls: the microbatch it does not know is `current`."""
+    """Runs a stage's part of the GPT; `current` is the microbatch, which torch does not pass."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -284,7 +306,7 @@ class _Work(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """One stage: its shapes are given, its microbatches announced, its messages counted."""
+    """Runs one stage with declared shapes, events for each microbatch, and counted messages."""
 
     def __init__(
         self,
@@ -315,7 +337,7 @@ class _Stage(PipelineStage):
 
     def begin_step(self, batches: Sequence[Batch], step: int, indices: Sequence[int]) -> None:
         self.batches, self.step, self.indices = batches, step, indices
-        self.chunks = len(batches)  # another schedule may have set it since ours did
+        self.chunks = len(batches)  # another schedule may have changed it
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         batch = self.batches[fwd_chunk_id]
@@ -326,7 +348,7 @@ class _Stage(PipelineStage):
             )
         self.work.current = batch
         self.streams.begin_microbatch(self.step, self.indices[fwd_chunk_id])
-        # Numbered over the rank's stages: 0 is the step's first, and weights are quantized there.
+        # Forward passes are numbered over the rank's stages; weights are quantized in number 0.
         self.scaling.begin_microbatch(self.place * len(self.batches) + fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.scaling.end_forward()

@@ -1,7 +1,8 @@
-"""How ranks that no launcher of ours has started find each other, and what is wrong if they do not.
+"""Let ranks that our launcher has not started find each other, and report why they cannot.
 
-Rank 0 serves a store at MASTER_ADDR:MASTER_PORT; the others come to it. What cannot work (a port in
-use, an address of another machine) is told at once instead of after a collective's long timeout.
+Rank 0 serves a store at MASTER_ADDR:MASTER_PORT, and the other ranks connect to it. What cannot
+work (a port in use, an address of another machine) is reported at once instead of after a
+collective's long timeout.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from torch.distributed.rendezvous import rendezvous
 from megafp8.errors import RunError
 
 Store = Any  # torch's stubs lack its stores
-UNREACHABLE_SECONDS = 20.0  # a name that does not resolve, a network without a way there
-JOIN_SECONDS = 600.0  # for all ranks to come: the first one may wait for the slowest file system
+UNREACHABLE_SECONDS = 20.0  # for a name that does not resolve or a network without a route
+JOIN_SECONDS = 600.0  # for all ranks to connect: imports may come from a slow file system
 _NOTICE_SECONDS = 30.0
 
 
 def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
-    """Which of the `num_gpus` that this process sees is its own."""
+    """Return which of the `num_gpus` visible GPUs belongs to this process.
+
+    Raises:
+        RunError: There are more ranks on this node than GPUs visible to each.
+    """
     local_rank = int(environment.get("LOCAL_RANK", "0"))
     if local_rank < num_gpus:
         return local_rank
     if num_gpus == 1 and {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & environment.keys():
-        return 0  # each task sees its own only
+        return 0  # each task sees only its own GPU
     raise RunError(
         f"{environment.get('LOCAL_WORLD_SIZE', local_rank + 1)} ranks run on "
         f"{socket.gethostname()}, which shows {num_gpus} GPU(s) to each. Ask for one GPU a rank "
@@ -43,17 +48,17 @@ def gpu_index(environment: Mapping[str, str], num_gpus: int) -> int:
 
 
 def connect(backend: str) -> Store:
-    """Join the default process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+    """Join the default process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
     Returns the store that the ranks share.
 
     Raises:
-        RunError: They cannot find each other; which address or port, and why.
+        RunError: The ranks cannot find each other; the message names the address or port and why.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _warn_of_hosts_that_never_meet(os.environ)
         shared, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
-        # torchrun's outlives its ranks: in it are the addresses of those that have died.
+        # torchrun's store outlives its ranks and holds the addresses of those that have died.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"start{start}", shared)  # type: ignore[attr-defined]
         _join(backend, store, rank, size)
@@ -75,8 +80,11 @@ def connect(backend: str) -> Store:
 
 
 def _warn_of_hosts_that_never_meet(environment: Mapping[str, str]) -> None:
-    """torchrun's agents count restarts apart, and only that of the dead ranks counts this one; the
-    others' ranks would wait for it in a store that it does not look into."""
+    """Warn if torchrun's agents on several hosts would send restarted ranks to different stores.
+
+    Each agent counts only the restarts after its own ranks' deaths, so the counts, which name the
+    stores, would differ between hosts.
+    """
     several = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if several and restarts and environment.get("RANK") == "0":
@@ -89,13 +97,13 @@ def _warn_of_hosts_that_never_meet(environment: Mapping[str, str]) -> None:
 
 def _join(backend: str, store: Store, rank: int, size: int) -> None:
     groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]  # not in its stubs
-    # NCCL connects the ranks now, where an error is told, instead of in the first collective.
+    # NCCL connects now, where an error can be reported, instead of in the first collective.
     device = local_gpu() if backend == "nccl" else None
     dist.init_process_group(backend, store=groups, rank=rank, world_size=size, device_id=device)
 
 
 def serve(host: str, port: int) -> Store:
-    """Rank 0's store; others may connect from now on."""
+    """Return rank 0's store; other ranks can connect to it from now on."""
     place = f"MASTER_ADDR={host} MASTER_PORT={port}"
     listener = _listen(port, place)
     try:
@@ -107,7 +115,7 @@ def serve(host: str, port: int) -> Store:
 
 
 def reach(host: str, port: int, seconds: float) -> Store:
-    """The store of rank 0, which may come up to `seconds` later."""
+    """Return the store of rank 0, which may start up to `seconds` later."""
     began = time.monotonic()
     unreachable_since: float | None = None
     last: OSError
@@ -115,7 +123,9 @@ def reach(host: str, port: int, seconds: float) -> Store:
         try:
             socket.create_connection((host, port), timeout=5).close()
             break
-        except ConnectionRefusedError as error:  # the machine is there, rank 0 is not yet
+        except (
+            ConnectionRefusedError
+        ) as error:  # the machine answers, but rank 0 does not listen yet
             unreachable_since, last, limit = None, error, seconds
             waited = time.monotonic() - began
         except OSError as error:
@@ -133,7 +143,7 @@ def reach(host: str, port: int, seconds: float) -> Store:
 
 
 def await_all(store: Store, rank: int, size: int, place: str, seconds: float) -> None:
-    """Return when all ranks are here; rank 0 says who is missing."""
+    """Return when all ranks have connected; meanwhile rank 0 reports which are missing."""
     store.set(f"megafp8/here/{rank}", "1")
     if rank > 0:
         store.wait(["megafp8/all"], timedelta(seconds=seconds + UNREACHABLE_SECONDS))
@@ -181,7 +191,7 @@ def _cannot_listen(place: str, error: OSError) -> RunError:
 
 
 def _check_is_here(host: str, port: int, place: str) -> None:
-    """Whether `host` leads to this machine: one of its addresses, or one that forwards to it."""
+    """Raise RunError unless `host` is an address of this machine or forwards to it."""
     here = socket.gethostname()
     way_out = f"Set MASTER_ADDR to a name or address of {here}, where rank 0 runs"
     try:
@@ -220,5 +230,5 @@ def _shortened(ranks: list[int]) -> str:
 
 
 def local_gpu() -> torch.device:
-    """This rank's GPU."""
+    """Return the device of this rank's GPU."""
     return torch.device("cuda", gpu_index(os.environ, torch.cuda.device_count()))

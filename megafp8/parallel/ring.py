@@ -1,14 +1,15 @@
-"""Ring attention (Liu et al., arXiv 2310.01889): keys and values go round the ranks that share a
-sequence, a block at a time, while each rank keeps its queries.
+"""Compute ring attention (Liu et al., arXiv 2310.01889) over the ranks that share a sequence.
 
-A sequence is cut into twice as many chunks as there are ranks, and rank r of n has chunks r and
-2n-1-r, in this order: then every rank has as much to do as the others at every turn of the ring
-(Megatron-LM's order). Where the keys come from an earlier rank all queries see their first chunk;
-where they come from a later one the second chunk of the queries sees all of them; the own ones are
+Keys and values travel round the ring of ranks, a block at a time, while each rank keeps its
+queries. A sequence is cut into twice as many chunks as there are ranks, and rank r of n has chunks
+r and 2n-1-r, in this order (Megatron-LM's order). Every rank then computes the same amount at every
+turn of the ring. If the keys come from an earlier rank, all queries see the keys' first chunk. If
+they come from a later rank, the queries' second chunk sees all of the keys. A rank's own block is
 causal. Nothing else is computed, so no mask is needed.
 
-Forward, n - 1 times: the block of keys and values. Backward, n - 1 times: the block again, and
-behind it the block's gradients, summed in FP32 by the ranks that it passes, home to its rank.
+The forward pass sends the block of keys and values n - 1 times. The backward pass sends the block n
+- 1 times again, followed by the block's gradients, which each rank adds to in FP32 and which end at
+the block's own rank.
 """
 
 # B batch  S sequence on this rank  H heads  G key-value heads  E head width
@@ -26,14 +27,17 @@ from megafp8.parallel.collectives import Axis
 
 ALL = slice(None)
 
-# (turn, queries, keys) -> what their scores go through; the same again in backward
+# (turn, queries, keys) -> the block's scale and masks; equal in forward and backward
 BlockOf = Callable[[int, torch.Tensor, torch.Tensor], Block]
 
 
 def ring_attention(
     q_BHSE: torch.Tensor, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor, cp: Axis, block_of: BlockOf
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries over the whole sequence: [B, H, S, E]."""
+    """Return causal attention of this rank's queries over the whole sequence: [B, H, S, E].
+
+    `block_of` gives the `Block` of each turn and must return the same one in backward.
+    """
     out_BHSE: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
         q_BHSE, k_BGSE, v_BGSE, cp, block_of
     )
@@ -41,9 +45,9 @@ def ring_attention(
 
 
 class RingAttentionCore(AttentionCore):
-    """Attention over a sequence that the ranks of `cp` share out.
+    """Computes attention over a sequence that the ranks of `cp` share.
 
-    Dropout draws a mask for each block; so it is not that of one process, but no less at random.
+    Dropout draws a mask for each block, so the mask differs from that of a single process.
     """
 
     def __init__(self, *args: Any, cp: Axis, **options: Any) -> None:
@@ -60,7 +64,10 @@ class RingAttentionCore(AttentionCore):
         scale: float | None,
     ) -> torch.Tensor:
         assert mask is None, "documents and ALiBi are refused before the run"
-        streams, position = self.streams, self.streams.position  # backward may come much later
+        streams, position = (
+            self.streams,
+            self.streams.position,
+        )  # saved here because backward may run much later
 
         def block_of(turn: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> Block:
             keep_BHSK = None
@@ -76,12 +83,14 @@ class RingAttentionCore(AttentionCore):
         return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of)
 
     def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
-        """A rank's share of the whole sequence's, the same for all."""
+        """Count and return this rank's share of the whole sequence's FLOPs, equal on all ranks."""
         return super().count_forward(batch, heads, seq, num_keys * (self.cp.size + 1) // 2)
 
 
 def seen(cp: Axis, turn: int, seq: int) -> tuple[slice, slice]:
-    """(which of this rank's queries see, which of the keys here after `turn` turns)."""
+    """Return (which of this rank's queries attend, to which keys) after `turn` turns of the
+    ring.
+    """
     half, is_from_before = seq // 2, turn <= cp.rank
     return (ALL, slice(0, half)) if is_from_before else (slice(half, seq), ALL)
 
@@ -124,7 +133,7 @@ class _Ring(torch.autograd.Function):
             grad_BHSE, q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS, block_of(0, q_BHSE, k_BGSE)
         )
         dq_BHSE, own_2BGSE = dq.to(work), torch.stack(dkv).to(work)
-        sums = None  # of the gradients of the keys and values held, from the rank before
+        sums = None  # the sums of the held block's gradients, from the previous rank
         for turn in range(1, cp.size):
             held_2BGSE = coming.wait()
             if turn + 1 < cp.size:

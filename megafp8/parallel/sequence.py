@@ -1,12 +1,12 @@
-"""Sequence parallelism (Korthikanti et al., arXiv 2205.05198): between the linears each
-tensor-parallel rank has a part of the sequence.
+"""Implement sequence parallelism (Korthikanti et al., arXiv 2205.05198).
 
-Norms, dropout and the residual stream are [B, S/tp, D] on every rank. A column-parallel linear
-gathers the parts, in FP8 where it reads FP8: one scale serves all ranks, so their bytes can stand
-side by side. Only the own part is kept; backward gathers it again. A row-parallel linear sums its
-outputs and leaves each rank its part.
+Between the linears each tensor-parallel rank holds a part of the sequence: norms, dropout and the
+residual stream are [B, S/tp, D] on every rank. A column-parallel linear gathers the parts, as FP8
+bytes if it reads FP8; all ranks share one scale, so their bytes can be concatenated. Only the
+rank's own part is kept, and backward gathers it again. A row-parallel linear sums its outputs, and
+each rank keeps its part of the sum.
 
-Linears read tokens rank by rank, [tp B, S/tp, ...]; attention alone needs whole sequences in order.
+Linears read tokens rank by rank, [tp B, S/tp, ...]. Only attention needs whole sequences in order.
 """
 
 # B batch  R ranks  S sequence  D model width  F features  T tokens (of one rank or all)
@@ -29,40 +29,60 @@ from megafp8.precision.tensor import Fp8Tensor
 
 @dataclass(frozen=True)
 class SequenceColumnParallel(ColumnParallel):
-    """Gathers its input; each rank gets its part of the input gradient's sum."""
+    """Gathers a linear's input; reduce-scatters the input gradient.
+
+    Its methods are those of `LinearComm`. T tokens of one rank become tp T tokens of all ranks.
+    """
 
     def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of tokens of the output: those of all ranks."""
         return tokens_in * self.tp.size
 
     def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the inputs of all ranks: [T, I] -> [tp T, I]."""
         return gather_tokens(input_TI, self.tp)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks, because each rank holds only a part of every
+        tensor.
+        """
         return self.tp.all_reduce_max
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        """Start the reduce-scatter of the input gradient: [tp T, I] -> [T, I]."""
         return self.tp.start_reduce_scatter_sum(grad_input_TI)
 
 
 @dataclass(frozen=True)
 class SequenceRowParallel(RowParallel):
-    """Each rank gets its part of the output's sum; gathers the output gradient."""
+    """Reduce-scatters a linear's output; gathers the output gradient.
+
+    Its methods are those of `LinearComm`.
+    """
 
     def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of tokens of the output: this rank's share of the input's."""
         return tokens_in // self.tp.size
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradients of all ranks: [T, O] -> [tp T, O]."""
         return gather_tokens(grad_output_TO, self.tp)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks, because each rank holds only a part of every
+        tensor.
+        """
         return self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the outputs' sum: [tp T, O] -> [T, O]."""
         return self.tp.start_reduce_scatter_sum(output_TO).wait()
 
 
 def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
-    """All ranks' tokens, rank by rank; of an FP8 tensor with one scale, its bytes."""
+    """Return all ranks' tokens, rank by rank; of an FP8 tensor with one scale its bytes are
+    gathered.
+    """
     if not isinstance(x_TF, Fp8Tensor):
         return tp.gather_rows(x_TF)
     assert x_TF.block is None, "scales of blocks are not gathered"
@@ -71,34 +91,40 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
 
 
 def in_order(x_BSF: torch.Tensor, size: int) -> torch.Tensor:
-    """[tp B, S/tp, F], rank by rank -> [B, S, F]."""
+    """Reorder tokens from rank by rank [tp B, S/tp, F] to whole sequences [B, S, F]."""
     shards_BRSF: torch.Tensor = x_BSF.unflatten(0, (size, -1)).transpose(0, 1)
     return shards_BRSF.flatten(1, 2)
 
 
 def by_rank(x_BSF: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, S, F] -> [tp B, S/tp, F]."""
+    """Reorder tokens from whole sequences [B, S, F] to rank by rank [tp B, S/tp, F]."""
     shards_RBSF: torch.Tensor = x_BSF.unflatten(1, (size, -1)).transpose(0, 1)
     return shards_RBSF.flatten(0, 1)
 
 
 def own_shard(x_BS: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """[B, S, ...] -> [B, S/tp, ...]: this rank's part."""
+    """Return this rank's part of the sequence: [B, S, ...] -> [B, S/tp, ...]."""
     return x_BS.chunk(tp.size, dim=1)[tp.rank]
 
 
 def gather_sequence(x_BSF: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """[B, S/tp, F] -> [B, S, F]; no autograd."""
+    """Return the whole sequence on every rank: [B, S/tp, F] -> [B, S, F]; without autograd."""
     return in_order(tp.gather_rows(x_BSF), tp.size)
 
 
 def scatter_sum(x_BSF: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """[B, S, F] -> [B, S/tp, F] of the sum over ranks; no autograd."""
+    """Return this rank's part of the sum over ranks: [B, S, F] -> [B, S/tp, F]; without
+    autograd.
+    """
     return tp.start_reduce_scatter_sum(by_rank(x_BSF, tp.size)).wait()
 
 
 def whole_sequence(x_BSD: torch.Tensor, tp: Axis) -> torch.Tensor:
-    """[B, S/tp, D] -> [B, S, D] for a reader whose gradient is the whole one on every rank."""
+    """Return the whole sequence on every rank: [B, S/tp, D] -> [B, S, D]; with autograd.
+
+    The reader's gradient must be whole and equal on every rank: backward keeps this rank's part of
+    it and sums nothing.
+    """
     whole_BSD: torch.Tensor = _WholeSequence.apply(x_BSD, tp)  # type: ignore[no-untyped-call]
     return whole_BSD
 
@@ -115,7 +141,7 @@ class _WholeSequence(torch.autograd.Function):
 
 
 class WholeSequence(nn.Module):
-    """Attention over whole sequences, between linears that have them rank by rank."""
+    """Runs attention over whole sequences between linears that hold tokens rank by rank."""
 
     def __init__(self, core: nn.Module, tp: Axis) -> None:
         super().__init__()
@@ -124,5 +150,5 @@ class WholeSequence(nn.Module):
     def forward(
         self, qkv_BSF: torch.Tensor, context: AttentionContext | None = None
     ) -> torch.Tensor:
-        """[tp B, S/tp, F] -> [tp B, S/tp, H E]."""
+        """Return the attention output, rank by rank: [tp B, S/tp, F] -> [tp B, S/tp, H E]."""
         return by_rank(self.core(in_order(qkv_BSF, self.size), context), self.size)

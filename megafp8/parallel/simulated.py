@@ -1,5 +1,8 @@
-"""One rank of a large job without the others: torch's fake process group answers every collective
-at once, and tensors on the meta device have shapes and no numbers."""
+"""Simulate one rank of a large job without the other ranks.
+
+Torch's fake process group completes every collective at once, and tensors on the meta device have
+shapes but no values.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ from megafp8.specs import ParallelSpec
 
 @contextmanager
 def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
-    """The mesh of `rank`, on the meta device, which is the default device inside and stands for
-    the accelerator of `spec`."""
+    """Yield the mesh of `rank` on the meta device, which is the default device in the context.
+
+    The meta device stands for the accelerator of `spec`.
+    """
     assert not dist.is_initialized(), "this process is a rank already"
     assert 0 <= rank < spec.world_size, f"rank {rank} of {spec.world_size}"
     device, planned = torch.device("meta"), "cuda" if spec.accelerator == "gpu" else "cpu"
@@ -26,7 +31,7 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
         with device, planning_for(planned):
             yield mesh.single_rank(device)
         return
-    # Importing it registers the backend; public torch has no other way to it.
+    # The import registers the backend; torch has no public way to do so.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.world_size)

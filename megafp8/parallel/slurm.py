@@ -1,7 +1,7 @@
-"""What Slurm's variables say of this process, in the names that torch reads.
+"""Translate Slurm's variables of this process into those that torch reads.
 
-A batch script has the job's number of tasks and task 0's number too, though it is no task of a
-step; and a job that is submitted from inside a step inherits that step's variables. Only a process
+A batch script also sees the job's number of tasks and task number 0, though it is no task of a
+step, and a job that is submitted from inside a step inherits that step's variables. Only a process
 that `srun` has started as one of several tasks is a rank.
 """
 
@@ -13,17 +13,17 @@ from collections.abc import Mapping, MutableMapping
 from megafp8.errors import ConfigError, RunError
 from megafp8.specs import ParallelSpec
 
-_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below the range that Linux gives to clients
+_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below the range of ports that Linux gives to clients
 _WAY_OUT = "Start the tasks with srun, or unset the SLURM_STEP variables"
 
 
 def in_step(environment: Mapping[str, str]) -> bool:
-    """Whether `srun` has started this process as one of several tasks."""
+    """Return whether `srun` has started this process as one of several tasks."""
     if not {"SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"} <= environment.keys():
         return False
     if _number(environment, "SLURM_STEP_NUM_TASKS") < 2:
-        return False  # `srun --pty bash` and the like: a shell as any other
-    # A step's variables that a batch script inherited: the task ids of its node are its own.
+        return False  # `srun --pty bash` starts an ordinary shell, not a rank
+    # A batch script can inherit a step's variables, but its own node's task ids differ.
     node = _number(environment, "SLURM_NODEID")
     per_node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
     ids = environment.get("SLURM_GTIDS", "").split(",")
@@ -32,10 +32,10 @@ def in_step(environment: Mapping[str, str]) -> bool:
 
 
 def adopt_step(environment: MutableMapping[str, str]) -> bool:
-    """Make a task of a Slurm step a rank, as torchrun would; returns whether it is one.
+    """Set torchrun's variables for a task of a Slurm step; return whether this process is one.
 
-    What is set already stays: MASTER_ADDR and MASTER_PORT may be chosen by hand, and under torchrun
-    (one task a node) RANK says more than Slurm does.
+    Variables that are already set are kept: MASTER_ADDR and MASTER_PORT may be chosen by hand, and
+    under torchrun (one task per node) RANK is torchrun's.
     """
     if "RANK" in environment or not in_step(environment):
         return False
@@ -53,7 +53,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> bool:
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": str(master_port(environment)),
         "OMP_NUM_THREADS": str(threads),
-        # What a rank says of its lost connections would bury another one's message.
+        # Messages about lost connections would hide the message of the rank that failed.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     environment.update(ours | {k: environment.get(k, v) for k, v in defaults.items()})
@@ -61,7 +61,7 @@ def adopt_step(environment: MutableMapping[str, str]) -> bool:
 
 
 def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
-    """Raises `ConfigError` unless as many ranks were started as the settings make."""
+    """Raise ConfigError unless as many ranks were started as the settings need."""
     size, local = (environment.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if size != str(spec.world_size):
         key, value = "trainer.devices", spec.devices_per_node
@@ -82,25 +82,28 @@ def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
 
 
 def master_port(environment: Mapping[str, str]) -> int:
-    """The same on all tasks of a step, another one for other steps and most other jobs."""
+    """Return the port of rank 0's store: the same on all tasks of a step, another for other steps.
+
+    Two jobs get the same port only rarely.
+    """
     job, step = (_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job * 13 + step) % _NUM_PORTS
 
 
 def given_gpus(environment: Mapping[str, str]) -> str | None:
-    """The GPUs that Slurm has given to this step or job on this node: `0,1`, or their number."""
+    """Return the GPUs of this step or job on this node, as Slurm gives them: `0,1`, or a count."""
     names = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE")
     return next((environment[name] for name in names if environment.get(name)), None)
 
 
 def restart_count(environment: Mapping[str, str]) -> int:
-    """How often Slurm has started this job again; 0 outside Slurm."""
+    """Return how often Slurm has restarted this job; 0 outside Slurm."""
     count = environment.get("SLURM_RESTART_COUNT", "0")
     return int(count) if count.isdigit() else 0
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` means 2, 2, 2 and 1 tasks."""
+    """Return the tasks of each node from Slurm's text: `2(x3),1` means 2, 2, 2 and 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -111,7 +114,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of Slurm's short list: `gpu[003-007,9]-ib,login1` gives `gpu003-ib`."""
+    """Return the first name of Slurm's host list: `gpu[003-007,9]-ib,login1` gives `gpu003-ib`."""
     depth, end = 0, len(nodes)
     for place, letter in enumerate(nodes):
         depth += (letter == "[") - (letter == "]")

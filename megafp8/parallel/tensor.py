@@ -1,8 +1,8 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3): which rank holds which rows.
+"""Implement tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3).
 
-Column-parallel (QKV, FC1): each rank holds some rows of the weight and makes some output features;
-in backward the ranks' input gradients are summed. Row-parallel (projection, FC2): each rank holds
-some columns and the ranks' outputs are summed.
+A column-parallel linear (QKV, FC1) has some rows of the weight on each rank and computes some
+output features; backward sums the ranks' input gradients. A row-parallel linear (projection, FC2)
+has some columns on each rank, and the ranks' outputs are summed.
 """
 
 from __future__ import annotations
@@ -21,60 +21,86 @@ from megafp8.specs.placement import Piece
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Sums the input gradient over tensor-parallel ranks, while the weight's is computed."""
+    """Sums the input gradient over tensor-parallel ranks, while the weight gradient is computed.
+
+    Its methods are those of `LinearComm`. T tokens  I in features  O out features
+    """
 
     tp: Axis
     sums_output = False
 
     def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of tokens of the output, equal to that of the input."""
         return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the input unchanged: every rank has all tokens."""
         return input_TI
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient unchanged: every rank has all tokens of its features."""
         return grad_output_TO
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks for weights and output gradients; None for inputs.
+
+        Every rank has the whole input and a part of the others.
+        """
         return None if role == "input" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, O] unchanged: each rank has whole sums of its own features."""
         return output_TO
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        """Start the sum of the input gradient [T, I] over the ranks."""
         return self.tp.start_all_reduce_sum(grad_input_TI)
 
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Sums the output over tensor-parallel ranks."""
+    """Sums the output over tensor-parallel ranks.
+
+    Its methods are those of `LinearComm`. T tokens  I in features  O out features
+    """
 
     tp: Axis
     sums_output = True
 
     def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of tokens of the output, equal to that of the input."""
         return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the input unchanged: every rank has all tokens of its features."""
         return input_TI
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient unchanged: every rank has the whole one."""
         return grad_output_TO
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks for inputs and weights; None for output gradients.
+
+        Every rank has the whole output gradient and a part of the others.
+        """
         return None if role == "grad_output" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, O] summed over the ranks."""
         return self.tp.all_reduce_sum(output_TO)
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        """Return the input gradient [T, I] unchanged: each rank has whole sums of its own
+        features.
+        """
         return Pending(grad_input_TI, None)
 
 
 def column_pieces(
     rows: Sequence[Rows], in_features: int, tp: Axis
 ) -> tuple[list[Piece], list[Piece]]:
-    """(weight pieces, bias pieces) of a fused column-parallel weight: this rank's share of each."""
+    """Return (weight pieces, bias pieces): this rank's rows of a fused column-parallel weight."""
     weights, biases, begin = [], [], 0
     for part in rows:
         share = part.out_features // tp.size
@@ -91,7 +117,9 @@ def column_pieces(
 
 
 def row_pieces(rows: Rows, in_features: int, tp: Axis) -> tuple[list[Piece], list[Piece]]:
-    """(weight pieces, bias pieces) of a row-parallel weight; the bias is whole on every rank."""
+    """Return (weight pieces, bias pieces) of a row-parallel weight: this rank's columns, whole
+    bias.
+    """
     share, out = in_features // tp.size, rows.out_features
     local = (slice(0, out), slice(0, share))
     weight = Piece(f"{rows.name}.weight", (out, in_features), (0, tp.rank * share), local)

@@ -1,4 +1,4 @@
-"""The parts of a GPT whose linears are torchao's, on one rank of each model."""
+"""Define the parts of a GPT whose linears are torchao's, without tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 
 class TorchaoParts(NativeParts):
-    """Every linear of the blocks but the model's first and last is torchao's.
+    """Makes every linear of the blocks with torchao, except the model's first and last linear.
 
-    Those two stay in the compute dtype, as in Accelerate's use of torchao, unless a rule of the
-    recipe names them; embedding and head always do.
+    The first and last linear stay in the compute dtype, as in Accelerate's use of torchao, unless a
+    module rule of the recipe names them. Embedding and head always stay in the compute dtype.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class TorchaoParts(NativeParts):
 
 
 def precision_of(recipe: Fp8Recipe, name: str, num_layers: int) -> ModulePrecision:
-    """Rules decide; without one for it, the first and the last linear stay out of FP8."""
+    """Return the precision of linear `name`: that of its rule, else the default.
+
+    Without a rule the first and the last linear stay out of FP8.
+    """
     is_named = any(rule.matches(name) for rule in recipe.modules)
     if not is_named and name in first_and_last(num_layers):
         return HIGH_PRECISION
@@ -71,5 +74,5 @@ def precision_of(recipe: Fp8Recipe, name: str, num_layers: int) -> ModulePrecisi
 
 
 def first_and_last(num_layers: int) -> tuple[str, str]:
-    """The blocks' first and last linear."""
+    """Return the names of the blocks' first and last linear."""
     return "layers.0.attention.qkv", f"layers.{num_layers - 1}.mlp.fc2"

@@ -1,11 +1,11 @@
-"""The vocabulary over tensor-parallel ranks: embedding rows, output logits, cross entropy.
+"""Shard the vocabulary over tensor-parallel ranks: embedding rows, output logits, cross entropy.
 
-No rank ever has a token's whole logits: the ranks share their largest one, the sum of their
-exponentials and the target's (Megatron-LM, arXiv 1909.08053, section 3).
+No rank ever has all logits of a token. The ranks exchange each token's largest logit, the sum of
+the exponentials and the target's logit (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 # B batch  S sequence  D model width  T tokens (batch x sequence)  C tokens of one chunk
-# V this rank's part of the vocabulary
+# V vocabulary rows of this rank
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megafp8.specs.placement import Piece
 
 
 def vocabulary_piece(name: str, shape: tuple[int, int], tp: Axis, replica: int) -> Piece:
-    """This rank's rows of an embedding or a head of `shape` (whole vocabulary, width)."""
+    """Return this rank's rows of an embedding or head of `shape` (whole vocabulary, width)."""
     vocab, width = shape
     assert vocab % tp.size == 0, f"{vocab} rows over {tp.size} ranks"
     share = vocab // tp.size
@@ -38,8 +38,11 @@ def vocab_parallel_look_up(
     *,
     scatter: bool = False,
 ) -> torch.Tensor:
-    """Rows of the whole vocabulary: [B, S] int64 -> [B, S, D] on every rank; with `scatter` each
-    rank's part of the sequence, [B, S/tp, D]."""
+    """Return the embeddings of tokens of the whole vocabulary: [B, S] int64 -> [B, S, D].
+
+    The result is the same on every rank; with `scatter` each rank gets its part [B, S/tp, D] of the
+    sequence.
+    """
     rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
         tokens_BS, weight_VD, sink, tp, scatter
     )
@@ -70,23 +73,27 @@ class _LookUp(torch.autograd.Function):
         (local_BS, is_here_BS), (grad_BSD,) = ctx.saved_tensors, grads
         if ctx.gathered_over is not None:
             grad_BSD = gather_sequence(grad_BSD, ctx.gathered_over)
-        # Rows elsewhere add 0 to some row here: nothing has to be counted on a device.
+        # Tokens of other ranks add 0 to an arbitrary row, so no count is read from the device.
         own_BSD = grad_BSD.masked_fill(~is_here_BS[..., None], 0.0)
         grad = ctx.sink.add_rows(ctx.weight, local_BS.flatten(), own_BSD.flatten(0, 1))
         return None, grad, None, None, None
 
 
 def local_rows(ids: torch.Tensor, share: int, tp: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row here of each vocabulary index, any row where it is elsewhere; whether it is here)."""
+    """Return (this rank's row of each vocabulary index, whether the index is on this rank).
+
+    The row is arbitrary where the index is on another rank.
+    """
     local = ids - tp.rank * share
     is_here = (local >= 0) & (local < share)
     return local.clamp(0, share - 1), is_here
 
 
 class VocabParallelHeadLoss(HeadLoss):
-    """Every rank has all tokens and a part of the vocabulary; the loss is the same on all.
+    """Computes the head's loss over a sharded vocabulary; the loss is the same on all ranks.
 
-    `gather`: hidden states come as each rank's part of the sequence.
+    Every rank has all tokens and a part of the vocabulary. `gather` says that hidden states come as
+    each rank's part of the sequence.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class VocabParallelHeadLoss(HeadLoss):
     def forward(
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
     ) -> torch.Tensor:
+        """Return the summed cross entropy in nats; see `HeadLoss.forward`."""
         if self.gather:
             hidden_BSD = whole_sequence(hidden_BSD, self.tp)
         return super().forward(hidden_BSD, weight_VD, targets_BS)
@@ -105,8 +113,11 @@ class VocabParallelHeadLoss(HeadLoss):
     def loss_of_chunk(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the chunk's summed loss over the whole vocabulary and this rank's logit
+        gradient.
+        """
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        # A NaN must not be lost in the maximum; the sum of exponentials is NaN then.
+        # A NaN must survive the maximum: the sum of exponentials is then NaN.
         largest_C = logits_CV.amax(dim=-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         shifted_CV = logits_CV - self.tp.all_reduce_max(largest_C)[:, None]
         local_C, is_here_C = local_rows(targets_C, logits_CV.shape[1], self.tp)
@@ -122,10 +133,13 @@ class VocabParallelHeadLoss(HeadLoss):
         return loss, grad_CV.masked_fill_(is_ignored_C[:, None], 0.0)
 
     def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states' gradient summed over ranks; with `gather` this rank's tokens
+        of it.
+        """
         return self.tp.all_reduce_sum(grad_hidden_TD)
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """FP32 logits over the whole vocabulary, on every rank."""
+        """Return FP32 logits over the whole vocabulary, on every rank."""
         if self.gather:
             hidden_BSD = gather_sequence(hidden_BSD, self.tp)
         return torch.cat(self.tp.all_gather(super().logits(hidden_BSD, weight_VD)), dim=-1)

@@ -1,12 +1,13 @@
-"""A rank that hangs is found, named and shown; then all ranks leave.
+"""Find a rank that hangs, report its name and stacks, and end all ranks.
 
-A hang anywhere stops every rank, in the next collective. Each watches itself and, when its step
-lasts too long, tells the others through the store whether it waits for them and where it stands;
-one that does not wait, or says nothing, is the one that hangs.
+A rank that hangs anywhere stops every other rank in its next collective. Each rank watches itself.
+If its step lasts too long, it writes to the store whether it waits for other ranks and where it is.
+A rank that does not wait, or that writes nothing, is the one that hangs.
 
-On GPUs a collective is queued and returns at once: the ranks go on until they read a result, and
-then all of them stand there, the one that all wait for too. So it is the number of collectives that
-tells first: a rank that has started fewer than another one of its pipeline stage is behind.
+On GPUs a collective is queued and returns at once. The ranks go on until they read a result, so all
+of them stop there, including the one that the others wait for. Therefore the number of started
+collectives is compared first: a rank that has started fewer than another rank of its pipeline stage
+is behind.
 """
 
 from __future__ import annotations
@@ -24,16 +25,19 @@ from typing import Any, Self
 from megafp8.errors import ExitCode
 from megafp8.parallel.mesh import Mesh
 
-REPORT_SECONDS = 3.0  # for the other ranks to notice too and tell
-LINGER_SECONDS = 1.0  # rank 0 may serve the store that the others still read
-WITHOUT_GIL_SECONDS = 6.0  # after which a rank that cannot run Python leaves all the same
+REPORT_SECONDS = 3.0  # time for the other ranks to notice and report
+LINGER_SECONDS = 1.0  # rank 0 may serve the store that other ranks still read
+WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
 _WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
 _READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "evaluate", "signals"))
-_READING += ("torch/cuda/",)  # where a result is read that a GPU has yet to compute
+_READING += ("torch/cuda/",)  # here a rank reads a result that a GPU still computes
 
 
 class Watchdog:
-    """Use as a context around training; `beat` at every sign of life. None: no watch."""
+    """Watches this rank while its context is active; `beat` must be called at every sign of life.
+
+    With `timeout_seconds` None nothing is watched.
+    """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float | None) -> None:
         self.mesh, self.timeout_seconds = mesh, timeout_seconds
@@ -59,11 +63,11 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, what: str) -> None:
-        """`what` begins now."""
+        """Restart the timeout and note that `what` begins now."""
         if self.timeout_seconds is None:
             return
         self._what, self._last = what, time.monotonic()
-        # A thread of C's: it also runs where something holds Python's lock.
+        # This is a C thread: it also runs while something holds Python's lock.
         faulthandler.dump_traceback_later(self.timeout_seconds + WITHOUT_GIL_SECONDS, exit=True)
 
     def _watch(self) -> None:
@@ -84,7 +88,7 @@ class Watchdog:
         os._exit(int(ExitCode.HUNG))
 
     def _report(self) -> dict[str, Any]:
-        """Where this rank stands, as JSON takes it."""
+        """Return where this rank is, as JSON values."""
         is_queued = self.mesh.device.type == "cuda"
         return {
             "waits": is_waiting(sys._current_frames().get(self._main), is_queued),
@@ -96,7 +100,7 @@ class Watchdog:
         }
 
     def _exchange(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The reports of all ranks that give one, by rank."""
+        """Return the reports of all ranks that wrote one, by rank."""
         world, store = self.mesh.world, self.mesh.store
         reports = {world.rank: own}
         if store is None:
@@ -114,7 +118,7 @@ class Watchdog:
 def describe(
     reports: dict[int, dict[str, Any]], world_size: int, timeout_seconds: float | None
 ) -> str:
-    """Which rank hangs, and the stacks of one."""
+    """Return a text that names the ranks that hang, with the stacks of one of them."""
     lines = [f"megafp8: no sign of life for trainer.step_timeout={timeout_seconds} s"]
     for rank in sorted(set(range(world_size)) - reports.keys()):
         lines.append(f"megafp8: rank {rank} hangs: it does not even answer; the others wait for it")
@@ -138,12 +142,12 @@ def describe(
 
 
 def _hanging(reports: dict[int, dict[str, Any]], world_size: int) -> dict[int, dict[str, Any]]:
-    """Of the ranks that have told where they stand, those for which the others wait."""
+    """Return the reports of those ranks that the other ranks wait for."""
     is_queued = all(report["is_queued"] for report in reports.values())
     if is_queued:
         if len(reports) < world_size:
-            return {}  # those that said nothing
-        fewest: dict[int, int] = {}  # of each pipeline stage: other stages send more, or less
+            return {}  # the ranks that wrote no report hang
+        fewest: dict[int, int] = {}  # compared within a stage: stages run different collectives
         most: dict[int, int] = {}
         for report in reports.values():
             stage, count = report["stage"], report["collectives"]
@@ -157,15 +161,17 @@ def _hanging(reports: dict[int, dict[str, Any]], world_size: int) -> dict[int, d
         if behind:
             return behind
     busy = {rank: report for rank, report in reports.items() if not report["waits"]}
-    if not busy and not is_queued and len(reports) == world_size:  # they wait for each other
+    if not busy and not is_queued and len(reports) == world_size:  # the ranks wait for each other
         count = min(report["collectives"] for report in reports.values())
         busy = {r: report for r, report in reports.items() if report["collectives"] == count}
     return busy
 
 
 def is_waiting(frame: FrameType | None, is_queued: bool = False) -> bool:
-    """Whether a thread's innermost Python frame is a call into another rank, or (`is_queued`) may
-    be one that reads what a GPU computes after such a call."""
+    """Return whether a thread's innermost Python frame is a call into another rank.
+
+    With `is_queued` a frame that reads what a GPU computes after such a call counts too.
+    """
     if frame is None:
         return False
     path = frame.f_code.co_filename.replace(os.sep, "/")
@@ -173,7 +179,7 @@ def is_waiting(frame: FrameType | None, is_queued: bool = False) -> bool:
 
 
 def _stacks() -> str:
-    """Every thread's, as faulthandler writes them: it needs a real file."""
+    """Return the stacks of all threads; faulthandler needs a real file to write them."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
