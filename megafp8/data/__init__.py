@@ -1,1 +1,4 @@
-"""Text to microbatches: corpus, tokenizer, indexed dataset, samples, loader. No torch here."""
+"""This package turns text into microbatches: corpus, tokenizer, indexed dataset, samples, loader.
+
+It does not import torch.
+"""

@@ -1,4 +1,4 @@
-"""Index maps built before a job needs them."""
+"""Build index maps before a job needs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from megafp8.data.samples import SampleSource, TrainSamples
 
 
 def build_index_maps(data: PreparedData, num_samples: int) -> int:
-    """Has every map that the first `num_samples` need in the cache; returns how many epochs."""
+    """Compute every index map of the first `num_samples` samples; return the number of epochs.
+
+    The maps are kept in the index cache, where the job finds them.
+    """
     source = data.train
     if isinstance(source, BlendedSamples):
         counts = source.schedule.counts(num_samples)

@@ -1,4 +1,4 @@
-"""What a model's bits per byte are to be compared with, on the same validation text."""
+"""Compute what a model's bits per byte are compared with, on the same validation text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def unigram_bits_per_byte(
     num_bytes: int,
     vocab: int,
 ) -> float:
-    """Bits per byte of a model that knows how often each token occurs, and nothing else.
+    """Return the bits per byte of a model that knows only how often each token occurs.
 
-    A token has probability (count + 1) / (all counts + vocab): add-one smoothing, so a token that
-    training never saw costs many bits and not infinitely many.
+    A token has probability (count + 1) / (all counts + vocab). This is add-one smoothing: a token
+    that training never saw costs many bits, not infinitely many.
 
     Args:
         train_counts_V: How often each token occurs in the training text, [vocab].
-        validation_tokens: What is predicted, ends of documents too, as for the model.
-        num_bytes: Bytes of the validation text.
-        vocab: Tokens of the vocabulary, before padding.
+        validation_tokens: The tokens to predict, including ends of documents, as for the model.
+        num_bytes: The bytes of the validation text.
+        vocab: The number of tokens of the vocabulary, before padding.
     """
     assert train_counts_V.shape == (vocab,), f"{train_counts_V.shape} counts of {vocab} tokens"
     bits_V = np.log2(float(train_counts_V.sum()) + vocab) - np.log2(train_counts_V + 1.0)
@@ -30,9 +30,9 @@ def unigram_bits_per_byte(
 
 
 def xz_bits_per_byte(validation_text: bytes) -> float | None:
-    """Bits per byte of `xz -9` on the text alone: it has not seen the training text.
+    """Return the bits per byte of `xz -9` on the text alone; xz has not seen the training text.
 
-    None where this Python was built without liblzma.
+    The result is None if this Python was built without liblzma.
     """
     try:
         import lzma

@@ -1,8 +1,9 @@
-"""Several training streams as one: weights hold to within one sample at every prefix.
+"""Blend several training streams into one whose weights hold to within one sample at every prefix.
 
 The order is R. Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980):
-after n samples each dataset has given `weight * n` to within 1 - 1 / (2K - 2) of K datasets. Always
-taking the dataset that lags most, as Megatron does, goes wrong by more than one from some K on.
+after n samples each of K datasets has given `weight * n` samples to within 1 - 1 / (2K - 2).
+Megatron always takes the dataset that lags most, which for some weights of many datasets is off by
+more than one sample.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ CHUNKS_KEPT = 8
 
 
 class BlendSchedule:
-    """From which dataset each sample of the blend comes, and which of its samples that is.
+    """Says for each sample of the blend which dataset it comes from and which of its samples it is.
 
-    Exact: weights are integers, and the order repeats when every dataset has had its whole share.
-    Samples are scheduled in chunks when they are first asked for; all before them come first, which
-    takes about a second per million.
+    The schedule is exact: weights are integers, and the order repeats when every dataset has given
+    its whole share. Samples are scheduled in chunks when they are first asked for. All earlier
+    chunks are scheduled first, which takes about a second per million samples.
     """
 
     def __init__(self, weights: Sequence[str]) -> None:
-        """Weights are decimals as they were written, all above 0."""
+        """Take the weights as decimal texts, all above 0."""
         exact = [Fraction(weight) for weight in weights]
         assert exact and min(exact) > 0, weights
         common = math.lcm(*(weight.denominator for weight in exact))
@@ -40,13 +41,13 @@ class BlendSchedule:
         divisor = math.gcd(*whole)
         self.weights = [weight // divisor for weight in whole]
         self.period = sum(self.weights)
-        # Counts at the start of each chunk that is known, and the last chunks' choices.
+        # The counts at the start of each scheduled chunk, and the choices of the last chunks.
         self._counts: list[list[int]] = [[0] * len(whole)]
         self._chunks: dict[int, tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
         self._lock = Lock()
 
     def __getitem__(self, index: int, /) -> tuple[int, int]:
-        """Dataset, and number of its sample, for sample `index` >= 0 of the blend."""
+        """Return (dataset, number of its sample) for sample `index` >= 0 of the blend."""
         periods, place = divmod(index, self.period)
         number, within = divmod(place, CHUNK)
         with self._lock:
@@ -55,7 +56,7 @@ class BlendSchedule:
         return dataset, periods * self.weights[dataset] + int(samples[within])
 
     def counts(self, num_samples: int) -> list[int]:
-        """Samples of each dataset among the first `num_samples`."""
+        """Return how many of the first `num_samples` samples come from each dataset."""
         periods, place = divmod(num_samples, self.period)
         number, within = divmod(place, CHUNK)
         with self._lock:
@@ -85,11 +86,12 @@ class BlendSchedule:
 def _schedule(
     weights: Sequence[int], period: int, start: int, counts: Sequence[int]
 ) -> tuple[tuple[NDArray[np.int32], NDArray[np.int64]], list[int]]:
-    """Choices for samples `start` to `start + CHUNK` of a period, and the counts after them.
+    """Return the choices for samples `start` to `start + CHUNK` of a period, and the counts after
+    them.
 
-    A dataset may give its sample j from the first n with `weight * n - j >= slack`, counting n from
-    1, and must before `weight * n - j` passes `1 - slack`. Among those that may, the one that must
-    first does.
+    A dataset may give its sample j at the first n with `weight * n - j >= slack`, with n counted
+    from 1, and must give it before `weight * n - j` exceeds `1 - slack`. Of the datasets that may
+    give a sample, the one with the earliest deadline is chosen.
     """
     num_datasets = len(weights)
     now = list(counts)
@@ -123,7 +125,7 @@ def _schedule(
 
 
 class BlendedSamples:
-    """The endless stream that a blend of endless streams is."""
+    """Blends endless streams of samples into one endless stream."""
 
     def __init__(self, sources: Sequence[SampleSource], weights: Sequence[str]) -> None:
         assert len(sources) == len(weights), f"{len(sources)} sources, {len(weights)} weights"
@@ -132,18 +134,19 @@ class BlendedSamples:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Samples until one dataset has been read whole, the first that is."""
+        """Return the number of samples until the first of the datasets has been read whole."""
         total, weights = self.schedule.period, self.schedule.weights
         pairs = zip(self.sources, weights, strict=True)
         return min(source.num_samples_per_epoch * total // weight for source, weight in pairs)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` >= 0 of the blend, [seq_length + 1]."""
         dataset, sample = self.schedule[index]
         return self.sources[dataset][sample]
 
 
 class JoinedSamples:
-    """Finite sources one after another."""
+    """Joins finite sources one after another."""
 
     def __init__(self, sources: Sequence[FiniteSource]) -> None:
         self._sources = tuple(sources)
@@ -151,13 +154,16 @@ class JoinedSamples:
 
     @property
     def seq_length(self) -> int:
+        """Return the number of tokens that a sample predicts."""
         return self._sources[0].seq_length
 
     @property
     def num_samples(self) -> int:
+        """Return the number of samples of all sources together."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` of the joined sources, [seq_length + 1]."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         number = bisect_right(self._ends, index)

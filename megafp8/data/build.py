@@ -1,4 +1,4 @@
-"""A corpus becomes a folder: tokenizer, indexed dataset and sidecar."""
+"""Build a dataset folder from a corpus: tokenizer, indexed dataset and sidecar."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DOCUMENTS_PER_BATCH = 256  # encoded at once, on all cores
 
 
 def build_dataset(corpus: Corpus, vocab_size: int, folder: Path) -> Sidecar:
-    """Trains the tokenizer on the corpus and writes the whole dataset into an existing folder.
+    """Train the tokenizer on the corpus and write the whole dataset into an existing folder.
 
-    Every document ends with the end-of-document token. The sidecar is written last: a folder that
-    has one is complete.
+    Every document ends with the end-of-document token. The sidecar is written last, so a folder
+    that has a sidecar is complete.
     """
     texts = [document.text for document in corpus.documents()]
     tokenizer = train_tokenizer(texts, vocab_size)

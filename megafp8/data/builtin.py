@@ -1,4 +1,6 @@
-"""The built-in corpus as a dataset: built once in a cache folder, checked at every start."""
+"""Open the built-in corpus as a dataset that is built once in a cache and checked at every
+start.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,20 @@ from megafp8.data.sidecar import FORMAT_VERSION, load_sidecar, verify_files
 from megafp8.data.tokenize import load_tokenizer
 from megafp8.errors import DataError
 
-ATTEMPTS = 3  # when other processes replace the same folder meanwhile
-STALE_SECONDS = 3600.0  # a build takes seconds: an older temporary folder is a killed one's
+ATTEMPTS = 3  # other processes may replace the same folder meanwhile
+STALE_SECONDS = 3600.0  # a build takes seconds, so an older temporary folder is from a killed build
 
 
 def open_builtin(
     corpus: Corpus, vocab_size: int, cache: Path, notify: Callable[[str], None]
 ) -> OpenedDataset:
-    """The corpus with a tokenizer trained on it, built first if need be.
+    """Return the corpus as a dataset, with a tokenizer trained on it; build it first if needed.
 
-    Any number of processes may call it at once: each builds in a folder of its own, one of them
-    is renamed into place, and the others throw theirs away and use that one.
+    Any number of processes may call this at once. Each builds in its own folder, one of the folders
+    is renamed into place, and the other processes delete theirs and use that one.
 
     Raises:
-        DataError: The cache cannot be written, or is damaged again and again.
+        DataError: The cache cannot be written, or is found damaged after several builds.
     """
     folder = cache / f"{corpus.name}-{_cache_key(corpus, vocab_size)[:16]}"
     for _ in range(ATTEMPTS):
@@ -58,7 +60,11 @@ def open_builtin(
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """Where prepared datasets are kept (XDG Base Directory Specification)."""
+    """Return the folder that keeps prepared datasets (XDG Base Directory Specification).
+
+    Raises:
+        DataError: The user has no home folder and no folder is configured.
+    """
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -76,7 +82,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def _cache_key(corpus: Corpus, vocab_size: int) -> str:
-    """Names the folder: whatever may change its content changes the name."""
+    """Return the folder's name, which changes with everything that may change its content."""
     parts = f"{corpus.key()}\n{vocab_size}\n{FORMAT_VERSION}"
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -84,7 +90,7 @@ def _cache_key(corpus: Corpus, vocab_size: int) -> str:
 def _build_into(
     folder: Path, corpus: Corpus, vocab_size: int, notify: Callable[[str], None]
 ) -> None:
-    """Builds beside `folder` and renames: it is whole or not there."""
+    """Build beside `folder` and rename, so that `folder` is either complete or absent."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder)
@@ -114,7 +120,7 @@ def _build_into(
 
 
 def _inode(folder: Path) -> int | None:
-    """Which folder goes by this name now; None: there is none."""
+    """Return the inode of `folder`, or None if there is none."""
     try:
         return folder.stat().st_ino
     except OSError:
@@ -122,9 +128,9 @@ def _inode(folder: Path) -> int | None:
 
 
 def _move_away(folder: Path, inode: int | None) -> None:
-    """Takes a damaged folder out of the way in one step, then deletes it.
+    """Rename a damaged folder in one step, then delete it.
 
-    It stays if it is not the one that was looked at: another process has mended it meanwhile.
+    The folder stays if its inode is not `inode`: another process has then rebuilt it.
     """
     if _inode(folder) != inode:
         return
@@ -139,7 +145,7 @@ def _move_away(folder: Path, inode: int | None) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Deletes what killed builds of the same dataset left."""
+    """Delete temporary folders that killed builds of the same dataset have left."""
     for path in folder.parent.glob(f"{folder.name}.tmp-*"):
         try:
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: its documentation topics and its standard library."""
+"""Read the corpus that every Python carries: its documentation topics and its standard library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOPICS_SOURCE = "pydoc_data/topics.py"  # its text is taken as topics, one docum
 
 @dataclass(frozen=True)
 class Document:
-    """One text of the corpus; `name` says where it is from, such as `stdlib/abc.py`."""
+    """Holds one text of the corpus; `name` says where it is from, such as `stdlib/abc.py`."""
 
     name: str
     text: str
@@ -44,9 +44,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus to prepare: its text, and a cheap answer to whether that may have changed.
+    """Describes a corpus to prepare: its documents and a key that tells whether they may have
+    changed.
 
-    `key` changes whenever `documents` may yield other text, and is found without reading the text.
+    `key` changes whenever `documents` may yield other text, and is computed without reading the
+    text.
     """
 
     name: str
@@ -55,12 +57,12 @@ class Corpus:
 
 
 def builtin_documents(stdlib: Path | None = None) -> Iterator[Document]:
-    """Yields the documentation topics, then the standard library's sources, both in sorted order.
+    """Yield the documentation topics, then the standard library's sources, both in sorted order.
 
     Files that are empty or not UTF-8 are left out. Line endings are kept as they are.
 
     Args:
-        stdlib: Folder of the standard library; None: this Python's.
+        stdlib: The folder of the standard library; None means that of this Python.
 
     Raises:
         DataError: There is no document at all.
@@ -92,11 +94,11 @@ def builtin_documents(stdlib: Path | None = None) -> Iterator[Document]:
 
 
 def builtin_key(stdlib: Path | None = None) -> str:
-    """A hash of Python's version and the names, sizes and times of the files of its library.
+    """Return a hash of Python's version and of the names, sizes and times of its library's files.
 
-    Reading every file would cost a start more than the rest of its preparation, and a library that
-    is edited or upgraded changes a size or a time. Equal text under other times only costs a
-    second build: what a checkpoint records is the hash of the tokens, which has no times in it.
+    Reading every file would take longer than the rest of the preparation, and an edit or upgrade of
+    the library changes a size or a time. Equal text with other times only causes a second build: a
+    checkpoint records the hash of the tokens, which does not depend on times.
     """
     folder = stdlib or stdlib_folder()
     digest = hashlib.sha256()
@@ -113,7 +115,7 @@ def builtin_key(stdlib: Path | None = None) -> str:
 
 
 def stdlib_folder() -> Path:
-    """Where this Python keeps its standard library."""
+    """Return the folder of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -121,7 +123,7 @@ BUILTIN = Corpus("builtin", builtin_key, builtin_documents)
 
 
 def _topics() -> dict[str, str]:
-    """`pydoc`'s topics; empty where a distribution leaves `pydoc_data` out."""
+    """Return the topics of `pydoc`; empty if a distribution leaves `pydoc_data` out."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except (ImportError, AttributeError):
@@ -130,7 +132,7 @@ def _topics() -> dict[str, str]:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """The library's Python files in the order of their relative names."""
+    """Return the library's Python files in the order of their relative names."""
     found: list[Path] = []
     for root, folders, files in os.walk(folder):
         folders[:] = [

@@ -1,4 +1,4 @@
-"""Processes that turn lists of texts into token bytes, in order."""
+"""Encode lists of texts to token bytes in worker processes, in order."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ import numpy as np
 from megafp8.data.tokenize import Tokenizer, load_tokenizer
 from megafp8.errors import DataError
 
-THREADS_VARIABLE = "RAYON_NUM_THREADS"  # of the Rust libraries; ours heed it too
-AHEAD = 2  # lists waiting for each worker
+THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
+AHEAD = 2  # lists that wait for each worker
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of some texts, each with its end of document, as they lie in a `.bin`."""
+    """Holds the tokens of some texts, each with its end of document, as a `.bin` file stores
+    them.
+    """
 
     tokens: bytes
-    lengths: bytes  # int32, of each text that is not empty
+    lengths: bytes  # int32 lengths of the texts that are not empty
     num_texts: int
-    num_bytes: int  # of the texts in UTF-8
+    num_bytes: int  # bytes of the texts in UTF-8
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Encoded:
-    """Empty texts are left out: they would be documents without anything to learn."""
+    """Return the tokens of all texts that are not empty.
+
+    An empty text would be a document without anything to learn.
+    """
     some = [text for text in texts if text]
     ids = tokenizer.encode_batch(some)
     lengths = np.fromiter((len(i) + 1 for i in ids), np.dtype("<i4"), len(ids))
@@ -48,21 +53,24 @@ def encode(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Encoded:
 def encode_in_order(
     lists: Iterator[list[str]], tokenizer: Path, end_of_document: str, dtype: str, workers: int
 ) -> Iterator[Encoded]:
-    """Each list encoded, in the order in which they come.
+    """Yield each list encoded, in the order of the lists.
 
     Args:
-        lists: Of texts; read no further ahead than keeps every worker busy.
-        tokenizer: Its file, which each worker loads.
-        end_of_document: As for `load_tokenizer`.
-        dtype: Of the tokens.
-        workers: Processes; 0: this one, with the library's own threads.
+        lists: Lists of texts, read only as far ahead as keeps every worker busy.
+        tokenizer: The tokenizer's file, which each worker loads.
+        end_of_document: The token that ends a document, as for `load_tokenizer`.
+        dtype: The dtype of the tokens.
+        workers: The number of processes; 0 means this process, with the library's own threads.
+
+    Raises:
+        DataError: A worker died, for example because memory ran out.
     """
     if workers == 0:
         loaded = load_tokenizer(tokenizer, end_of_document)
         for texts in lists:
             yield encode(loaded, texts, dtype)
         return
-    # Not forked: the Rust and Arrow libraries have threads by now.
+    # Workers are not forked, because the Rust and Arrow libraries already run threads.
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
@@ -70,7 +78,7 @@ def encode_in_order(
         initargs=(tokenizer, end_of_document, dtype),
     )
     pending: deque[Future[Encoded]] = deque()
-    for _ in range(workers):  # each starts one, while the first text is still being opened
+    for _ in range(workers):  # workers start while the first text is still being opened
         pool.submit(_ready)
     try:
         for texts in lists:
@@ -91,7 +99,9 @@ def encode_in_order(
 
 
 class _Worker:
-    """What one process keeps between lists: a pool hands functions nothing of its own."""
+    """Holds what one worker process keeps between lists; a pool passes no state to its
+    functions.
+    """
 
     tokenizer: Tokenizer
     dtype: str
@@ -105,7 +115,7 @@ def _start(tokenizer: Path, end_of_document: str, dtype: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes outlive a parent that is killed, waiting forever."""
+    """End this worker when its parent ends: workers of a killed parent would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -113,7 +123,7 @@ def _end_with_parent() -> None:
 
 
 def _ready() -> None:
-    """A worker that runs this has its tokenizer."""
+    """Do nothing: a worker that runs this has loaded its tokenizer."""
 
 
 def _encode(texts: list[str]) -> Encoded:

@@ -1,23 +1,24 @@
-"""Some documents for all, where all are too many to read."""
+"""Choose some documents where all are too many to read."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-VALIDATION_TOKENS = 1 << 22  # that a run's last validation reads at most, about 16 MB of text
-COUNTED_TOKENS = 1 << 26  # of the training documents, for what a unigram model knows
+VALIDATION_TOKENS = 1 << 22  # limit of a run's last validation, about 16 MB of text
+COUNTED_TOKENS = 1 << 26  # limit of the tokens that the unigram model counts
 
 
 def excerpt(lengths: NDArray[np.integer], num_tokens: int, limit: int) -> NDArray[np.int64]:
-    """Places of documents, evenly spread, with about `limit` of `num_tokens` tokens.
+    """Return the places of evenly spread documents with about `limit` of `num_tokens` tokens.
 
-    All of them where that is no more. Never none, so one huge document may be more than `limit`.
+    All documents are returned if they have no more than `limit` tokens. At least one document is
+    returned, so a single huge document may exceed `limit`.
 
     Args:
-        lengths: Tokens of each document.
-        num_tokens: Of all datasets together; this one gets its share of `limit`.
-        limit: For all datasets together.
+        lengths: The number of tokens of each document.
+        num_tokens: The tokens of all datasets together; this dataset gets its share of `limit`.
+        limit: The number of tokens for all datasets together.
     """
     if num_tokens <= limit:
         return np.arange(len(lengths))

@@ -1,8 +1,9 @@
-"""Arrays that take long to compute, kept in files that every process of a host maps.
+"""Keep arrays that take long to compute in files that all processes of a host map into memory.
 
 An entry is a folder named by a hash of everything that its arrays depend on. It appears by one
-rename, so any number of processes and hosts may build at once; on one host a lock lets a single one
-do so and the others wait. Hosts that share no file system each build their own, which are equal.
+rename, so any number of processes and hosts may build it at once. On one host a lock lets a single
+process build while the others wait. Hosts without a common file system each build their own, equal
+entry.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from numpy.typing import NDArray
 
 VERSION = 1
 DESCRIPTION = "index.json"
-SMALLEST_CACHED = 1 << 18  # numbers; fewer are computed faster than they are found
-STALE_SECONDS = 24 * 3600.0  # an older temporary folder is a killed process's
+SMALLEST_CACHED = 1 << 18  # fewer numbers are computed faster than they are read
+STALE_SECONDS = 24 * 3600.0  # an older temporary folder is from a killed process
 _CHECKED_AT_ONCE = 1 << 24  # bytes
 
 Arrays = dict[str, NDArray[np.integer]]
 
 
 class IndexCache:
-    """Computes an entry once per host."""
+    """Computes each entry once per host and keeps it in a folder."""
 
     def __init__(
         self,
@@ -41,19 +42,19 @@ class IndexCache:
         notify: Callable[[str], None],
         smallest: int = SMALLEST_CACHED,
     ) -> None:
-        """`folder` None: nothing is kept."""
+        """Use `folder` for the entries; None keeps nothing."""
         self._folder, self._notify, self._smallest = folder, notify, smallest
 
     def get(
         self, kind: str, key: Mapping[str, object], size: int, build: Callable[[], Arrays]
     ) -> Arrays:
-        """The arrays that `build` gives for `key`: read-only, mapped where they were kept.
+        """Return the arrays of `key`: read-only, and mapped from files if they are kept.
 
         Args:
-            kind: Begins the entry's name.
+            kind: The beginning of the entry's name.
             key: Everything that the arrays depend on, as JSON values.
-            size: About how many numbers there are; small entries are not kept.
-            build: Called where there is no good entry.
+            size: The approximate count of numbers; small entries are not kept.
+            build: Computes the arrays; called if there is no valid entry.
         """
         if self._folder is None or size < self._smallest:
             return build()
@@ -100,7 +101,7 @@ class IndexCache:
         return self._read(entry) or arrays
 
     def _read(self, entry: Path) -> Arrays | None:
-        """The entry's arrays; None where there is none, or none that is whole."""
+        """Return the entry's arrays, or None if there is no complete and valid entry."""
         if not entry.is_dir():
             return None
         try:
@@ -123,7 +124,9 @@ class IndexCache:
 
     @contextlib.contextmanager
     def _lock(self, entry: Path) -> Iterator[None]:
-        """One builder per host. A file system without locks only lets several build the same."""
+        """Let one process per host build; a file system without locks lets several build the
+        same.
+        """
         entry.parent.mkdir(parents=True, exist_ok=True)
         path = entry.with_name(f"{entry.name}.lock")
         with open(path, "a", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Where each window of an epoch lies: computed with NumPy over whole arrays, never in a loop.
+"""Compute where each window of an epoch starts, with NumPy over whole arrays.
 
-Q sequences of an epoch, N windows of it.
+Suffixes of names: Q sequences of an epoch, N windows of an epoch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 @dataclass(frozen=True)
 class EpochMap:
-    """One epoch's sequences in order, and where its windows start.
+    """Holds one epoch's sequences in order, and where its windows start.
 
     Attributes:
         sequences_Q: The dataset's sequences, one after another.
-        first_N: Place in `sequences_Q` of the one in which each window starts.
-        offset_N: Tokens of that sequence before the window's first.
-        order_N: Window of each of the epoch's samples.
+        first_N: The place in `sequences_Q` of the sequence in which each window starts.
+        offset_N: The tokens of that sequence before the window's first token.
+        order_N: The window of each of the epoch's samples.
     """
 
     sequences_Q: NDArray[np.integer]  # noqa: N815 (shape suffix)
@@ -37,10 +37,10 @@ class EpochMap:
 
 
 def shuffled(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of `range(count)` that depends on `key` alone.
+    """Return a permutation of `range(count)` that depends on `key` alone.
 
-    Sorts by SplitMix64 of a counter. NumPy may change what its own generators return from one
-    version to the next, and a run must continue with the same order.
+    It sorts by SplitMix64 of a counter. NumPy's own generators may change from one version to the
+    next, and a resumed run must continue with the same order.
     """
     state = np.zeros(1, np.uint64)
     for part in key:
@@ -56,11 +56,12 @@ def sample_index(
     seq_length: int,
     num_windows: int,
 ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
-    """Place and offset of each window's first token: (`first_N`, `offset_N`) of `EpochMap`.
+    """Return the place and offset of each window's first token: `first_N`, `offset_N` of
+    `EpochMap`.
 
     Window 0 starts with an end of a document that no sequence holds, so it counts as starting at
-    the first token; window w > 0 starts with the token before the first it predicts, token
-    `w * seq_length - 1` of the epoch.
+    the first token. Window w > 0 starts with the token before the first that it predicts, token `w
+    * seq_length - 1` of the epoch.
     """
     first_N = np.empty(num_windows, _smallest_dtype(len(sequences_Q)))
     offset_N = np.empty(num_windows, np.int32)
@@ -94,7 +95,7 @@ def epoch_map(
     num_windows: int,
     order: Callable[[], NDArray[np.int64]],
 ) -> Arrays:
-    """The arrays of an `EpochMap` over documents in the given order."""
+    """Return the arrays of an `EpochMap` over documents in the given order."""
     sequences = sequences_of(dataset, documents)
     sequences = sequences.astype(_smallest_dtype(dataset.num_sequences), copy=False)
     first, offset = sample_index(dataset.lengths_N, sequences, seq_length, num_windows)
@@ -109,12 +110,12 @@ def epoch_map(
 def cached_epoch_map(
     cache: IndexCache, key: dict[str, object], size: int, build: Callable[[], Arrays]
 ) -> EpochMap:
-    """From the cache, or computed."""
+    """Return an epoch's map from the cache, or compute it."""
     return EpochMap(**cache.get("epoch", key, size, build))
 
 
 def sequences_of(dataset: IndexedDataset, documents: NDArray[np.integer]) -> NDArray[np.integer]:
-    """The sequences of all documents, one document after another."""
+    """Return the sequences of all documents, one document after another."""
     if dataset.has_one_sequence_per_document:
         return documents
     first = dataset.documents_D1[documents]
@@ -128,7 +129,9 @@ def _smallest_dtype(count: int) -> type[np.signedinteger]:
 
 
 def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection on 64 bits."""
+    """Return the output function of SplitMix64 (Steele, Lea, Flood 2014), a bijection on 64
+    bits.
+    """
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)

@@ -47,17 +47,17 @@ UINT16_VOCABULARY = 65500  # Megatron's own limit, a little below 2**16
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
-    """The dtype that Megatron's tools choose for a vocabulary."""
+    """Return the dtype that Megatron's tools choose for a vocabulary."""
     return DTYPE_CODES[8] if vocab_size < UINT16_VOCABULARY else DTYPE_CODES[4]
 
 
 def bin_path(prefix: Path) -> Path:
-    """`<prefix>.bin`; the prefix may itself have dots."""
+    """Return `<prefix>.bin`; the prefix itself may have dots."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """`<prefix>.idx`; the prefix may itself have dots."""
+    """Return `<prefix>.idx`; the prefix itself may have dots."""
     return prefix.with_name(prefix.name + ".idx")
 
 
@@ -67,7 +67,7 @@ def write_index(
     lengths: NDArray[np.integer],
     documents: NDArray[np.integer],
 ) -> None:
-    """Writes an `.idx` of sequences that lie one after another, and has it on the disk."""
+    """Write an `.idx` for sequences that lie one after another, and flush it to the disk."""
     lengths, documents = lengths.astype("<i4"), documents.astype("<i8")
     ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
     offsets = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
@@ -79,9 +79,9 @@ def write_index(
 
 
 class IndexedWriter:
-    """Writes one dataset, a document at a time; nothing is under its name until `close`.
+    """Writes one dataset, a document at a time; its files get their names in `close`.
 
-    Used in a `with`: leaving it by an exception throws the half-written files away.
+    As a context manager it deletes the half-written files if an exception leaves the context.
     """
 
     def __init__(self, prefix: Path, dtype: DTypeLike) -> None:
@@ -95,7 +95,7 @@ class IndexedWriter:
         self._bin = open(self._bin_tmp, "wb")
 
     def add_document(self, *sequences: Sequence[int] | NDArray[np.integer]) -> None:
-        """Adds a document of one or more sequences of tokens.
+        """Add a document of one or more sequences of tokens.
 
         Raises:
             ValueError: A token does not fit the dtype.
@@ -110,7 +110,9 @@ class IndexedWriter:
         self._documents.append(len(self._lengths))
 
     def close(self) -> None:
-        """Puts both files in place, `.bin` first: an `.idx` never points at missing tokens."""
+        """Rename both files into place, `.bin` first, so that an `.idx` never points at missing
+        tokens.
+        """
         try:
             self._write_files()
         except BaseException:
@@ -118,7 +120,7 @@ class IndexedWriter:
             raise
 
     def discard(self) -> None:
-        """Throws away what was written."""
+        """Delete what was written."""
         with contextlib.suppress(OSError):  # a full disk fails to flush a second time
             self._bin.close()
         self._bin_tmp.unlink(missing_ok=True)
@@ -147,17 +149,17 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """An indexed dataset, memory-mapped: opening it reads only the index, and checks all of that.
+    """Maps an indexed dataset into memory; opening it reads and checks only the index.
 
     Attributes:
-        prefix: Path without `.bin` and `.idx`.
-        dtype: Of the stored tokens.
-        lengths_N: Tokens of each sequence, int32.
-        documents_D1: First sequence of each document and the number of sequences, int64.
+        prefix: The path without `.bin` and `.idx`.
+        dtype: The dtype of the stored tokens.
+        lengths_N: The tokens of each sequence, int32.
+        documents_D1: The first sequence of each document, then the number of sequences, int64.
     """
 
     def __init__(self, prefix: Path) -> None:
-        """Opens and checks both files.
+        """Open and check both files.
 
         Raises:
             DataError: A file is missing, damaged, or not such a dataset.
@@ -181,25 +183,30 @@ class IndexedDataset:
 
     @property
     def num_sequences(self) -> int:
+        """Return the number of sequences."""
         return len(self.lengths_N)
 
     @property
     def num_documents(self) -> int:
+        """Return the number of documents."""
         return len(self.documents_D1) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens of all sequences."""
         return int(self.lengths_N.sum(dtype=np.int64))
 
     @cached_property
     def has_one_sequence_per_document(self) -> bool:
-        """Whether document d is sequence d, as every writer for language models has it."""
+        """Return whether document d is sequence d, as in the files of every language-model
+        writer.
+        """
         return self.num_documents == self.num_sequences and bool(
             (np.diff(self.documents_D1) == 1).all()
         )
 
     def tokens_per_document(self) -> NDArray[np.int64]:
-        """Number of tokens of each document, [num_documents]."""
+        """Return the number of tokens of each document, [num_documents]."""
         if self.has_one_sequence_per_document:
             return self.lengths_N.astype(np.int64)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths_N, dtype=np.int64)])
@@ -207,7 +214,7 @@ class IndexedDataset:
         return counts
 
     def sequence(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` of one sequence, as a copy."""
+        """Return tokens `start` to `stop` of one sequence, as a copy."""
         length = int(self.lengths_N[index])
         stop = length if stop is None else stop
         assert 0 <= start <= stop <= length, f"[{start}, {stop}) of {length} tokens"
@@ -215,13 +222,13 @@ class IndexedDataset:
         return self._tokens[first + start : first + stop].astype(np.int64)
 
     def document(self, index: int) -> NDArray[np.int64]:
-        """All tokens of one document, its sequences joined, as a copy."""
+        """Return all tokens of one document, its sequences joined, as a copy."""
         first, last = int(self.documents_D1[index]), int(self.documents_D1[index + 1])
         parts = [self.sequence(i) for i in range(first, last)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _check_index(self, idx: Path, tokens: Path, bin_bytes: int) -> None:
-        """Every value of the three arrays, vectorized."""
+        """Check every value of the three arrays, vectorized."""
         lengths = self.lengths_N.astype(np.int64)
         if lengths.size and int(lengths.min()) < 0:
             raise DataError(
@@ -270,7 +277,7 @@ class IndexedDataset:
 
 
 def _parse_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:
-    """Dtype, number of sequences and number of document indices; the file's size is theirs."""
+    """Return dtype, number of sequences and number of document indices; check the file's size."""
     if len(raw) < HEADER.size:
         raise DataError(
             idx, "header", f"has {len(raw)} bytes where {HEADER.size} are needed", REBUILD
@@ -318,7 +325,7 @@ def _file_size(path: Path) -> int:
 
 
 def _map(path: Path, dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
-    """The file's whole items, memory-mapped; an empty file, which cannot be, as an empty array."""
+    """Return the file's whole items, memory-mapped; an empty file gives an empty array."""
     count = _file_size(path) // dtype.itemsize
     if count == 0:
         return np.empty(0, dtype)
@@ -340,12 +347,12 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _temporary(path: Path) -> Path:
-    """A name beside `path` that no other process writes."""
+    """Return a name beside `path` that no other process writes."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}")
 
 
 def _finish(file: BinaryIO) -> None:
-    """Closes `file` with its bytes on the disk, so that a crash after a rename loses nothing."""
+    """Close `file` with its bytes on the disk, so that a crash after a rename loses nothing."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -1,4 +1,4 @@
-"""Microbatches for one data-parallel rank, read ahead in threads."""
+"""Make microbatches for one data-parallel rank, read ahead in threads."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megafp8.data.document_rules import IGNORE, DocumentRules
 from megafp8.data.samples import FiniteSource, SampleSource
 
 STEPS_AHEAD = 2
-PAD_ID = 0  # any token will do: no counted position attends to padding
+PAD_ID = 0  # any token is right here: no counted position attends to padding
 
 
 # B samples of a microbatch, S tokens of a sample
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass reads: writable, contiguous int64 arrays of [B, S].
+    """Holds what one forward pass reads: writable, contiguous int64 arrays of [B, S].
 
-    `targets_BS` is IGNORE (-100) where nothing is to be predicted. Where documents are to be told
-    apart, `position_ids_BS` counts from each one's first token, and a token of `document_ids_BS`
-    (int32) attends to those with the same number only.
+    `targets_BS` is IGNORE (-100) where nothing is predicted. If documents are kept apart,
+    `position_ids_BS` counts from each document's first token, and a token attends only to tokens
+    with the same number in `document_ids_BS` (int32).
     """
 
     tokens_BS: NDArray[np.int64]  # noqa: N815 (shape suffix)
@@ -36,15 +36,16 @@ class Microbatch:
 
     @property
     def num_targets(self) -> int:
+        """Return the number of targets that are counted."""
         return int(np.count_nonzero(self.targets_BS != IGNORE))
 
 
 def microbatch(
     windows: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None
 ) -> Microbatch:
-    """Inputs and targets of windows of [S + 1] each."""
+    """Return the inputs and targets of windows of [S + 1] tokens each."""
     windows_BT = np.stack(windows)
-    raw_BS = windows_BT[:, :-1]  # with its padding, which is no token and ends no document
+    raw_BS = windows_BT[:, :-1]  # includes padding, which ends no document
     tokens_BS = np.ascontiguousarray(np.where(raw_BS == IGNORE, PAD_ID, raw_BS))
     targets_BS = windows_BT[:, 1:].copy()
     if rules is None:
@@ -58,7 +59,7 @@ def microbatch(
 
 
 def pinned(batch: Microbatch) -> Microbatch:
-    """The same arrays in page-locked memory, which lives as long as they do."""
+    """Return the same arrays in page-locked memory, which is freed with them."""
     import torch
 
     arrays = ((field.name, getattr(batch, field.name)) for field in fields(batch))
@@ -73,10 +74,10 @@ def pinned(batch: Microbatch) -> Microbatch:
 def rank_samples(
     consumed_samples: int, num_microbatches: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> NDArray[np.int64]:
-    """Numbers of one rank's samples of the global batch after `consumed_samples`: [M, B].
+    """Return the numbers [M, B] of one rank's samples of the global batch after `consumed_samples`.
 
-    Sample b of microbatch m is `consumed + m * (B * dp_size) + dp_rank * B + b`: over all ranks
-    these are the next M * B * dp_size numbers, at any `dp_size`.
+    Sample b of microbatch m is `consumed + m * (B * dp_size) + dp_rank * B + b`. Over all ranks
+    these are the next M * B * dp_size numbers, for any `dp_size`.
     """
     first_of_microbatch = np.arange(num_microbatches)[:, None] * (micro_batch_size * dp_size)
     within = dp_rank * micro_batch_size + np.arange(micro_batch_size)
@@ -85,10 +86,11 @@ def rank_samples(
 
 
 class Loader:
-    """Iterates optimizer steps: each item is the list of this rank's microbatches.
+    """Iterates over optimizer steps: each item is the list of this rank's microbatches.
 
-    Threads read ahead, each a whole step. An exception in one is raised by the `next` that needed
-    the failed step, and by every one after it. Use it in a `with`, or call `close`.
+    Threads read ahead, each a whole step. An exception in a thread is raised by the `next` that
+    needed the failed step and by every later one. Use the loader as a context manager, or call
+    `close`.
     """
 
     def __init__(
@@ -104,27 +106,29 @@ class Loader:
         num_workers: int = 1,
         pin_memory: bool = False,
     ) -> None:
-        """Starts to read ahead.
+        """Start to read ahead.
 
         Args:
             source: The endless training stream; several threads may read it at once.
-            micro_batch_size: Samples per microbatch and rank.
-            num_microbatches: Microbatches per rank and step; a function tells those of the step
-                that begins after so many consumed samples.
-            dp_rank: This rank's place on the data-parallel axis.
-            dp_size: Ranks on that axis.
-            consumed_samples: Samples that all ranks together have trained on already.
-            rules: What the ends of documents do; None: nothing.
-            num_workers: Threads; 0: `next` itself reads.
-            pin_memory: Arrays lie in page-locked memory, from which a GPU copies while it computes.
+            micro_batch_size: The samples per microbatch and rank.
+            num_microbatches: The microbatches per rank and step, or a function from the consumed
+                samples at a step's start to those of that step.
+            dp_rank: This rank's position on the data-parallel axis.
+            dp_size: The number of ranks on that axis.
+            consumed_samples: The samples that all ranks together have trained on already.
+            rules: The rules for document ends; None applies none.
+            num_workers: The number of threads; with 0 `next` itself reads.
+            pin_memory: Whether arrays are page-locked, so that a GPU copies them while it computes.
         """
         assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
         self._source, self._rules, self._pins = source, rules, pin_memory
         self._num_microbatches = num_microbatches
         self._layout = (micro_batch_size, dp_rank, dp_size)
         self._round_size = micro_batch_size * dp_size
-        self.consumed_samples = consumed_samples  # by the steps handed out so far
-        self._asked_for = consumed_samples  # by the steps that threads have been given
+        self.consumed_samples = consumed_samples  # the samples of the steps returned so far
+        self._asked_for = (
+            consumed_samples  # the samples of the steps that threads read or have read
+        )
         self._ready: deque[Future[list[Microbatch]]] = deque()
         self._closed = False
         self._failure: BaseException | None = None
@@ -145,7 +149,7 @@ class Loader:
         if self._failure is None:
             try:
                 step = self._next_step()
-            # Whatever it is, every `next` from now on has to raise it.
+            # Every later `next` must raise the same exception, whatever it is.
             except BaseException as error:
                 self._failure = error
             else:
@@ -154,7 +158,7 @@ class Loader:
         raise self._failure
 
     def close(self) -> None:
-        """Ends the threads; safe to call twice."""
+        """End the threads; a second call does nothing."""
         self._closed = True
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
@@ -183,7 +187,7 @@ class Loader:
         self._asked_for += self._count(self._asked_for) * self._round_size
 
     def _count(self, consumed_samples: int) -> int:
-        """Microbatches of the step that begins there."""
+        """Return the number of microbatches of the step that begins there."""
         count = self._num_microbatches
         return count if isinstance(count, int) else count(consumed_samples)
 
@@ -206,21 +210,22 @@ def validation_batches(
     multiple_of: int = 1,
     rules: DocumentRules | None = None,
 ) -> Iterator[Microbatch]:
-    """This rank's share of the validation samples, each in one microbatch of one rank.
+    """Yield this rank's share of the validation samples; each sample is in one microbatch of one
+    rank.
 
-    Every rank gets the same number of microbatches, all full, because ranks meet in collectives;
-    samples that fill up the last ones have no targets, only IGNORE.
+    Every rank gets the same number of full microbatches, because ranks meet in collectives. Samples
+    that fill up the last microbatches have only IGNORE as targets.
 
     Args:
         source: The validation samples.
-        micro_batch_size: Samples per microbatch.
-        dp_rank: This rank's place on the data-parallel axis.
-        dp_size: Ranks on that axis.
-        limit: At most so many samples over all ranks, spread evenly over the source; the choice is
-            the same for every layout. None: all of them.
-        multiple_of: Samples over all ranks are a multiple of it; but where there are fewer than
-            one multiple, all are taken.
-        rules: What the ends of documents do; None: nothing.
+        micro_batch_size: The samples per microbatch.
+        dp_rank: This rank's position on the data-parallel axis.
+        dp_size: The number of ranks on that axis.
+        limit: The largest number of samples over all ranks, spread evenly over the source and the
+            same for every layout; None takes all.
+        multiple_of: The samples over all ranks are a multiple of this number; if there are fewer
+            samples than that, all are taken.
+        rules: The rules for document ends; None applies none.
     """
     total = source.num_samples
     count = total if limit is None else min(limit, total)

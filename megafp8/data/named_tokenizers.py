@@ -1,4 +1,4 @@
-"""Tokenizers by the names that users give them."""
+"""Load tokenizers by the names that users give them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def configured_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
-    """The tokenizer that a configuration names; None: the one that comes with the data.
+    """Return the tokenizer that a configuration names; None means the one recorded with the data.
 
     Raises:
-        ConfigError: The library needs a setting that is not there.
+        ConfigError: The library needs a setting that is not given.
         DataError: The tokenizer cannot be read.
     """
     match spec.library:
@@ -39,21 +39,21 @@ def configured_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """A file of ranks, or one of tiktoken's own encodings by name."""
+    """Return the tokenizer of a file of ranks, or one of tiktoken's own encodings by name."""
     path = Path(name)
     return load_tiktoken(path) if path.suffix or path.exists() else named_tiktoken(name)
 
 
 def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> JsonTokenizer:
-    """A tokenizer of `transformers` by its name on the Hub or its folder.
+    """Return a tokenizer of `transformers` by its name on the Hub or its folder.
 
     Args:
-        name: Hub name, folder, or the path of a `tokenizer.json`.
-        end_of_document: The token that ends a document; None: the tokenizer's `eos_token`, and
+        name: A name on the Hub, a folder, or the path of a `tokenizer.json`.
+        end_of_document: The token that ends a document; None means the tokenizer's `eos_token`, or
             `<|endoftext|>` for a bare `tokenizer.json`.
 
     Raises:
-        DataError: It cannot be loaded, has no Rust form, or nothing that ends a document.
+        DataError: It cannot be loaded, has no Rust form, or has no token that ends a document.
     """
     if name.endswith(".json"):
         return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
@@ -65,7 +65,7 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
         ) from error
     try:
         loaded = AutoTokenizer.from_pretrained(name)  # trust_remote_code stays off: no code runs
-    except Exception as error:  # of files, of JSON, of whatever the network raises
+    except Exception as error:  # files, JSON and the network raise different classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             name,
@@ -94,7 +94,7 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
 
 
 def gpt2_tokenizer(vocab_file: Path, merge_file: Path) -> JsonTokenizer:
-    """GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`.
+    """Return GPT-2's byte-level BPE from its `vocab.json` and `merges.txt`.
 
     Raises:
         DataError: A file cannot be read, or there is no `<|endoftext|>`.

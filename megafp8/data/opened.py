@@ -1,4 +1,4 @@
-"""An indexed dataset with its tokenizer and what names its content."""
+"""Open an indexed dataset with its tokenizer and the fingerprint of its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megafp8.errors import DataError
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """One dataset. `fingerprint` is of its content and tokenizer: of no path and no time."""
+    """Holds one dataset; `fingerprint` depends on content and tokenizer, not on paths and times."""
 
     dataset: IndexedDataset
     tokenizer: Tokenizer
@@ -32,12 +32,12 @@ class OpenedDataset:
 def open_prefix(
     prefix: Path, notify: Callable[[str], None], given: Tokenizer | None = None
 ) -> OpenedDataset:
-    """A dataset that someone prepared.
+    """Open a dataset that the user has prepared.
 
     Args:
-        prefix: Its path without `.bin` and `.idx`.
-        notify: Told, in a line, what is not as it might be.
-        given: The tokenizer that the configuration names; None: the one beside the dataset.
+        prefix: The dataset's path without `.bin` and `.idx`.
+        notify: Receives a line about each thing that the user should know.
+        given: The tokenizer that the configuration names; None means the one beside the dataset.
 
     Raises:
         DataError: Files are missing or damaged, or the tokenizer is not that of the data.
@@ -93,7 +93,7 @@ def _check_vocabulary_size(prefix: Path, tokenizer: Tokenizer) -> None:
 
 
 def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str | None) -> None:
-    """The configuration's tokenizer must be the recorded one, which its vocabulary tells."""
+    """Raise DataError if the configured tokenizer is not the one recorded with the dataset."""
     if given is None:
         return
     recorded = load_tokenizer(words, eod)
@@ -109,13 +109,13 @@ def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str | N
 
 
 def _sidecar_of(prefix: Path, words: Path | None, notify: Callable[[str], None]) -> Sidecar | None:
-    """The sidecar, if there is one and it is about exactly these files."""
+    """Return the dataset's sidecar if there is one and it describes exactly these files."""
     path = find_beside(prefix, "dataset.json")
     if path is None or words is None:
         return None
     try:
         sidecar = load_sidecar(path)
-    except DataError as error:  # a foreign one may name the end of a document and nothing else
+    except DataError as error:  # another tool's dataset.json may hold only the end of a document
         notify(f"data: parts of the dataset are hashed instead of all of it: {error}")
         return None
     names = [record.name for record in sidecar.files]

@@ -1,4 +1,4 @@
-"""From a `DataSpec` to training and validation samples; what takes long is cached."""
+"""Prepare training and validation samples from a `DataSpec`; what takes long is cached."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ from megafp8.errors import DataError
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
 
-COUNT_TOKENS = 1 << 20  # counted at once
+COUNT_TOKENS = 1 << 20  # tokens that are counted at once
 
 Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class DataPart:
-    """Documents of one dataset that a split takes, in the order in which they were drawn."""
+    """Holds the documents of one dataset that a split takes, in the order in which they were
+    drawn.
+    """
 
     opened: OpenedDataset
     documents: NDArray[np.int64]
@@ -49,30 +51,31 @@ class DataPart:
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens of the documents."""
         return int(self.opened.dataset.tokens_per_document()[self.documents].sum())
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Everything that training and evaluation need to know of the data.
+    """Holds everything that training and evaluation need to know about the data.
 
     Attributes:
         train: The endless training stream.
         validation: Every token of `final_parts` once.
-        periodic_validation: What validation during training draws from: all validation tokens; with
-            `validation_drop_last` without those that do not fill a sample.
-        tokenizer: Text to tokens and back.
-        vocab_size: Of the tokenizer, before padding.
-        fingerprint: Of the datasets' content; a checkpoint records it, so that a changed dataset
-            is refused. It depends on no path and no time.
-        rules: What the ends of documents do to positions, attention and loss; None: nothing.
-        train_parts: Datasets of the training stream.
-        validation_parts: Datasets of the validation.
-        final_parts: Of these, what the last validation of a run and the text beside it are: all
-            documents, or evenly spread ones of about `VALIDATION_TOKENS` tokens.
-        num_train_tokens: In the training documents, with their ends.
-        num_validation_tokens: Likewise.
-        num_final_tokens: Likewise, of `final_parts`; each of them is predicted once.
+        periodic_validation: The samples that validation during training draws from: all validation
+            tokens or, with `validation_drop_last`, those that fill whole samples.
+        tokenizer: The tokenizer of all datasets.
+        vocab_size: The tokenizer's vocabulary size, before padding.
+        fingerprint: A hash of the datasets' content; a checkpoint records it, so that a changed
+            dataset is refused. It does not depend on paths or times.
+        rules: The rules for document ends: positions, attention and loss; None applies none.
+        train_parts: The datasets of the training stream.
+        validation_parts: The datasets of the validation.
+        final_parts: What the run's last validation reads: all validation documents, or evenly
+            spread ones of about `VALIDATION_TOKENS` tokens.
+        num_train_tokens: The tokens of the training documents, including their ends.
+        num_validation_tokens: The tokens of the validation documents, including their ends.
+        num_final_tokens: The tokens of `final_parts`, each of which is predicted once.
     """
 
     train: SampleSource
@@ -90,12 +93,16 @@ class PreparedData:
     num_final_tokens: int
 
     def validation_tokens(self) -> NDArray[np.int64]:
-        """What a pass over `validation` predicts, in order, ends of documents too."""
+        """Return the tokens that a pass over `validation` predicts, in order, with ends of
+        documents.
+        """
         streams = (self._stream(part) for part in self.final_parts)
         return np.concatenate([stream.read(1, stream.num_tokens) for stream in streams])
 
     def validation_text(self) -> bytes:
-        """Original bytes of `final_parts`, one document after another, without their ends."""
+        """Return the original bytes of `final_parts`, one document after another, without their
+        ends.
+        """
         return b"".join(
             self.document_text(part.opened, int(document))
             for part in self.final_parts
@@ -103,15 +110,17 @@ class PreparedData:
         )
 
     def document_text(self, opened: OpenedDataset, document: int) -> bytes:
-        """Bytes of one document; exactly those it was tokenized from, for a byte-level BPE."""
+        """Return the bytes of one document; for a byte-level BPE exactly those it was tokenized
+        from.
+        """
         tokens = opened.dataset.document(document)
         check_vocabulary(tokens, self.vocab_size, opened.dataset)
         return self.tokenizer.decode(tokens[tokens != self.tokenizer.eod_id]).encode("utf-8")
 
     def train_token_counts(self) -> NDArray[np.int64]:
-        """How often each token occurs in the training documents, [vocab_size].
+        """Return how often each token occurs in the training documents, [vocab_size].
 
-        In evenly spread ones of about `COUNTED_TOKENS` tokens, if they have more.
+        If they have more than about `COUNTED_TOKENS` tokens, evenly spread documents are counted.
         """
         counts = np.zeros(self.vocab_size, np.int64)
         counted = _excerpt(self.train_parts, self.num_train_tokens, COUNTED_TOKENS)
@@ -133,18 +142,18 @@ def prepare(
     corpus: Corpus = BUILTIN,
     index_cache: IndexCache | None = None,
 ) -> PreparedData:
-    """Opens the datasets that `spec` names, building the built-in one first if need be.
+    """Open the datasets that `spec` names; build the built-in one first if needed.
 
-    Any number of processes may call it at once, on any number of hosts.
+    Any number of processes may call this at once, on any number of hosts.
 
     Args:
-        spec: What to open, how to split and cut it.
-        notify: Told, in a line, what takes time or was mended.
-        corpus: What `builtin` means.
-        index_cache: Where index maps are kept; None: in the cache folder, if they are large.
+        spec: What to open, how to split it and how to cut it into samples.
+        notify: Receives a line about each thing that takes time or was repaired.
+        corpus: The corpus that `builtin` means.
+        index_cache: Where index maps are kept; None means the cache folder, for large maps.
 
     Raises:
-        DataError: Files are missing or damaged, or too small for the splits or one sample.
+        DataError: Files are missing or damaged, or too small for the splits or for one sample.
         ConfigError: A tokenizer lacks a setting.
     """
     cache = index_cache or IndexCache(_index_folder(spec), notify)
@@ -153,7 +162,7 @@ def prepare(
         notify("data: model.data.splits_string is not used: data_prefix names each split's data")
         train = [opener.whole(weighted, "train") for weighted in spec.prefix.train]
         validation = [opener.whole(weighted, "validation") for weighted in spec.prefix.validation]
-        for weighted in spec.prefix.test:  # nothing reads it yet, but what is there must be good
+        for weighted in spec.prefix.test:  # no code reads the test split, but it must be valid
             opener.whole(weighted, "test")
     else:
         prefix = spec.prefix
@@ -164,7 +173,7 @@ def prepare(
 
 
 class _Opener:
-    """Opens each dataset once, and holds that all share one vocabulary."""
+    """Opens each dataset once and checks that all datasets share one vocabulary."""
 
     def __init__(self, spec: DataSpec, notify: Notify, corpus: Corpus, cache: IndexCache) -> None:
         self._spec, self._notify, self._corpus, self._cache = spec, notify, corpus, cache
@@ -197,7 +206,7 @@ class _Opener:
         return opened
 
     def split(self, weighted: Weighted) -> tuple[DataPart, DataPart]:
-        """Training and validation parts of one dataset."""
+        """Return the training and validation parts of one dataset."""
         opened, spec = self.open(weighted.prefix), self._spec
 
         def build() -> dict[str, NDArray[np.integer]]:
@@ -218,7 +227,7 @@ class _Opener:
         )
 
     def whole(self, weighted: Weighted, split: str) -> DataPart:
-        """All documents of one dataset, for one split."""
+        """Return all documents of one dataset, for one split."""
         opened = self.open(weighted.prefix)
         if opened.dataset.num_tokens == 0:
             raise DataError(
@@ -298,7 +307,7 @@ def _assemble(
 
 
 def _excerpt(parts: Sequence[DataPart], num_tokens: int, limit: int) -> tuple[DataPart, ...]:
-    """Documents of each part, with about `limit` of their `num_tokens` tokens together."""
+    """Return documents of each part with about `limit` of their `num_tokens` tokens together."""
 
     def some(part: DataPart) -> DataPart:
         lengths = part.opened.dataset.tokens_per_document()[part.documents]
@@ -319,7 +328,7 @@ def _rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
 
 
 def _fingerprint(parts: Sequence[DataPart]) -> str:
-    """That of the one dataset, or a hash of all of them in order."""
+    """Return the fingerprint of the only dataset, or a hash of all fingerprints in order."""
     found = [part.opened.fingerprint for part in parts]
     if len(set(found)) == 1:
         return found[0]
@@ -329,5 +338,5 @@ def _fingerprint(parts: Sequence[DataPart]) -> str:
 def _index_folder(spec: DataSpec) -> Path | None:
     try:
         return cache_folder(spec.cache_dir)
-    except DataError:  # no home folder: nothing can be kept, and nothing must be
+    except DataError:  # without a home folder nothing is kept, which is allowed
         return None

@@ -1,8 +1,9 @@
-"""Text to an indexed dataset with its tokenizer: in pieces, so that a killed run continues.
+"""Turn text into an indexed dataset with its tokenizer, in pieces, so that a killed run continues.
 
-Beside the output lies `<prefix>.partial/` until all is done: tokens and lengths as they come, and
-`progress.json`, which says how much of them counts. It is replaced in one step after both are on
-the disk, so whatever is killed, the same command continues from there.
+Until all is done, `<prefix>.partial/` lies beside the output. It holds tokens and lengths as they
+come, and `progress.json`, which says how much of them is valid. `progress.json` is replaced in one
+step after both files are on the disk. So the same command continues from there whenever it was
+killed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from megafp8.data.text_sources import TextSource, units
 from megafp8.data.tokenize import Tokenizer, load_tokenizer
 from megafp8.errors import DataError
 
-UNIT_CHARACTERS = 1 << 21  # encoded at once
+UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
 SECONDS_BETWEEN_RECORDS = 2.0
 SIDECAR_SUFFIX = ".dataset.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How far it is. Texts are those read, documents those that were not empty."""
+    """Counts the texts that were read, the documents (texts that are not empty) and their
+    tokens.
+    """
 
     num_texts: int = 0
     num_documents: int = 0
@@ -42,6 +45,7 @@ class Counts:
     num_bytes: int = 0
 
     def plus(self, more: Encoded, itemsize: int) -> Counts:
+        """Return the counts after one more encoded piece."""
         return Counts(
             num_texts=self.num_texts + more.num_texts,
             num_documents=self.num_documents + len(more.lengths) // 4,
@@ -52,11 +56,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Progress:
-    """What `progress.json` holds."""
+    """Holds the content of `progress.json`."""
 
     source: dict[str, object]
-    tokenizer: str  # the option it was made by
-    file_name: str  # of the tokenizer
+    tokenizer: str  # the --tokenizer option that it was made by
+    file_name: str  # the tokenizer's file name
     end_of_document: str
     counts: Counts
 
@@ -72,23 +76,23 @@ def preprocess(
     notify: Callable[[str], None],
     unit_characters: int = UNIT_CHARACTERS,
 ) -> Sidecar:
-    """Writes `<prefix>.bin`, `.idx`, its tokenizer and `<prefix>.dataset.json`.
+    """Write `<prefix>.bin`, `.idx`, the tokenizer and `<prefix>.dataset.json`.
 
-    The result is the same for any number of workers and however often it was killed between.
+    The result is the same for any number of workers and interruptions.
 
     Args:
         source: The texts.
-        prefix: Of the output; nothing of that name may be there.
-        tokenizer_name: What `make_tokenizer` makes, to tell whether a begun one is the same.
-        make_tokenizer: Called once; a continued run takes the one that was made then.
-        workers: As for `encode_in_order`.
-        on_progress: Told after each piece how far it is.
-        notify: Told, in a line, what continues.
-        unit_characters: Of one piece.
+        prefix: The path of the output without suffix; no file of the output may exist.
+        tokenizer_name: What `make_tokenizer` makes; a continued run must have the same name.
+        make_tokenizer: Makes the tokenizer; a continued run reads the one that was made first.
+        workers: The number of processes, as for `encode_in_order`.
+        on_progress: Receives the counts after each piece.
+        notify: Receives a line if an earlier run is continued.
+        unit_characters: The number of characters of one piece.
 
     Raises:
-        DataError: The source cannot be read or has no text, the output is there already, another
-            process writes it, or it was begun from something else.
+        DataError: The source cannot be read or has no text, the output exists already, another
+            process writes it, or it was begun with other settings.
     """
     sidecar_path = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
     partial = prefix.with_name(prefix.name + ".partial")
@@ -129,7 +133,7 @@ def _begin(
     make_tokenizer: Callable[[], Tokenizer],
     notify: Callable[[str], None],
 ) -> Progress:
-    """What was begun, if it is the same; else a beginning."""
+    """Return the progress of an earlier run with the same settings, or begin a new one."""
     record = partial / "progress.json"
     described = json.loads(json.dumps(source.describe()))
     if record.exists():
@@ -209,7 +213,7 @@ def _finish(
     dtype: np.dtype[np.generic],
     counts: Counts,
 ) -> Sidecar:
-    """Every file complete under `partial`, then each in place; the sidecar last."""
+    """Complete every file under `partial`, then move each into place, the sidecar last."""
     lengths = np.fromfile(partial / "lengths", np.dtype("<i4"))
     documents = np.arange(len(lengths) + 1)
     write_index(partial / "index", dtype, lengths, documents)
@@ -233,7 +237,7 @@ def _finish(
     for path in (*places, partial / "sidecar"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    # Copies, not renames, of what a killed finish needs again; the tokens are linked, not copied.
+    # What a killed `_finish` needs again is copied, not renamed; the tokens are linked.
     for path, to in places.items():
         _put(path, to)
     _put(partial / "sidecar", prefix.with_name(prefix.name + SIDECAR_SUFFIX))
@@ -241,7 +245,7 @@ def _finish(
 
 
 def _put(path: Path, to: Path) -> None:
-    """`to` becomes another name of `path`, in one step."""
+    """Make `to` another name of `path`, in one step."""
     between = to.with_name(f"{to.name}.tmp-{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         between.unlink()
@@ -258,7 +262,7 @@ def _renamed(record: FileRecord, path: Path) -> FileRecord:
 
 @contextlib.contextmanager
 def _opened_at(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """The file, cut to what counts of it, to append to."""
+    """Open the file to append to, after cutting it to its valid size."""
     with open(path, "ab") as file:
         if path.stat().st_size < size:
             raise DataError(

@@ -1,8 +1,9 @@
-"""Which tokens make which sample: pure index maps over an indexed dataset.
+"""Define which tokens make which sample, by index maps over an indexed dataset.
 
-A stream is an end-of-document token, as if a document had just ended, followed by documents in
-some order. A window is `seq_length + 1` tokens of it; windows start `seq_length` apart, so each
-one's last token is the next one's first, and every token but the leading one is predicted once.
+A stream is an end-of-document token, as if a document had just ended, followed by documents in some
+order. A window is `seq_length + 1` tokens of the stream, and windows start `seq_length` apart. So
+the last token of a window is the first of the next one, and every token but the leading one is
+predicted once.
 """
 
 from __future__ import annotations
@@ -28,50 +29,60 @@ from megafp8.errors import DataError
 
 # Purposes keep the orders drawn from one seed apart from each other.
 _SPLIT, _DOCUMENTS, _WINDOWS = 1, 2, 3
-_EPOCHS_KEPT = 2  # for batches across a border
+_EPOCHS_KEPT = 2  # batches can cross from one epoch into the next
 
 
 class SampleSource(Protocol):
-    """An endless stream of training samples."""
+    """Describes an endless stream of training samples."""
 
     @property
-    def num_samples_per_epoch(self) -> int: ...
+    def num_samples_per_epoch(self) -> int:
+        """Return the number of samples after which the stream has read all its data once."""
+        ...
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Sample `index` >= 0 of the endless stream, [seq_length + 1]."""
+        """Return sample `index` >= 0 of the endless stream, [seq_length + 1]."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """The first `num_samples` samples of a stream, again and again."""
+    """Repeats the first `num_samples` samples of a stream forever."""
 
     source: SampleSource
     num_samples: int
 
     @property
     def num_samples_per_epoch(self) -> int:
+        """Return the number of samples that are repeated."""
         return self.num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` modulo `num_samples`, [seq_length + 1]."""
         return self.source[index % self.num_samples]
 
 
 class FiniteSource(Protocol):
-    """Samples that are each evaluated once."""
+    """Describes samples that are each evaluated once."""
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int:
+        """Return the number of samples."""
+        ...
 
     @property
-    def seq_length(self) -> int: ...
+    def seq_length(self) -> int:
+        """Return the number of tokens that a sample predicts."""
+        ...
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Sample `index` < num_samples, [seq_length + 1], IGNORE beyond the end."""
+        """Return sample `index` < num_samples, [seq_length + 1]; beyond the last token it is
+        IGNORE.
+        """
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Documents of each split, in the order in which they were drawn, int64."""
+    """Holds the documents of each split, in the order in which they were drawn, int64."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
@@ -84,16 +95,17 @@ def split_documents(
     seed: int,
     source: object,
 ) -> Splits:
-    """Shares whole documents out to train, validation and test, by tokens.
+    """Divide whole documents among train, validation and test, by their tokens.
 
-    The documents are shuffled first, because neighbours are alike. A document goes where its
-    middle token falls, so each split has its share of tokens to within half a document.
+    The documents are shuffled first, because neighbours are alike. A document goes to the split
+    that its middle token falls into, so each split has its share of tokens to within half a
+    document.
 
     Args:
-        tokens_per_document: [num_documents].
-        weights: Relative sizes of train, validation and, if there, test.
-        seed: Of the shuffle.
-        source: What to name in errors.
+        tokens_per_document: The tokens of each document, [num_documents].
+        weights: The relative sizes of train, validation and, optionally, test.
+        seed: The seed of the shuffle.
+        source: The name of the dataset in errors.
 
     Raises:
         DataError: Train or validation would get no token.
@@ -119,7 +131,7 @@ def split_documents(
 
 
 def check_vocabulary(tokens: NDArray[np.int64], vocab_size: int, dataset: IndexedDataset) -> None:
-    """Raises DataError if a token is outside the vocabulary, before it indexes an embedding."""
+    """Raise DataError if a token is outside the vocabulary, before it indexes an embedding."""
     # One unsigned comparison finds negative tokens too.
     if tokens.size and int(tokens.view(np.uint64).max()) >= vocab_size:
         raise DataError(
@@ -132,7 +144,7 @@ def check_vocabulary(tokens: NDArray[np.int64], vocab_size: int, dataset: Indexe
 
 
 class TokenStream:
-    """A leading end-of-document token and then documents in a given order."""
+    """Reads a leading end-of-document token and then documents in a given order."""
 
     def __init__(
         self,
@@ -144,10 +156,12 @@ class TokenStream:
         self._sequences = sequences_of(dataset, documents)
         self._ends = 1 + np.cumsum(dataset.lengths_N[self._sequences], dtype=np.int64)
         self._dataset, self._eod_id, self._vocab_size = dataset, eod_id, vocab_size
-        self.num_tokens = int(self._ends[-1]) if len(self._ends) else 1  # with the leading one
+        self.num_tokens = (
+            int(self._ends[-1]) if len(self._ends) else 1
+        )  # includes the leading token
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` of the stream, as a copy.
+        """Return tokens `start` to `stop` of the stream, as a copy.
 
         Raises:
             DataError: A token is outside the vocabulary.
@@ -173,13 +187,14 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """How an epoch's samples are ordered.
+    """Says how an epoch's samples are ordered.
 
     Attributes:
-        seed: Of every order.
-        shuffle_documents: Shuffle documents before windows are cut from them; windows always are.
-        recut: Each epoch has its own order of documents and so its own windows (`single`); else
-            those of the first epoch come again in another order (`cyclic`).
+        seed: The seed of every order.
+        shuffle_documents: Whether documents are shuffled before windows are cut from them; windows
+            are always shuffled.
+        recut: Whether each epoch has its own order of documents and so its own windows (`single`);
+            otherwise the first epoch's windows are repeated in another order (`cyclic`).
     """
 
     seed: int
@@ -188,10 +203,10 @@ class SampleOrder:
 
 
 class TrainSamples:
-    """The endless training stream: epochs of documents, cut into windows, which are shuffled.
+    """Reads the endless training stream: epochs of documents, cut into windows, which are shuffled.
 
-    Tokens after the last whole window, fewer than `seq_length`, are left out; which ones those are
-    changes with the order of documents.
+    The tokens after the last whole window, fewer than `seq_length`, are left out; which tokens
+    these are depends on the order of documents.
     """
 
     def __init__(
@@ -206,17 +221,20 @@ class TrainSamples:
         cache: IndexCache | None = None,
         fingerprint: str = "",
     ) -> None:
-        """Raises DataError when the documents do not fill one window.
+        """Prepare the stream over some documents of a dataset.
 
         Args:
-            dataset: Whose tokens they are.
-            documents: Those to train on.
-            seq_length: Tokens that a sample predicts.
-            order: Of documents and windows.
+            dataset: The dataset to read.
+            documents: The documents to train on.
+            seq_length: The tokens that a sample predicts.
+            order: The order of documents and windows.
             eod_id: The token that ends a document.
-            vocab_size: Tokens are below it.
-            cache: Keeps index maps; None: they are computed in each process.
-            fingerprint: Of the dataset's content and of what `documents` are: names its maps.
+            vocab_size: The vocabulary size; every token is below it.
+            cache: Keeps index maps; None means that each process computes them.
+            fingerprint: The hash of the dataset's content and of `documents`, which names the maps.
+
+        Raises:
+            DataError: The documents do not fill one window.
         """
         self._dataset, self._order = dataset, order
         self._documents = documents if order.shuffle_documents else np.sort(documents)
@@ -237,9 +255,11 @@ class TrainSamples:
 
     @property
     def num_samples_per_epoch(self) -> int:
+        """Return the number of windows of an epoch."""
         return self._num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` >= 0 of the endless stream, [seq_length + 1]."""
         epoch, window = self.locate(index)
         known = self.epoch(epoch)
         tokens = np.empty(self.seq_length + 1, np.int64)
@@ -258,13 +278,13 @@ class TrainSamples:
         return tokens
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Epoch and window of sample `index` of the endless stream."""
+        """Return the epoch and the window of sample `index` of the endless stream."""
         assert index >= 0, f"sample {index}"
         epoch, position = divmod(index, self._num_samples)
         return epoch, int(self.epoch(epoch).order_N[position])
 
     def epoch(self, number: int) -> EpochMap:
-        """The index map of an epoch; any number of threads may ask."""
+        """Return the index map of an epoch; any number of threads may call this."""
         with self._lock:
             known = self._epochs.get(number)
             if known is None:
@@ -302,7 +322,7 @@ class TrainSamples:
 
 
 class ValidationSamples:
-    """Every validation token predicted exactly once, in document order, unshuffled."""
+    """Reads every validation token to be predicted exactly once, in document order, unshuffled."""
 
     def __init__(
         self,
@@ -314,22 +334,31 @@ class ValidationSamples:
         vocab_size: int,
         drop_last: bool = False,
     ) -> None:
-        """`drop_last` leaves out tokens at the end that do not fill a sample."""
+        """Prepare the samples; `drop_last` leaves out the last tokens if they do not fill a
+        sample.
+        """
         self._stream = TokenStream(dataset, documents, eod_id, vocab_size)
         self._seq_length, self._drop_last = seq_length, drop_last
-        self.num_tokens = self._stream.num_tokens - 1  # of the documents
+        self.num_tokens = (
+            self._stream.num_tokens - 1
+        )  # the documents' tokens, without the leading one
 
     @property
     def seq_length(self) -> int:
+        """Return the number of tokens that a sample predicts."""
         return self._seq_length
 
     @property
     def num_samples(self) -> int:
+        """Return the number of samples."""
         if self._drop_last:
             return self.num_tokens // self._seq_length
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` < num_samples, [seq_length + 1]; beyond the last token it is
+        IGNORE.
+        """
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         start = index * self._seq_length
@@ -339,5 +368,5 @@ class ValidationSamples:
         return window
 
     def tokens(self) -> NDArray[np.int64]:
-        """All predicted tokens in order: those of the documents, with their ends."""
+        """Return all predicted tokens in order: those of the documents, with their ends."""
         return self._stream.read(1, self._stream.num_tokens)

@@ -1,4 +1,4 @@
-"""SentencePiece models as tokenizers."""
+"""Use SentencePiece models as tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megafp8.errors import DataError
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its end of a sentence, `</s>`, ends a document."""
+    """Wraps a SentencePiece model; its end of a sentence, `</s>`, ends a document."""
 
     file_name = SENTENCEPIECE_FILE
 
@@ -51,14 +51,14 @@ class SentencePieceTokenizer:
 
 
 def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePieceTokenizer:
-    """Reads a `.model` file.
+    """Read a `.model` file.
 
     Args:
         path: The file.
-        end_of_document: The piece that ends a document; None: the model's end of a sentence.
+        end_of_document: The piece that ends a document; None means the model's end of a sentence.
 
     Raises:
-        DataError: It cannot be read, the package is missing, or no piece ends a document.
+        DataError: The file cannot be read, the package is missing, or no piece ends a document.
     """
     try:
         import sentencepiece

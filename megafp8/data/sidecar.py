@@ -1,4 +1,4 @@
-"""`dataset.json`: what the two files of an indexed dataset cannot say about themselves."""
+"""Read and write `dataset.json`, which records what an indexed dataset's two files cannot say."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megafp8.data.indexed import bin_path, idx_path
 from megafp8.errors import DataError
 
 FORMAT_VERSION = 1
-# Of a dataset that comes without hashes, so many evenly spaced blocks of `.bin` are hashed.
+# The number of evenly spaced blocks of `.bin` that are hashed if no hashes are recorded.
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file's content, as it was written."""
+    """Holds a file's name, size and hash as they were when the file was written."""
 
     name: str
     size: int
@@ -27,7 +27,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """One prepared dataset. `files` are in the order `.bin`, `.idx`, tokenizer."""
+    """Describes one prepared dataset; `files` are in the order `.bin`, `.idx`, tokenizer."""
 
     version: int = FORMAT_VERSION
     corpus: str
@@ -35,30 +35,31 @@ class Sidecar:
     vocab_size: int
     num_documents: int
     num_tokens: int
-    num_bytes: int  # of the text, without ends of documents
+    num_bytes: int  # bytes of the text, without ends of documents
     files: tuple[FileRecord, ...]
 
     @property
     def fingerprint(self) -> str:
-        """Of tokens, index and tokenizer: no paths, no times."""
+        """Return a hash of tokens, index and tokenizer, without paths and times."""
         return _combine([record.sha256 for record in self.files])
 
     def save(self, path: Path) -> None:
+        """Write the sidecar as `dataset.json` to `path`."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
 def record_file(path: Path) -> FileRecord:
-    """Reads the whole file."""
+    """Return the record of a file; reads the whole file."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(name=path.name, size=path.stat().st_size, sha256=digest)
 
 
 def load_sidecar(path: Path) -> Sidecar:
-    """Reads `dataset.json`.
+    """Return the content of `dataset.json`.
 
     Raises:
-        DataError: It is missing, damaged, or of another version.
+        DataError: The file is missing, damaged, or of another version.
     """
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -90,12 +91,12 @@ def load_sidecar(path: Path) -> Sidecar:
 
 
 def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
-    """Compares the files beside a sidecar with what it recorded.
+    """Compare the files beside a sidecar with what it recorded.
 
     Args:
-        folder: Where the files are.
-        sidecar: What they should be.
-        whole: Hash `.bin` too; without it only its size is compared, which costs nothing.
+        folder: The folder of the files.
+        sidecar: The record to compare with.
+        whole: Whether `.bin` is hashed too; otherwise only its size is compared, which is fast.
 
     Raises:
         DataError: A file is missing or differs.
@@ -119,10 +120,11 @@ def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
 
 
 def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
-    """Fingerprint of a dataset without recorded hashes, in bounded time; `tokenizer` is a hash too.
+    """Return the fingerprint of a dataset without recorded hashes, in bounded time.
 
-    Hashes the whole `.idx`, and of `.bin` its size and evenly spaced blocks: hashing
-    terabytes would hold up every start. A change inside one skipped block alone goes unnoticed.
+    It hashes the whole `.idx`, the size and evenly spaced blocks of `.bin`, and `tokenizer`, which
+    is the tokenizer's hash. Hashing terabytes would delay every start. A change inside a skipped
+    block alone is not noticed.
     """
     tokens = bin_path(prefix)
     size = tokens.stat().st_size
@@ -137,7 +139,7 @@ def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
 
 
 def find_beside(prefix: Path, name: str) -> Path | None:
-    """`<prefix>.<name>` or else `name` in the same folder, if there is one."""
+    """Return `<prefix>.<name>` or else `name` in the same folder; None if neither exists."""
     for path in (prefix.with_name(f"{prefix.name}.{name}"), prefix.with_name(name)):
         if path.is_file():
             return path
@@ -145,7 +147,7 @@ def find_beside(prefix: Path, name: str) -> Path | None:
 
 
 def end_of_document_beside(prefix: Path) -> str | None:
-    """The token that ends a document, if there is a `dataset.json` that names it."""
+    """Return the token that ends a document if a `dataset.json` beside the dataset names it."""
     path = find_beside(prefix, "dataset.json")
     if path is None:
         return None
@@ -156,7 +158,7 @@ def end_of_document_beside(prefix: Path) -> str | None:
 
 
 def recorded_vocab_size(prefix: Path) -> int | None:
-    """Of the tokenizer that a dataset was made with, if its `dataset.json` tells."""
+    """Return the vocabulary size of the dataset's tokenizer if its `dataset.json` records it."""
     path = find_beside(prefix, "dataset.json")
     if path is None:
         return None

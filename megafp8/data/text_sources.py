@@ -1,4 +1,4 @@
-"""Texts in their order from files or a named dataset, streamed by the `datasets` library."""
+"""Read texts in order from files or a named dataset, streamed by the `datasets` library."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ TORCH_VARIABLE = "USE_TORCH"  # read by `datasets` when it is imported
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Where texts come from: files, or a dataset by name.
+    """Describes where texts come from: files, or a dataset by name.
 
     Attributes:
-        files: Files and folders, which are searched; in this order.
-        dataset: A dataset of the Hub, or a folder that `datasets` can load; without `files`.
-        config: Its configuration, where it has several.
-        split: Its split.
+        files: Files and folders, which are searched, in this order.
+        dataset: A dataset of the Hub, or a folder that `datasets` can load; used without `files`.
+        config: The dataset's configuration, if it has several.
+        split: The dataset's split.
         text_key: The column that holds the text.
-        document: What of a plain text file is one document.
+        document: What one document of a plain text file is.
     """
 
     files: tuple[Path, ...] = ()
@@ -51,10 +51,13 @@ class TextSource:
 
     @property
     def name(self) -> str:
+        """Return the name of the source in messages."""
         return self.dataset or ", ".join(str(path) for path in self.files)
 
     def describe(self) -> dict[str, object]:
-        """What would make other texts if it changed, as JSON values; reads no text."""
+        """Return everything that would change the texts if it changed, as JSON values; read no
+        text.
+        """
         found = [path for _, paths in self._groups() for path in paths]
         stats = [(path, path.stat()) for path in found]
         return {
@@ -67,13 +70,13 @@ class TextSource:
         }
 
     def num_bytes(self) -> int | None:
-        """Bytes of the files, about those of the texts; None where they are compressed."""
+        """Return the bytes of the files, about those of the texts; None if files are compressed."""
         paths = [path for _, paths in self._groups() for path in paths]
         plain = all(_kind(path) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
         return sum(path.stat().st_size for path in paths) if plain and paths else None
 
     def texts(self, skip: int = 0) -> Iterator[str]:
-        """The texts after the first `skip`, one after another.
+        """Yield the texts after the first `skip`, one after another.
 
         Raises:
             DataError: A file or the dataset cannot be read, or has no such column.
@@ -96,7 +99,7 @@ class TextSource:
                     skip = 0
 
     def _streams(self) -> Iterator[tuple[Any, str, object]]:
-        """Streaming datasets in order, each with its text's column and what to name in errors."""
+        """Yield streaming datasets in order, each with its text column and its name in errors."""
         datasets = _datasets()
         if self.dataset is not None:
             stream = datasets.load_dataset(
@@ -121,7 +124,7 @@ class TextSource:
             yield stream, column, paths[0] if len(paths) == 1 else self.name
 
     def _groups(self) -> list[tuple[str, list[Path]]]:
-        """Files of one kind in a row, in order."""
+        """Return runs of consecutive files of one kind, in order."""
         groups: list[tuple[str, list[Path]]] = []
         for given in self.files:
             for path in _files_of(given):
@@ -141,7 +144,7 @@ class TextSource:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The file itself, or the readable files in a folder, in the order of their paths."""
+    """Return the file itself, or the readable files in a folder, in the order of their paths."""
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) is not None)
         if not found:
@@ -179,7 +182,7 @@ def _checked(text: object, where: object, column: str) -> str:
 
 @contextlib.contextmanager
 def _told(name: str) -> Iterator[None]:
-    """Errors of `datasets` and of the files below it, in words."""
+    """Turn errors of `datasets` and of file readers into DataError."""
     try:
         datasets = _datasets()
     except ImportError as error:
@@ -192,7 +195,7 @@ def _told(name: str) -> Iterator[None]:
         yield
     except (DataError, GeneratorExit, KeyboardInterrupt):
         raise
-    # Whatever a reader of JSON, Parquet or the network raises: they share no base class.
+    # Readers of JSON, Parquet and the network raise errors without a common base class.
     except Exception as error:
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
@@ -206,7 +209,7 @@ def _told(name: str) -> Iterator[None]:
 
 
 def _datasets() -> ModuleType:
-    """The library, without torch: importing that takes longer than reading a few megabytes."""
+    """Import the library without torch, whose import takes longer than reading a few megabytes."""
     before = os.environ.get(TORCH_VARIABLE)
     os.environ[TORCH_VARIABLE] = "0"
     try:
@@ -221,7 +224,7 @@ def _datasets() -> ModuleType:
 
 
 def units(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
-    """Texts in lists of about so many characters; the same lists whenever the texts are."""
+    """Yield lists of texts with about `characters` characters; equal texts give equal lists."""
     unit: list[str] = []
     size = 0
     for text in texts:
@@ -235,7 +238,7 @@ def units(texts: Iterator[str], characters: int) -> Iterator[list[str]]:
 
 
 def first_texts(texts: Iterator[str], characters: int) -> Iterator[str]:
-    """Texts until so many characters are reached."""
+    """Yield texts until `characters` characters are reached."""
     for text in texts:
         yield text
         characters -= len(text)
@@ -244,4 +247,5 @@ def first_texts(texts: Iterator[str], characters: int) -> Iterator[str]:
 
 
 def paths_of(names: Sequence[str]) -> tuple[Path, ...]:
+    """Return the paths that `names` name."""
     return tuple(Path(name).expanduser() for name in names)

@@ -1,4 +1,4 @@
-"""tiktoken's encodings as tokenizers, recorded whole so that they load without the network."""
+"""Use tiktoken's encodings as tokenizers, recorded whole so that they load without a network."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megafp8.data.tokenize import END_OF_DOCUMENT, TIKTOKEN_FILE
 from megafp8.errors import DataError
 
 VERSION = 1
-# How a text is cut before merging, where a file holds ranks alone: as GPT-2 does.
+# A file that holds only ranks cuts texts before merging as GPT-2 does.
 PLAIN_RANKS_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 )
 
 
 class TiktokenTokenizer:
-    """An encoding of tiktoken; its `<|endoftext|>` ends a document."""
+    """Wraps an encoding of tiktoken; its `<|endoftext|>` ends a document."""
 
     file_name = TIKTOKEN_FILE
     end_of_document = END_OF_DOCUMENT
@@ -59,7 +59,7 @@ class TiktokenTokenizer:
         path.write_text(self._text(), encoding="utf-8")
 
     def _text(self) -> str:
-        ranks = self._encoding._mergeable_ranks  # tiktoken has no other way to them
+        ranks = self._encoding._mergeable_ranks  # tiktoken has no public access to the ranks
         tree = {
             "version": VERSION,
             "name": self._encoding.name,
@@ -74,10 +74,10 @@ class TiktokenTokenizer:
 
 
 def load_tiktoken(path: Path) -> TiktokenTokenizer:
-    """Reads what `TiktokenTokenizer.save` wrote, or a `.tiktoken` file of ranks.
+    """Read what `TiktokenTokenizer.save` wrote, or a `.tiktoken` file of ranks.
 
     Raises:
-        DataError: It cannot be read, or the package is missing.
+        DataError: The file cannot be read, or the package is missing.
     """
     tiktoken = _package(path)
     try:
@@ -109,17 +109,17 @@ def load_tiktoken(path: Path) -> TiktokenTokenizer:
 
 
 def named_tiktoken(name: str) -> TiktokenTokenizer:
-    """An encoding by tiktoken's own name for it, such as `cl100k_base`.
+    """Return an encoding by tiktoken's own name for it, such as `cl100k_base`.
 
-    tiktoken fetches it once, and then finds it in `TIKTOKEN_CACHE_DIR`.
+    tiktoken downloads the encoding once and then finds it in `TIKTOKEN_CACHE_DIR`.
 
     Raises:
-        DataError: There is none of that name, or it cannot be fetched.
+        DataError: There is no encoding of that name, or it cannot be downloaded.
     """
     tiktoken = _package(name)
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
-    except Exception as error:  # of whatever the network raises, too
+    except Exception as error:  # includes whatever the network raises
         raise DataError(
             name,
             "tokenizer",

@@ -1,4 +1,4 @@
-"""Text to token numbers and back; a byte-level BPE trained on a corpus; reading recorded ones."""
+"""Convert text to token numbers and back; train a byte-level BPE; read recorded tokenizers."""
 
 from __future__ import annotations
 
@@ -26,53 +26,57 @@ TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE)
 
 
 class Tokenizer(Protocol):
-    """Text to token numbers and back.
+    """Converts text to token numbers and back.
 
-    The end-of-document token never comes out of `encode`: the same characters in a text are
-    ordinary text, so no document can end another one.
+    `encode` never returns the end-of-document token: the same characters inside a text are ordinary
+    text, so no text can end its document.
     """
 
     @property
-    def eod_id(self) -> int: ...
+    def eod_id(self) -> int:
+        """Return the number of the token that ends a document."""
+        ...
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token."""
+        """Return one more than the largest token number."""
 
     @property
     def end_of_document(self) -> str:
-        """The token of `eod_id`, as its vocabulary spells it."""
+        """Return the text of the token `eod_id` in the vocabulary."""
 
     @property
     def file_name(self) -> str:
-        """The one of `TOKENIZER_FILES` that `save` writes."""
+        """Return the name of `TOKENIZER_FILES` that `save` writes."""
 
     @property
     def digest(self) -> str:
-        """A hash of everything that decides what `encode` gives, and of the end of a document."""
+        """Return a hash of everything that decides the result of `encode`, and of the end of a
+        document.
+        """
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of `text`, without an end-of-document token."""
+        """Return the token numbers of `text`, without an end-of-document token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on several threads where the library can."""
+        """Return `encode` of each text, computed on several threads if the library can."""
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text of `ids`; tokens that end inside a character show as U+FFFD."""
+        """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""
 
     def save(self, path: Path) -> None:
-        """Writes a file that `load_tokenizer` reads, if it has `file_name`'s end."""
+        """Write a file that `load_tokenizer` reads if its name ends as `file_name` does."""
 
 
 class JsonTokenizer:
-    """A tokenizer of the `tokenizers` library, kept as `tokenizer.json`."""
+    """Wraps a tokenizer of the `tokenizers` library, stored as `tokenizer.json`."""
 
     file_name = JSON_FILE
 
     def __init__(self, rust: tokenizers.Tokenizer, eod_id: int) -> None:
         # Without this the library turns "<|endoftext|>" inside a text into the special token.
         rust.encode_special_tokens = True
-        # What a file asks for is for batches of a model, not for a corpus.
+        # Truncation and padding in a file are meant for a model's batches, not for a corpus.
         rust.no_truncation()
         rust.no_padding()
         self._rust = rust
@@ -86,46 +90,46 @@ class JsonTokenizer:
         return hashlib.sha256(f"{self.eod_id}\n{self._rust.to_str()}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of `text`, without an end-of-document token."""
+        """Return the token numbers of `text`, without an end-of-document token."""
         ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
-        # Without offsets into the text, which nobody asks for here.
+        """Return `encode` of each text, computed on all cores."""
+        # This faster call leaves out offsets into the text, which are not needed here.
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text of `ids`; tokens that end inside a character show as U+FFFD."""
+        """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
         text: str = self._rust.decode(numbers, skip_special_tokens=False)
         return text
 
     def save(self, path: Path) -> None:
-        """Writes `tokenizer.json`, the format of the `tokenizers` library."""
+        """Write `tokenizer.json`, the format of the `tokenizers` library."""
         path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that `tokens` add to that of `prompt`.
+    """Return the text that `tokens` add to the text of `prompt`.
 
-    Decoded alone they would lose a space before their first word where a tokenizer, such as
-    SentencePiece's, writes none at the start of a text.
+    Decoded alone, the tokens would lose a space before their first word with tokenizers that write
+    none at the start of a text, such as SentencePiece's.
     """
     before = tokenizer.decode(prompt)
     return tokenizer.decode([*prompt, *tokens])[len(before) :]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
-    """Trains a byte-level BPE; the same texts always give the same tokenizer.
+    """Train a byte-level BPE; the same texts always give the same tokenizer.
 
-    All 256 bytes are in the alphabet from the start, so any text at all can be encoded and
-    decodes to the same bytes. A small corpus may have fewer pairs to merge than `vocab_size`
-    asks for: `Tokenizer.vocab_size` is what came out.
+    All 256 bytes are in the alphabet from the start, so any text can be encoded and decodes to the
+    same bytes. A small corpus may have fewer pairs to merge than `vocab_size` asks for;
+    `Tokenizer.vocab_size` is the actual size.
 
     Raises:
-        ConfigError: `vocab_size` has no room for the bytes.
+        ConfigError: `vocab_size` is too small for the bytes.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(
@@ -153,17 +157,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
 
 
 def byte_tokenizer() -> JsonTokenizer:
-    """A token for each of the 256 bytes, and one that ends a document."""
+    """Return a tokenizer with a token for each of the 256 bytes and one that ends a document."""
     return train_tokenizer([], SMALLEST_VOCABULARY)
 
 
 def load_tokenizer(path: Path, end_of_document: str | None = None) -> Tokenizer:
-    """Reads a tokenizer as it was recorded; the end of its name says which kind it is.
+    """Read a recorded tokenizer; the end of the file's name says which kind it is.
 
     Args:
         path: The file.
-        end_of_document: The token that ends a document; it must be in the vocabulary. None: the
-            kind's own, which is a SentencePiece model's end of a sentence, else `<|endoftext|>`.
+        end_of_document: The token that ends a document; it must be in the vocabulary. None means
+            the kind's own: a SentencePiece model's end of a sentence, else `<|endoftext|>`.
 
     Raises:
         DataError: The file is missing, not a tokenizer, or has no such token.
@@ -180,10 +184,10 @@ def load_tokenizer(path: Path, end_of_document: str | None = None) -> Tokenizer:
 
 
 def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:
-    """Reads a `tokenizer.json` of the `tokenizers` library.
+    """Read a `tokenizer.json` of the `tokenizers` library.
 
     Raises:
-        DataError: As `load_tokenizer`.
+        DataError: The file is missing, not a tokenizer, or lacks `end_of_document`.
     """
     import tokenizers
 

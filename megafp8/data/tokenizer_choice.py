@@ -1,4 +1,4 @@
-"""`--tokenizer` of the preprocessing command: what it names, and how it is made."""
+"""Interpret `--tokenizer` of the preprocessing command."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def choose_tokenizer(
     vocab_size: int,
     texts_to_train_on: Callable[[], Iterator[str]],
 ) -> Callable[[], Tokenizer]:
-    """A function that makes the tokenizer that `name` names.
+    """Return a function that makes the tokenizer that `name` names.
 
     Args:
         name: One of `CHOICES`.
-        end_of_document: The token that ends a document; None: the tokenizer's own.
-        vocab_size: Of a tokenizer that is trained.
-        texts_to_train_on: Called only for such a one.
+        end_of_document: The token that ends a document; None means the tokenizer's own.
+        vocab_size: The vocabulary size of a tokenizer that is trained.
+        texts_to_train_on: Returns the texts; called only for a tokenizer that is trained.
 
     Raises:
-        DataError: It names none of them, or no end of a document can be chosen for it.
+        DataError: `name` is unknown, or the end of a document cannot be chosen for it.
     """
     kind, colon, rest = name.partition(":")
     if not colon and name.endswith(".json"):
@@ -71,7 +71,7 @@ def choose_tokenizer(
 
 
 def _recorded_end(words: Path) -> str:
-    """What ends a document in the dataset that the file lies beside; else the usual token."""
+    """Return the end of a document recorded beside the tokenizer's file, else the usual token."""
     if not words.name.endswith(JSON_FILE):
         return END_OF_DOCUMENT
     prefix = words.name.removesuffix(f".{JSON_FILE}")
