@@ -28,14 +28,17 @@ class SentencePieceTokenizer:
 
     @property
     def digest(self) -> str:
+        """Return a hash of the model's content and of the end of a document."""
         model = hashlib.sha256(self._processor.serialized_model_proto()).hexdigest()
         return hashlib.sha256(f"{self.eod_id}\n{model}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Return the token numbers of `text`, without an end-of-document token."""
         ids: list[int] = self._processor.encode(text, out_type=int)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return `encode` of each text."""
         threads = int(os.environ.get("RAYON_NUM_THREADS", 0)) or os.cpu_count() or 1
         ids: list[list[int]] = self._processor.encode(
             list(texts), out_type=int, num_threads=threads
@@ -43,10 +46,12 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """Return the text of `ids`."""
         text: str = self._processor.decode([int(number) for number in ids])
         return text
 
     def save(self, path: Path) -> None:
+        """Write the model file to `path`."""
         path.write_bytes(self._processor.serialized_model_proto())
 
 

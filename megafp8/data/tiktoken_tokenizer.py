@@ -36,13 +36,16 @@ class TiktokenTokenizer:
 
     @property
     def digest(self) -> str:
+        """Return a hash of the encoding's content."""
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Return the token numbers of `text`, without an end-of-document token."""
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return `encode` of each text."""
         threads = int(os.environ.get("RAYON_NUM_THREADS", 0)) or os.cpu_count() or 1
         if threads == 1:
             return [self.encode(text) for text in texts]
@@ -52,10 +55,12 @@ class TiktokenTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""
         text: str = self._encoding.decode([int(number) for number in ids])
         return text
 
     def save(self, path: Path) -> None:
+        """Write the whole encoding to `path`, for `load_tiktoken`."""
         path.write_text(self._text(), encoding="utf-8")
 
     def _text(self) -> str:

@@ -87,6 +87,7 @@ class JsonTokenizer:
 
     @property
     def digest(self) -> str:
+        """Return a hash of the tokenizer's content and of the end of a document."""
         return hashlib.sha256(f"{self.eod_id}\n{self._rust.to_str()}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -173,19 +173,25 @@ class NativeParts(Parts):
         return WholeSequence(core, self.tp) if self.sequence_parallel else core
 
     def dropout(self, p: float, site: str, *, sharded: bool = False) -> Dropout:
+        """Return dropout; with sequence parallelism every dropout's tensor is sharded."""
         return super().dropout(p, site, sharded=sharded or self.sequence_parallel)
 
     def sequence_length(self, x_BSD: torch.Tensor) -> int:
+        """Return the number of tokens of the sequence whose part of this rank is `x_BSD`."""
         return x_BSD.shape[1] * (self.tp.size if self.sequence_parallel else 1)
 
     def own_sequence(self, x_BS: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens of [B, S, ...], as the residual stream has them."""
         return own_shard(x_BS, self.tp) if self.sequence_parallel else x_BS
 
     def local_heads(self) -> slice:
+        """Return which query heads this tensor-parallel rank holds."""
         share = self.spec.num_attention_heads // self.tp.size
         return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
 
     def head_loss(self) -> HeadLoss:
+        """Return the head's loss, whose vocabulary is sharded over tensor-parallel ranks."""
+
         def matmul(
             a: torch.Tensor,
             b: torch.Tensor,
@@ -215,6 +221,7 @@ class NativeParts(Parts):
         return HeadLoss(matmul, add_grad_weight)
 
     def count_attention_flops(self, flops: int) -> None:
+        """Count `flops` of attention's products under the compute dtype."""
         precision = {
             torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
         }[self.dtype]  # fmt: skip
