@@ -1,8 +1,10 @@
-"""Megatron's indexed dataset: `<prefix>.bin` holds tokens, `<prefix>.idx` says where each lies.
+r"""Read and write Megatron's indexed datasets.
+
+`<prefix>.bin` holds the tokens, `<prefix>.idx` says where each sequence lies.
 
 Layout of `.idx`, little-endian (Megatron-LM, `megatron/core/datasets/indexed_dataset.py`):
 
-    9 bytes   magic "MMIDIDX\\0\\0"
+    9 bytes   magic "MMIDIDX\0\0"
     uint64    version, 1
     uint8     dtype code, see DTYPE_CODES
     uint64    S, number of sequences

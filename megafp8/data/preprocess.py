@@ -122,7 +122,7 @@ def preprocess(
             prefix,
             "output",
             f"cannot be written ({error.strerror or error})",
-            "Give an --output on a disk with room that you may write; the same command continues",
+            "Give a writable --output on a disk with free space; the same command continues",
         ) from error
 
 
@@ -144,7 +144,7 @@ def _begin(
                 record,
                 what,
                 "is not what this output was begun with",
-                f"Give the same {what}, or delete {partial} to begin anew",
+                f"Give the same {what}, or delete {partial} to begin again",
             )
         counts = progress.counts
         notify(f"continues after {counts.num_texts} texts, {counts.num_bytes / 1e6:.1f} MB")
@@ -269,7 +269,7 @@ def _opened_at(path: Path, size: int) -> Iterator[IO[bytes]]:
                 path,
                 "size",
                 f"has {path.stat().st_size} bytes where progress.json recorded {size}",
-                f"Delete {path.parent} to begin anew",
+                f"Delete {path.parent} to begin again",
             )
         file.truncate(size)
         file.seek(size)
@@ -312,5 +312,5 @@ def _load(path: Path) -> Progress:
             path,
             "progress",
             f"cannot be read ({type(error).__name__}: {error})",
-            f"Delete {path.parent} to begin anew",
+            f"Delete {path.parent} to begin again",
         ) from error

@@ -111,7 +111,9 @@ class TextSource:
             more: dict[str, object] = {}
             if kind == "text":
                 more = {"sample_by": _UNITS[self.document]}
-            elif kind == "parquet":  # else it is that of the first row group, which may be empty
+            elif (
+                kind == "parquet"
+            ):  # the default is the size of the first row group, which may be empty
                 more = {"batch_size": _ROWS_AT_ONCE}
             stream = datasets.load_dataset(
                 kind,

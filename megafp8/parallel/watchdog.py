@@ -4,8 +4,8 @@ A rank that hangs anywhere stops every other rank in its next collective. Each r
 If its step lasts too long, it writes to the store whether it waits for other ranks and where it is.
 A rank that does not wait, or that writes nothing, is the one that hangs.
 
-On GPUs a collective is queued and returns at once. The ranks go on until they read a result, so all
-of them stop there, including the one that the others wait for. Therefore the number of started
+On GPUs a collective is queued and returns at once. The ranks continue until they read a result, so
+all of them stop there, including the one that the others wait for. Therefore the number of started
 collectives is compared first: a rank that has started fewer than another rank of its pipeline stage
 is behind.
 """
@@ -34,9 +34,10 @@ _READING += ("torch/cuda/",)  # here a rank reads a result that a GPU still comp
 
 
 class Watchdog:
-    """Watches this rank while its context is active; `beat` must be called at every sign of life.
+    """Watches this rank while its context is active.
 
-    With `timeout_seconds` None nothing is watched.
+    The rank must call `beat` at every sign of progress. With `timeout_seconds` None nothing is
+    watched.
     """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float | None) -> None:
@@ -119,7 +120,7 @@ def describe(
     reports: dict[int, dict[str, Any]], world_size: int, timeout_seconds: float | None
 ) -> str:
     """Return a text that names the ranks that hang, with the stacks of one of them."""
-    lines = [f"megafp8: no sign of life for trainer.step_timeout={timeout_seconds} s"]
+    lines = [f"megafp8: no progress for trainer.step_timeout={timeout_seconds} s"]
     for rank in sorted(set(range(world_size)) - reports.keys()):
         lines.append(f"megafp8: rank {rank} hangs: it does not even answer; the others wait for it")
     busy = _hanging(reports, world_size)
@@ -133,7 +134,7 @@ def describe(
         lines.append(
             f"megafp8: rank(s) {', '.join(waiting)} all wait for their GPUs in {report['what']}, "
             "and none of a pipeline stage has started fewer collectives than the others: which "
-            f"GPU hangs cannot be told from the ranks. The stacks of rank {rank}:"
+            f"GPU hangs is not visible to the ranks. The stacks of rank {rank}:"
         )
         lines.append(report["stacks"].rstrip())
     elif waiting:

@@ -51,7 +51,7 @@ def test_a_pipeline_trains_validates_samples_and_continues_alone(
 def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
     done = place.run(*TWO_STAGES, "trainer.step_timeout=15", fault=["in_rank", 1, "hang", 3])
     assert done.code == 4, done.output
-    assert "megafp8: no sign of life for trainer.step_timeout=15.0 s" in done.output
+    assert "megafp8: no progress for trainer.step_timeout=15.0 s" in done.output
     assert "megafp8: rank 1 hangs in step 3, after" in done.output
     assert "faults.py" in done.output and "in <lambda>" in done.output, "where it hangs"
     assert "megafp8: rank(s) 0 wait for others; all leave" in done.output
@@ -137,7 +137,7 @@ def test_who_hangs_on_gpus() -> None:
     assert "rank 3 hangs" in text and text.count("hangs in") == 1, "reads no result"
     text = describe(stages | {3: on_gpu(True, 9, 1)}, 4, 9.0)
     assert "hangs in" not in text and "rank(s) 0, 1, 2, 3 all wait for their GPUs" in text
-    assert "cannot be told" in text and "a stack of 5" in text
+    assert "is not visible to the ranks" in text and "a stack of 5" in text
 
 
 class NcclRanks:
