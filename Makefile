@@ -63,7 +63,7 @@ format: setup-dev ## format and mend what ruff can
 check: lint test ## everything that a change must pass
 
 docs: setup-dev ## docs/configuration.md from the configuration's own schema
-	@$(PY) -m megafp8.config.document > docs/configuration.md.tmp
+	@$(PY) -m megafp8.cli.help > docs/configuration.md.tmp
 	@mv docs/configuration.md.tmp docs/configuration.md
 
 clean: ## caches and build outputs, not .venv and not runs/

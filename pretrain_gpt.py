@@ -12,9 +12,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from megafp8.config.app import AppInfo, run_app
+from megafp8.cli.main import AppInfo, run_app
+from megafp8.config.errors import SettingError
 from megafp8.config.overrides import quoted
-from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
 from megafp8.parallel.launch import has_launcher, is_rank, launch, prepare_allocator, run_process
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus

@@ -12,12 +12,15 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn
+from omegaconf import OmegaConf
 
 try:
+    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 except ImportError:  # the extra `sweep` is not installed: Hydra says so when it is asked for
     SlurmLauncher = None
@@ -85,7 +88,7 @@ def _answer(command: list[str]) -> str | None:
 
 
 def exit_code(result: Any) -> int:
-    """Of a job's result, which is the exit code of its run."""
+    """Of a job's result, which is the exit code of its run, or the number a sweeper minimizes."""
     value = result.return_value if isinstance(result, JobReturn) else result
     return value if isinstance(value, int) else 0
 
@@ -93,36 +96,54 @@ def exit_code(result: Any) -> int:
 if SlurmLauncher is not None:
 
     class WatchedSlurmLauncher(SlurmLauncher):
-        """Waits for all jobs of a sweep and tells of each that failed; leaves with its code."""
+        """Waits for all jobs of a sweep and reports each that failed; leaves with its code."""
 
         def launch(
             self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
         ) -> Sequence[JobReturn]:
             import submitit
-            from submitit.core.utils import FailedJobError, UncompletedJobError
-
-            submitted: list[Any] = []
-            map_array = submitit.AutoExecutor.map_array
-
-            def remember(executor: Any, *arguments: Any) -> list[Any]:
-                submitted.extend(map_array(executor, *arguments))
-                say(f"{len(submitted)} job(s) on Slurm: {submitted[0].job_id} …")
-                return submitted
 
             submitit.SlurmJob.watcher = make_watcher()
-            results: Sequence[JobReturn] = []
-            with patch.object(submitit.AutoExecutor, "map_array", remember):
-                try:
-                    results = super().launch(job_overrides, initial_job_idx)
-                except (FailedJobError, UncompletedJobError):
-                    pass  # one of those below
+            jobs = self.submit(job_overrides, initial_job_idx)
+            say(f"{len(jobs)} job(s) on Slurm: {jobs[0].job_id} …")
             codes = [
                 self._code(job, initial_job_idx + index, list(overrides))
-                for index, (job, overrides) in enumerate(zip(submitted, job_overrides, strict=True))
+                for index, (job, overrides) in enumerate(zip(jobs, job_overrides, strict=True))
             ]
             if failed := [code for code in codes if code]:
                 raise SystemExit(failed[0])
-            return results
+            return [job.results()[0] for job in jobs]
+
+        def submit(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Any]:
+            """Put jobs into Slurm's queue as submitit's launcher does, which then waits at once."""
+            import submitit
+
+            of_executor = {"max_num_timeout"} & self.params.keys()
+            executor = submitit.AutoExecutor(
+                cluster="slurm",
+                folder=self.params["submitit_folder"],
+                **{f"slurm_{name}": self.params[name] for name in of_executor},
+            )
+            common = set(OmegaConf.structured(BaseQueueConf))
+            executor.update_parameters(
+                **{
+                    name if name in common else f"slurm_{name}": value
+                    for name, value in self.params.items()
+                    if name not in of_executor | {"submitit_folder"}
+                }
+            )
+            sweep: Any = self.config
+            Path(str(sweep.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+            numbers = range(first, first + len(job_overrides))
+            jobs: list[Any] = executor.map_array(
+                self,
+                [list(overrides) for overrides in job_overrides],
+                ["hydra.sweep.dir"] * len(numbers),
+                list(numbers),
+                [f"job_id_for_{number}" for number in numbers],
+                [Singleton.get_state()] * len(numbers),
+            )
+            return jobs
 
         @staticmethod
         def _code(job: Any, number: int, overrides: list[str]) -> int:

@@ -13,12 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from megafp8.config.app import report
+from megafp8.cli.job import report, resolved_table
+from megafp8.cli.options import parse_options
+from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
-from megafp8.config.options import parse_options
-from megafp8.config.problems import SettingError
 from megafp8.config.resolve import resolve
-from megafp8.config.table import resolved_table
 from megafp8.data.prepare import prepare
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes

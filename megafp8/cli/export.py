@@ -15,7 +15,7 @@ import torch
 
 from megafp8.checkpoint.huggingface import architecture, write_folder
 from megafp8.checkpoint.reader import Reader
-from megafp8.config.app import report
+from megafp8.cli.job import report
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode, UserError
 from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer

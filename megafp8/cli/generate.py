@@ -15,7 +15,7 @@ import torch
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.export import DTYPES, home_of
-from megafp8.config.app import report
+from megafp8.cli.job import report
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
 from megafp8.train.generate import Sampling, beyond_training, generate

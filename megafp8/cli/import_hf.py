@@ -22,7 +22,7 @@ from megafp8.checkpoint.huggingface import architecture, from_config, read_confi
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
 from megafp8.checkpoint.store import ShardEntry
-from megafp8.config.app import report
+from megafp8.cli.job import report
 from megafp8.config.architecture import tree_of_spec
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.observe.files import write_atomically

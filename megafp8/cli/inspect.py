@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megafp8.config.app import report
+from megafp8.cli.job import report
 from megafp8.errors import CheckpointError, ExitCode, UserError
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
 from megafp8.specs import TensorHealth

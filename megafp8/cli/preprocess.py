@@ -24,7 +24,7 @@ from megafp8.errors import DataError, ExitCode, UserError
 if TYPE_CHECKING:  # every worker imports this module: what it does not need is left out
     from omegaconf import DictConfig
 
-    from megafp8.config.app import AppInfo
+    from megafp8.cli.job import AppInfo
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -32,14 +32,14 @@ SECONDS_BETWEEN_LINES = 10.0
 def main(argv: Sequence[str]) -> int:
     """Prepare text, or with `index` a job's index maps; the exit code."""
     if argv and argv[0] == "index":
-        from megafp8.config.app import run_app
+        from megafp8.cli.main import run_app
 
         return run_app(argv[1:], _index, prog="python -m megafp8.cli.preprocess index")
     options = _parser().parse_args(argv)
     try:
         sidecar = _preprocess(options)
     except UserError as error:
-        from megafp8.config.app import report
+        from megafp8.cli.job import report
 
         return report(error)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megafp8.config.schema import Model
+from megafp8.config.values import spell_activation
 from megafp8.specs.model import Activation, GPTSpec, RecomputeSpec
 
 VOCAB_SIZE_UNKNOWN = 0
@@ -108,13 +109,8 @@ def _filled(spec: GPTSpec) -> dict[str, Any]:
     return tree | {"kv_channels": spec.head_size, "num_query_groups": spec.num_kv_heads}
 
 
-def canonical_activation(name: str) -> str:
-    """NeMo's `fast-…` ask for one product instead of two: here it is always one."""
-    return name.removeprefix("fast-")
-
-
 def _activation(name: str, openai_gelu: bool) -> Activation:
-    plain = canonical_activation(name)
+    plain = spell_activation(name)
     return "gelu-tanh" if openai_gelu else plain  # type: ignore[return-value]  # validated
 
 

@@ -1,4 +1,4 @@
-"""How one key is described: its help, NeMo's default, its valid values, and what it belongs to.
+"""How one key is described: help, NeMo's default, valid values, spelling, and what it needs.
 
 A schema field is made by `key(...)`; `keys_of` reads the descriptions back, one `Key` a leaf.
 """
@@ -6,11 +6,14 @@ A schema field is made by `key(...)`; `keys_of` reads the descriptions back, one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
 from omegaconf import MISSING
+
+Values = Mapping[str, Any]
+"""Settings by their dotted paths."""
 
 Kind = Literal["model", "data", "optim", "length", "logging", "layout", "policy"]
 
@@ -34,6 +37,20 @@ class Valid:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a key depends on: while `holds` is False, the key has no effect."""
+
+    key: str
+    text: str  # what to set for the key to have an effect, as `model.fp8=True`
+    holds: Callable[[Values], bool]
+    hint: str = ""  # instead of "Set …, or leave it out"
+
+    @property
+    def way_out(self) -> str:
+        return self.hint or f"Set {self.text}, or leave it out"
+
+
+@dataclass(frozen=True)
 class Key:
     """One leaf of the tree of settings."""
 
@@ -44,6 +61,16 @@ class Key:
     nemo: Any
     kind: Kind
     valid: Valid | None
+    needs: Need | None = None
+    spelling: Callable[[Any], Any] | None = None
+
+    def spelled(self, value: Any) -> Any:
+        """Return `value` in the one way in which it is written in a run's resolved settings."""
+        return value if self.spelling is None else self.spelling(value)
+
+    def is_default(self, value: Any) -> bool:
+        """Whether `value` means the same as the default."""
+        return not self.required and bool(self.spelled(value) == self.spelled(self.default))
 
     @property
     def required(self) -> bool:
@@ -60,13 +87,62 @@ class Key:
 
 
 def key(
-    default: Any, help: str, *, nemo: Any = NOT_IN_NEMO, kind: Kind, valid: Valid | None = None
+    default: Any,
+    help: str,
+    *,
+    nemo: Any = NOT_IN_NEMO,
+    kind: Kind,
+    valid: Valid | None = None,
+    needs: Need | None = None,
+    spelling: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A dataclass field that knows its documentation. A list becomes a default of its own."""
-    metadata = {"help": help, "nemo": nemo, "kind": kind, "valid": valid}
+    """Return a dataclass field that knows its documentation. A list becomes a default of its own.
+
+    Args:
+        default: The value where nobody gives one, in the type of the field.
+        help: What the key means, for `--help` and docs/configuration.md.
+        nemo: The default in NeMo's `megatron_gpt_config.yaml`.
+        kind: What the key belongs to, which says whether it may change when a run continues.
+        valid: Which values are accepted beyond the type.
+        needs: What the key depends on. Without it the key has no effect.
+        spelling: Makes one spelling of all that mean the same, of a valid value.
+    """
+    metadata = {
+        "help": help,
+        "nemo": nemo,
+        "kind": kind,
+        "valid": valid,
+        "needs": needs,
+        "spelling": spelling,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def needs(
+    key: str,
+    *values: object,
+    reads: Callable[[Values], Iterable[object]] | None = None,
+    hint: str = "",
+) -> Need:
+    """Return the need for `key` to have one of `values`.
+
+    `reads` returns what the run takes the key for, where that is not just its value.
+    """
+    shown = [str(value) if value is not None else "null" for value in values]
+    text = f"{key}={' or '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)}"
+
+    def holds(settings: Values) -> bool:
+        read = [settings[key]] if reads is None else reads(settings)
+        return any(value in values for value in read)
+
+    return Need(key, text, holds, hint)
+
+
+def needs_above(key: str, low: float) -> Need:
+    """Return the need for `key` to be a number above `low`."""
+    return Need(key, f"{key} above {low}", lambda v: v[key] is not None and v[key] > low)
 
 
 def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
@@ -114,6 +190,9 @@ def or_null(valid: Valid) -> Valid:
         valid.later,
         valid.suggestion,
     )
+
+
+PATH = Valid("a path", bool)
 
 
 def _type_text(hint: Any) -> str:

@@ -1,64 +1,64 @@
-"""Overrides and YAML to one typed, checked tree. All problems are reported at once."""
+"""From layers to one typed, checked tree. All problems are reported at once."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.compose import (
-    COMPOSE_ERRORS,
+from megafp8.config.checks import check_values
+from megafp8.config.errors import DEFAULT, Origin, SettingError, raise_if_any
+from megafp8.config.layers import (
     DEFAULT_CONFIG,
-    Source,
-    compose,
+    HYDRA,
+    Layer,
+    default_job,
     find_source,
-    has_hydra_settings,
-    preset_settings,
-    tree_with_nemo_keys,
-    yaml_presets,
-    yaml_problems,
-    yaml_settings,
+    layers_of,
 )
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import (
-    ParsedOverride,
-    Setting,
-    flatten,
-    known_sections,
-    parse_overrides,
-    put_in,
-    unknown_key,
-)
-from megafp8.config.problems import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
+from megafp8.config.overrides import parse_overrides
+from megafp8.config.rules import Unused, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.secrets import HIDDEN, variable_in
-from megafp8.config.validate import check_values, read_value, read_values
+from megafp8.config.settings import Setting, is_interpolation, put_in, read_value, read_values
 from megafp8.config.values import one_line
-
-HYDRA = "hydra"
-"""The section of a YAML that is Hydra's own."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked tree, who set what in it, and what was given and changes nothing."""
+    """A checked tree, who set what in it, and what was given and changes nothing.
+
+    Attributes:
+        cfg: The tree of the schema, closed to new keys.
+        origins: Who set each key that somebody set.
+        inert: NeMo's keys that do nothing here, and Hydra's section.
+        unused: Keys that have no effect beside the others, set by a preset, a NeMo file or a
+            layer that a stronger one overrules.
+    """
 
     cfg: DictConfig
-    origins: Mapping[str, str]
+    origins: Mapping[str, Origin]
     inert: tuple[Setting, ...]
+    unused: tuple[tuple[Setting, Unused], ...] = ()
 
     def inert_lines(self) -> list[str]:
-        """The settings that were given and change nothing here; a line for those of one reason."""
+        """Return what was given and changes nothing here; a line for those of one reason."""
         groups: dict[tuple[str, str], list[str]] = {}
         for s in self.inert:
             if s.key == HYDRA:
                 text, note = HYDRA, "Hydra's own settings mean something in a sweep (-m) only"
             else:
                 text, note = f"{s.key}={one_line(s.value)}", nemo_keys()[s.key].note
+            groups.setdefault((s.origin, note), []).append(text)
+        for s, found in self.unused:
+            text, note = f"{s.key}={one_line(s.value)}", f"means nothing with {found.setting}"
             groups.setdefault((s.origin, note), []).append(text)
         return [f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()]
 
@@ -68,9 +68,10 @@ def load(
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
 ) -> DictConfig:
-    """The tree of settings, with every check that needs no device passed.
+    """Return the tree of settings, with every check that needs no device passed.
 
-    Raises `SettingError` or `CombinedConfigError`, both a `ConfigError`.
+    Raises:
+        ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
     """
     return load_all(overrides, config_dir, config_name).cfg
 
@@ -80,30 +81,73 @@ def load_all(
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
 ) -> Loaded:
-    """What `load` gives, with origins and inert settings."""
+    """Return what `load` does, with origins and what changes nothing. Raises the same."""
     source = find_source(config_dir, config_name)
-    good, problems = parse_overrides(overrides, source.directories)
+    parsed, problems = parse_overrides(overrides, source.directories)
     try:
-        composed = compose(source, [override.text for override in good])
+        layers = layers_of(source, parsed)
     except SettingError as problem:
-        in_yaml = yaml_problems(source)
-        problems += in_yaml or [problem]
-        raise_if_any(problems + (_problems_beside(source, good, problems) if in_yaml else []))
+        raise_if_any([*problems, problem])
         raise
-    origins = find_origins(source, good)
-    problems += _extra_keys(composed, source)
-    values, unreadable = read_values(composed, origins)
+    tree, origins, in_layers = merge(layers)
+    problems += in_layers
+    values, unreadable = read_values(tree, origins)
     problems += unreadable + _secret_problems(values, origins)
     bad = {problem.key for problem in problems}
-    problems += check_values({k: v for k, v in values.items() if k not in bad}, origins)
-    inert, refused = _nemo_settings(composed, values, origins)
-    raise_if_any(problems + refused)
-    if has_hydra_settings(source):
-        inert.append(Setting(HYDRA, None, source.file.name))
-    return Loaded(_typed(composed), origins, tuple(inert))
+    good = {key: value for key, value in values.items() if key not in bad}
+    inert, refused = _nemo_settings(tree, values, origins)
+    raise_if_any(problems + check_values(good, origins) + refused)
+    inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
+    idle = [  # the default job's own choices just give way
+        (Setting(found.key, values[found.key], origins[found.key]), found)
+        for found in unused(values)
+        if found.key in origins
+    ]
+    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle))
 
 
-def _secret_problems(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[SettingError]:
+def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:
+    """Return one tree of all layers, who set each key, and the settings that cannot be merged."""
+    tree = tree_with_nemo_keys()
+    origins: dict[str, Origin] = {}
+    problems: list[SettingError] = []
+    for layer in layers:
+        for setting in layer.settings:
+            if setting.key.partition(".")[0] == HYDRA:
+                continue
+            problem = put_in(tree, setting)
+            if problem is not None:
+                problems.append(problem)
+            elif layer.origin != DEFAULT:
+                origins[setting.key] = layer.origin
+    return tree, origins, problems
+
+
+@cache
+def default_tree() -> DictConfig:
+    """Return the default job's tree: the schema and `conf/pretrain_gpt.yaml`. Not to be changed."""
+    tree = schema_tree()
+    for path, value in default_job().items():
+        OmegaConf.update(tree, path, value)
+    return tree
+
+
+def tree_with_nemo_keys() -> DictConfig:
+    """Return the schema, with NeMo's keys that do nothing here, which `load` takes out."""
+    return copy.deepcopy(_tree_with_nemo_keys())
+
+
+@cache
+def _tree_with_nemo_keys() -> DictConfig:
+    tree = schema_tree()
+    for path, key in nemo_keys().items():
+        OmegaConf.update(tree, path, key.ours, force_add=True)
+    return tree
+
+
+def _secret_problems(
+    values: Mapping[str, Any], origins: Mapping[str, Origin]
+) -> list[SettingError]:
     """Settings are written into the run's directory and shown by trackers: no place for a token."""
     return [
         SettingError(
@@ -118,72 +162,45 @@ def _secret_problems(values: Mapping[str, Any], origins: Mapping[str, str]) -> l
     ]
 
 
-def find_origins(source: Source, overrides: Sequence[ParsedOverride]) -> dict[str, str]:
-    """Where each key that somebody set was set; the default job's own YAML counts as default."""
-    origins: dict[str, str] = {}
-    if not source.is_default:
-        for group, option in yaml_presets(source):
-            origins |= {s.key: s.origin for s in preset_settings(source, group, option)}
-        origins |= {setting.key: setting.origin for setting in yaml_settings(source)}
-    for group, option in (override.preset for override in overrides if override.preset):
-        origins |= {s.key: s.origin for s in preset_settings(source, group, option)}
-    for override in overrides:
-        origins |= {setting.key: COMMAND_LINE for setting in override.settings}
-    return origins
-
-
-def _problems_beside(
-    source: Source, good: Sequence[ParsedOverride], known: Sequence[SettingError]
-) -> list[SettingError]:
-    """What else is wrong where Hydra cannot compose: of the keys that the user gave, alone."""
-    bad = {problem.key for problem in known}
-    given = [*yaml_settings(source), *(s for override in good for s in override.settings)]
-    tree = tree_with_nemo_keys()
-    unfit = [put_in(tree, setting) for setting in given if setting.key not in bad]
-    origins = find_origins(source, good)
-    values, problems = read_values(tree, origins)
-    values = {key: value for key, value in values.items() if key in origins and key not in bad}
-    problems += check_values(values, origins) + _nemo_settings(tree, values, origins)[1]
-    problems = [problem for problem in unfit if problem] + problems
-    return [problem for problem in problems if problem.key in origins and problem.key not in bad]
-
-
 def _nemo_settings(
-    composed: DictConfig, values: Mapping[str, Any], origins: Mapping[str, str]
+    tree: DictConfig, values: Mapping[str, Any], origins: Mapping[str, Origin]
 ) -> tuple[list[Setting], list[SettingError]]:
-    """NeMo's keys that do nothing here: those that were given, and those that do not pass."""
+    """Return NeMo's keys that do nothing here: those given, and those that do not pass."""
     inert: list[Setting] = []
     refused: list[SettingError] = []
-    for path, key in nemo_keys().items():
-        origin = origins.get(path, DEFAULT)
+    for path, origin in origins.items():
+        key = nemo_keys().get(path)
+        if key is None:
+            continue
         try:
-            value = read_value(composed, path)
+            value = read_value(tree, path)
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             refused.append(SettingError(path, None, reason, key.way_out, origin=origin))
             continue
-        if not key.passes(value, values):
-            refused.append(key.problem(value, origin))
-        elif path in origins:
+        if key.passes(value, values):
             inert.append(Setting(path, value, origin))
-    return inert, refused
+        else:
+            refused.append(key.problem(value, origin))
+    order = list(nemo_keys())
+    return sorted(inert, key=lambda setting: order.index(setting.key)), refused
 
 
-def _typed(composed: DictConfig) -> DictConfig:
-    """The tree of the schema alone, closed to new keys."""
-    try:
-        cfg: Any = OmegaConf.merge(
-            schema_tree(), OmegaConf.masked_copy(composed, list(schema_tree()))
-        )
-        for path in nemo_keys():
-            _delete(cfg, path)
-        _fill_in(cfg, composed)
-    except COMPOSE_ERRORS as error:  # nothing is known to come here: sections are checked before
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError("config", None, line, "Mend the value it names") from error
-    OmegaConf.set_struct(cfg, True)
-    assert isinstance(cfg, DictConfig)
-    return cfg
+def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Return the tree of the schema alone, closed to new keys; `values` are what its keys mean."""
+    for path in nemo_keys():
+        _delete(tree, path)
+    for path in all_keys():  # what refers to a key that is no longer there gets its value
+        if not is_interpolation(tree, path):
+            continue
+        try:
+            stands = read_value(tree, path) == values[path]
+        except OmegaConfBaseException:
+            stands = False
+        if not stands:
+            OmegaConf.update(tree, path, values[path])
+    OmegaConf.set_struct(tree, True)
+    return tree
 
 
 def _delete(cfg: DictConfig, path: str) -> None:
@@ -196,23 +213,3 @@ def _delete(cfg: DictConfig, path: str) -> None:
         if names[end] in node.keys() and (end == len(names) - 1 or not node._get_node(names[end])):
             with open_dict(node):
                 node.pop(names[end])
-
-
-def _fill_in(cfg: DictConfig, composed: DictConfig) -> None:
-    """Give keys their values that refer to a key which is no longer there."""
-    for path in all_keys():
-        value = read_value(composed, path)
-        try:
-            stands = read_value(cfg, path) == value
-        except OmegaConfBaseException:
-            stands = False
-        if not stands:
-            OmegaConf.update(cfg, path, value)
-
-
-def _extra_keys(composed: DictConfig, source: Source) -> list[SettingError]:
-    """Keys that Hydra let in although the schema has none of them."""
-    tree = OmegaConf.to_container(composed, resolve=False)
-    settings = flatten("", tree, source.file.name)
-    known = all_keys().keys() | nemo_keys().keys() | known_sections()
-    return [unknown_key(setting) for setting in settings if setting.key not in known]

@@ -1,42 +1,35 @@
 """Overrides such as `model.fp8=True`, read one by one, so that every bad one is reported.
 
-Hydra composes what is left. It would stop at the first problem, and would silently add a key that
-is misspelt behind `+` or `++`.
+Hydra's grammar reads them. Hydra itself would stop at the first problem, and would silently add a
+key that is misspelt behind `+` or `++`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.nemo import nemo_keys, nemo_sections
-from megafp8.config.problems import COMMAND_LINE, SettingError
-from megafp8.config.schema import all_keys, all_sections, schema_tree
+from megafp8.config.errors import COMMAND_LINE, SettingError
+from megafp8.config.nemo import nemo_keys
+from megafp8.config.schema import all_keys
 from megafp8.config.secrets import is_secret_name
+from megafp8.config.settings import (
+    Setting,
+    flatten,
+    known_sections,
+    section_problem,
+    setting_problem,
+    similar_keys,
+    unknown_key,
+)
 
 PRESET_GROUPS = ("model", "precision")
 """Folders of files of settings that every job can choose from: `model=gpt3_125m`."""
-
-SEE_HELP = "--help lists all keys"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One key and its value as somebody wrote them."""
-
-    key: str
-    value: Any
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class ParsedOverride:
     text: str
     settings: tuple[Setting, ...]
     sweep: Override | None  # the parsed form if it holds several values
-    preset: tuple[str, str] | None = None  # group and option, if it chooses a file of settings
+    is_group: bool = False  # it chooses a file of settings
     is_hydra: bool = False  # a setting of Hydra's own
 
 
@@ -68,90 +61,9 @@ def parse_overrides(
     return good, problems
 
 
-def setting_problem(setting: Setting) -> SettingError | None:
-    """What is wrong with one setting by itself: an unknown key or a value of another type.
-
-    The values of NeMo's keys that do nothing here are checked in the composed tree: they may be
-    interpolations.
-    """
-    key = all_keys().get(setting.key)
-    if key is None:
-        if setting.key in nemo_keys():
-            key_of_nemo, is_section = nemo_keys()[setting.key], isinstance(setting.value, dict)
-            return key_of_nemo.problem(setting.value, setting.origin) if is_section else None
-        if setting.key in known_sections():
-            return _section_problem(setting)
-        return unknown_key(setting)
-    try:
-        OmegaConf.update(_scratch(), setting.key, setting.value, merge=False)
-    except (OmegaConfBaseException, ValueError, OverflowError):
-        reason = f"{_show(setting.value)} is not {key.type_text}"
-        return SettingError(
-            setting.key,
-            setting.value,
-            reason,
-            f"Give {key.valid_text}",
-            origin=setting.origin,
-        )
-    return None
-
-
-def put_in(tree: DictConfig, setting: Setting) -> SettingError | None:
-    """Set one setting, known to be good by itself, in a tree of the schema."""
-    try:
-        OmegaConf.update(tree, setting.key, setting.value, merge=False)
-    except (OmegaConfBaseException, ValueError, OverflowError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        way_out = "Mend the value"
-        return SettingError(setting.key, setting.value, reason, way_out, origin=setting.origin)
-    return None
-
-
 def quoted(text: str) -> str:
     """A text as the value of an override, whatever is in it."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def unknown_key(setting: Setting) -> SettingError:
-    """A key that the tree does not have, with those that may have been meant."""
-    matches = similar_keys(setting.key)
-    way_out = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
-    return SettingError(
-        setting.key, setting.value, "there is no such key", way_out, origin=setting.origin
-    )
-
-
-def similar_keys(wrong: str) -> list[str]:
-    """Up to three keys that `wrong` may have meant, the likeliest first."""
-    return _similar(wrong, list(all_keys())) or _similar(wrong, list(nemo_keys()))
-
-
-def _similar(wrong: str, keys: list[str]) -> list[str]:
-    last = wrong.rpartition(".")[2]
-    same_name = [key for key in keys if key.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(wrong[:200], keys, n=2, cutoff=0.75)
-    names = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    close_names = difflib.get_close_matches(last[:200], list(names), n=2, cutoff=0.75)
-    close = [key for key in close if _is_close(last, key.rpartition(".")[2])]
-    candidates = same_name + close + [names[name] for name in close_names]
-    return list(dict.fromkeys(candidates))[:3]
-
-
-def _is_close(name: str, other: str) -> bool:
-    """Sections in common make long paths alike whose keys are not."""
-    return difflib.SequenceMatcher(None, name[:200], other).ratio() >= 0.6
-
-
-def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
-    """The leaves of a value that may be a dict of dicts. Leaves end where the schema's do."""
-    if isinstance(value, dict) and (key in known_sections() or not key):
-        for name, item in value.items():
-            path = f"{key}.{name}" if key else str(name)
-            if "." in str(name):
-                path = f"{key}.[{name}]"  # one key with a dot in it, which the tree never has
-            yield from flatten(path, item, origin)
-    else:
-        yield Setting(key, value, origin)
 
 
 def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
@@ -174,9 +86,9 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         (folder / key).is_dir() for folder in config_dirs if "\0" not in key
     )
     if is_group and not sweeps and isinstance(override.value(), str):
-        return ParsedOverride(text, (), None, (key, str(override.value())))
+        return ParsedOverride(text, (), None, is_group=True)
     if is_group:
-        return ParsedOverride(text, (), override if sweeps else None)
+        return ParsedOverride(text, (), override if sweeps else None, is_group=True)
     if override.package is not None:
         return unknown_key(Setting(key, None, COMMAND_LINE))
     if sweeps:
@@ -187,7 +99,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return ParsedOverride(text.lstrip("+"), (), override)
     settings = tuple(flatten(key, override.value(), COMMAND_LINE))
     if key in PRESET_GROUPS and not any(setting_problem(setting) for setting in settings):
-        return _section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
+        return section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
     # `+` and `++` add a key, which none of ours needs: they are accepted and do nothing.
     return ParsedOverride(text.lstrip("+"), settings, None)
 
@@ -253,8 +165,8 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
             origin=COMMAND_LINE,
         )
     if override.is_sweep_override():
-        return ParsedOverride(text, (), override)
-    return ParsedOverride(text, (), None, (group, options[0]))
+        return ParsedOverride(text, (), override, is_group=True)
+    return ParsedOverride(text, (), None, is_group=True)
 
 
 def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
@@ -290,32 +202,3 @@ def _sweep_problem(text: str, key: str) -> SettingError:
         f"Add -m to run each of them, or write {as_one} for one value",
         origin=COMMAND_LINE,
     )
-
-
-def _section_problem(setting: Setting) -> SettingError:
-    keys = [*all_keys(), *nemo_keys()]
-    inside = [key for key in keys if key.startswith(setting.key + ".")]
-    return SettingError(
-        setting.key,
-        setting.value,
-        "is a section, not a value",
-        f"Set the keys in it, as {inside[0]}=VALUE",
-        origin=setting.origin,
-    )
-
-
-@cache
-def known_sections() -> frozenset[str]:
-    """Every inner node of the composed tree by its dotted path."""
-    return all_sections() | nemo_sections()
-
-
-@cache
-def _scratch() -> Any:
-    """A tree whose nodes take values of the right type only; what it holds does not matter."""
-    return schema_tree()
-
-
-def _show(value: Any) -> str:
-    text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.architecture import canonical_activation, gpt_spec
-from megafp8.config.backends import backend, refuse_te_on_cpu
-from megafp8.config.data_prefix import parse_data_prefix, plain_data_prefix
-from megafp8.config.fp8_rules import E4M3_RECIPES
-from megafp8.config.optim_rules import unread_keys
-from megafp8.config.problems import SettingError
+from megafp8.config.architecture import gpt_spec
+from megafp8.config.errors import SettingError
+from megafp8.config.rules import effective
 from megafp8.config.schema import (
     Config,
     ExpManager,
@@ -23,11 +20,13 @@ from megafp8.config.schema import (
     all_keys,
     schema_tree,
 )
-from megafp8.config.validate import FP8_DETAILS, read_values, validate
+from megafp8.config.settings import read_value
+from megafp8.config.together import NATIVE
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
+    E4M3_RECIPES,
     PRECISIONS,
-    format_number,
+    parse_data_prefix,
     parse_interval_seconds,
     parse_layout,
     parse_modules,
@@ -59,8 +58,10 @@ from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule,
 
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
-    """The run that a tree asks for. `accelerator_available` is asked only where it matters."""
-    validate(cfg)
+    """Return the run that a tree asks for, which `load` has checked.
+
+    `accelerator_available` is asked only where it matters.
+    """
     resolved = canonical(cfg, accelerator_available)
     tree = OmegaConf.to_object(OmegaConf.merge(schema_tree(), resolved))
     assert isinstance(tree, Config)
@@ -101,56 +102,46 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
 
 
 def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, object]:
-    """The whole tree as plain dicts and lists, each meaning spelt in one way.
+    """Return the whole tree as plain dicts and lists, each meaning spelt in one way.
 
-    So equal runs have equal identities, and the result loads again as a configuration.
+    Keys without effect are at their defaults. So equal runs have equal identities, and the result
+    loads again as a configuration.
     """
-    values, _ = read_values(cfg)
-    for key in ("trainer.precision", "model.fsdp_grad_reduce_dtype"):
-        values[key] = {"bf16": "bf16", "fp16": 16, "fp32": 32}[PRECISIONS[values[key]]]
+    keys = all_keys()
+    given = effective({path: read_value(cfg, path) for path in keys})
+    values = {path: keys[path].spelled(value) for path, value in given.items()}
     values["trainer.accelerator"] = _accelerator(
         values["trainer.accelerator"], accelerator_available
     )
-    refuse_te_on_cpu(values)
-    splits = parse_splits(values["model.data.splits_string"])
-    assert splits is not None
-    values["model.data.splits_string"] = ",".join(format_number(number) for number in splits)
-    prefix = "model.data.data_prefix"
-    values[prefix] = plain_data_prefix(values[prefix])
-    if values["model.tokenizer.library"] in ("builtin", "megatron"):
-        values["model.tokenizer.type"] = None  # NeMo's files give it always
-    interval = "exp_manager.checkpoint_callback_params.train_time_interval"
-    values[interval] = parse_interval_seconds(values[interval])
-    values["trainer.max_time"] = parse_interval_seconds(values["trainer.max_time"])
-    values["exp_manager.exp_dir"] = values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR
     resume = "resume_from_checkpoint"
     resumed = values[f"model.{resume}"] or values[f"exp_manager.{resume}"]
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
-    values["model.activation"] = canonical_activation(values["model.activation"])
-    values |= {key: all_keys()[key].default for key in unread_keys(values)}
     if values["trainer.precision"] == 32:
         values["model.megatron_amp_O2"] = True  # either way weights are FP32
-    values["trainer.fast_dev_run"] = int(values["trainer.fast_dev_run"])
-    if values["trainer.memory_snapshot_on_oom"] and values["trainer.accelerator"] == "cpu":
-        raise SettingError(
-            "trainer.memory_snapshot_on_oom",
-            True,
-            "has no effect here: it is CUDA's memory, and the run is on the CPU",
-            "Leave it out",
-        )
-    if not values["model.fp8"]:
-        values |= {key: all_keys()[key].default for key in FP8_DETAILS}
-    elif values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES:
+    is_e4m3 = values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES
+    if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
-    split = "model.fp8_split_accumulator"
-    if values["trainer.accelerator"] == "cpu" and values[split] != all_keys()[split].default:
-        raise SettingError(
-            split,
-            values[split],
-            "on a CPU there are no FP8 tensor cores: every sum is precise",
-            "Leave it out",
-        )
+    if values["trainer.accelerator"] == "cpu":
+        _refuse_on_cpu(values)
     return _nested(values)
+
+
+def _refuse_on_cpu(values: Mapping[str, Any]) -> None:
+    """Raise for the first setting that asks for a GPU."""
+    keys = all_keys()
+    if values["model.fp8_backend"] == "te":
+        reason = "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
+        raise SettingError("model.fp8_backend", "te", reason, NATIVE)
+    for path, reason in _GPU_ONLY.items():
+        if values[path] != keys[path].default:
+            raise SettingError(path, values[path], reason, "Leave it out")
+
+
+_GPU_ONLY = {
+    "trainer.memory_snapshot_on_oom": "has no effect here: it is CUDA's memory, and the run is on "
+    "the CPU",
+    "model.fp8_split_accumulator": "on a CPU there are no FP8 tensor cores: every sum is precise",
+}
 
 
 def _accelerator(asked: str, available: Callable[[], bool]) -> str:
@@ -260,7 +251,7 @@ def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,
-        backend=backend(model.fp8_backend),
+        backend="native" if model.fp8_backend == "auto" else model.fp8_backend,  # type: ignore[arg-type]  # validated
     )
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
 
-from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule
+from megafp8.specs.data import SeparateSplits, Weighted
+from megafp8.specs.parallel import ScheduleName
+from megafp8.specs.precision import BLOCK, HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
 
 PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "bf16": "bf16",
@@ -53,6 +57,15 @@ LATER_SCHEDULES = (
 
 DEFAULT_EXP_DIR = "runs"
 
+NEMO_TOKENIZER_TYPE = "GPT2BPETokenizer"
+"""NeMo's files give it with every library, and it names no tokenizer."""
+
+TENSOR_CORE_MULTIPLE = 16
+"""FP8 tensor cores take operands whose sizes are multiples of it."""
+
+E4M3_RECIPES: tuple[RecipeName, ...] = ("rowwise", "rowwise_with_gw_hp", "blockwise")
+"""These are E4M3 throughout: finer scales leave no need for E5M2's range."""
+
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
@@ -64,6 +77,12 @@ def parse_interval_seconds(value: object) -> float | None:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     return _finite(value)
+
+
+def is_interval(value: object) -> bool:
+    """Whether `value` is null, or more than 0 seconds as a number or "HH:MM:SS"."""
+    seconds = parse_interval_seconds(value)
+    return value is None or (seconds is not None and seconds > 0)
 
 
 def parse_splits(value: object) -> tuple[float, ...] | None:
@@ -134,3 +153,176 @@ def one_line(value: object) -> str:
     """As `plain`, for a line of a report."""
     text = plain(value)
     return text if text.isprintable() else repr(text)
+
+
+# --- one spelling of a valid value, for a run's resolved settings ---------------------------------
+
+
+def spell_precision(value: int | str) -> int | str:
+    """Return bf16, 16 or 32 for any spelling of a dtype."""
+    spellings: dict[str, int | str] = {"bf16": "bf16", "fp16": 16, "fp32": 32}
+    return spellings[PRECISIONS[value]]
+
+
+def spell_splits(value: object) -> str:
+    """Return `900,50,50` for any spelling of the sizes of splits."""
+    splits = parse_splits(value)
+    assert splits is not None, value
+    return ",".join(format_number(number) for number in splits)
+
+
+def spell_activation(name: str) -> str:
+    """Return the name without NeMo's `fast-`, which asks for one product: here it always is one."""
+    return name.removeprefix("fast-")
+
+
+def spell_tokenizer_type(value: str | None) -> str | None:
+    """Return null for NeMo's default, which names no tokenizer."""
+    return None if value == NEMO_TOKENIZER_TYPE else value
+
+
+def spell_exp_dir(value: str | None) -> str:
+    """Return the directory that null stands for."""
+    return value or DEFAULT_EXP_DIR
+
+
+# --- what several settings say together -----------------------------------------------------------
+
+
+def compute_dtypes(values: Mapping[str, Any]) -> tuple[int | str]:
+    """Return the dtype of products as `trainer.precision` spells it."""
+    return (spell_precision(values["trainer.precision"]),)
+
+
+def recipes_in(values: Mapping[str, Any]) -> set[str]:
+    """Return the recipes that some linear may run under."""
+    rules = parse_modules(values.get("model.fp8_modules", [])) or ()
+    chosen = {rule.precision for rule in rules} - {HIGH_PRECISION}
+    return {values.get("model.fp8_recipe", "delayed"), *chosen}
+
+
+def size_multiple(values: Mapping[str, Any]) -> int:
+    """Return what the sizes of FP8 products must be multiples of; 1 if they are padded."""
+    if "blockwise" in recipes_in(values):
+        return BLOCK
+    return 1 if values.get("model.pad_inner_dim") else TENSOR_CORE_MULTIPLE
+
+
+SIZES = (
+    "model.tensor_model_parallel_size",
+    "model.context_parallel_size",
+    "model.pipeline_model_parallel_size",
+)
+WORLD = ("trainer.devices", "trainer.num_nodes")
+
+
+def schedule_of(v: Mapping[str, Any]) -> ScheduleName:
+    """What `model.pipeline_schedule=null` stands for."""
+    asked: ScheduleName | None = v["model.pipeline_schedule"]
+    stages = v["model.virtual_pipeline_model_parallel_size"] or 1
+    return asked or ("1F1B" if stages == 1 else "Interleaved1F1B")
+
+
+def model_ranks(v: Mapping[str, Any]) -> int:
+    """Ranks that work on the same samples: all axes but the replicas."""
+    return math.prod(v[key] for key in SIZES)
+
+
+def world_size(v: Mapping[str, Any]) -> int:
+    """All ranks, on all nodes."""
+    ranks: int = v["trainer.devices"] * v["trainer.num_nodes"]
+    return ranks
+
+
+# --- model.data.data_prefix in NeMo's three forms: one dataset, a weighted list, one per split ----
+
+PREFIX_TEXT = (
+    "builtin, a path, a list [weight, path, weight, path, ...] of weights above 0, or a dict "
+    "{train: [...], validation: [...], test: [...]} of such lists"
+)
+
+DataPrefix = str | tuple[Weighted, ...] | SeparateSplits
+
+
+def parse_data_prefix(value: object) -> DataPrefix | None:
+    """The datasets that a value names; None if it has none of the three forms."""
+    if isinstance(value, str):
+        return value or None
+    if isinstance(value, Mapping):
+        return _separate(value)
+    blend = _blend(value)
+    if blend is not None and len(blend) == 1:
+        return blend[0].prefix
+    return blend
+
+
+def plain_data_prefix(value: object) -> object:
+    """The value in one spelling, for equal runs to have equal identities."""
+    parsed = parse_data_prefix(value)
+    if isinstance(parsed, SeparateSplits):
+        parts = {"train": parsed.train, "validation": parsed.validation, "test": parsed.test}
+        return {name: _plain(blend) for name, blend in parts.items() if blend}
+    return _plain(parsed) if isinstance(parsed, tuple) else parsed
+
+
+def prefixes_in(value: object) -> tuple[str, ...]:
+    """All paths that a value names."""
+    parsed = parse_data_prefix(value)
+    if isinstance(parsed, SeparateSplits):
+        together = (*parsed.train, *parsed.validation, *parsed.test)
+        return tuple(weighted.prefix for weighted in together)
+    if isinstance(parsed, tuple):
+        return tuple(weighted.prefix for weighted in parsed)
+    return () if parsed is None else (parsed,)
+
+
+def _separate(value: Mapping[object, object]) -> SeparateSplits | None:
+    if not {"train", "validation"} <= value.keys() or value.keys() - {
+        "train",
+        "validation",
+        "test",
+    }:
+        return None
+    blends = {name: _one_or_blend(value.get(name)) for name in ("train", "validation", "test")}
+    train, validation, test = (blends[name] for name in ("train", "validation", "test"))
+    if train is None or validation is None or (test is None and value.get("test")):
+        return None
+    return SeparateSplits(train=train, validation=validation, test=test or ())
+
+
+def _one_or_blend(value: object) -> tuple[Weighted, ...] | None:
+    if isinstance(value, str):
+        return (Weighted("1", value),) if value else None
+    return _blend(value)
+
+
+def _blend(value: object) -> tuple[Weighted, ...] | None:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return None
+    if len(value) == 1 and isinstance(value[0], str) and value[0]:
+        return (Weighted("1", value[0]),)
+    if len(value) % 2:
+        return None
+    pairs = [(_weight(value[i]), value[i + 1]) for i in range(0, len(value), 2)]
+    found = [Weighted(w, p) for w, p in pairs if w is not None and isinstance(p, str) and p]
+    return tuple(found) if len(found) == len(pairs) else None
+
+
+def _weight(value: object) -> str | None:
+    """The decimal in its shortest spelling; None if it is not a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = Decimal(str(value))
+    except InvalidOperation:
+        return None
+    if not number.is_finite() or number <= 0 or not math.isfinite(float(number)):
+        return None
+    # Beyond these nothing is meant, and exact arithmetic would take its time.
+    return format(number.normalize(), "f") if abs(number.adjusted()) <= 30 else None
+
+
+def _plain(blend: Sequence[Weighted]) -> list[object]:
+    if len(blend) == 1:
+        return [blend[0].prefix]
+    return [item for w in blend for item in (float(w.weight), w.prefix)]

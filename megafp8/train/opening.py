@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megafp8.checkpoint.best import Best
 from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
-from megafp8.config.problems import SettingError
+from megafp8.config.errors import SettingError
 from megafp8.data.prepare import PreparedData, prepare
 from megafp8.errors import UserError
 from megafp8.observe.console import Console

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megafp8.checkpoint.best import METRICS
 from megafp8.checkpoint.verification import check_structure
-from megafp8.config.identity import differences
-from megafp8.config.problems import SettingError, raise_if_any
+from megafp8.config.errors import SettingError, raise_if_any
+from megafp8.config.resume import differences
 from megafp8.data.prepare import PreparedData
 from megafp8.errors import CheckpointError, UserError
 from megafp8.observe.console import Console

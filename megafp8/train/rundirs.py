@@ -18,7 +18,7 @@ from megafp8.checkpoint.rundir import (
 )
 from megafp8.checkpoint.runlock import LOCK_NAME
 from megafp8.checkpoint.verification import check_structure
-from megafp8.config.identity import check_continues, full_identity
+from megafp8.config.resume import check_continues, full_identity
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
 from megafp8.observe.files import write_atomically

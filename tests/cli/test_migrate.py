@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.cli.migrate import main
+from megafp8.cli.migrate import main, migrate
+from megafp8.cli.migrate.report import Migration
+from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
-from megafp8.config.migration import Migration, migrate
-from megafp8.config.problems import SettingError
 from megafp8.config.schema import all_keys
 from megafp8.errors import UserError
 from tests.config.helpers import load_problems, run_spec

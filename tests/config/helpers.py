@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
-from megafp8.config.problems import CombinedConfigError, SettingError
 from megafp8.config.resolve import resolve
 from megafp8.specs import RunSpec
 

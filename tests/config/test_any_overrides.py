@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import known_sections
-from megafp8.config.problems import CombinedConfigError, SettingError
 from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
+from megafp8.config.settings import known_sections
 from megafp8.specs import RunSpec
 
 EVERY_KEY = [*all_keys(), *nemo_keys()]

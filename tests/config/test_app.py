@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.app import AppInfo, run_app
+from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.schema import all_keys
 from megafp8.errors import ExitCode, NonFiniteError, RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """\
 import sys
-from megafp8.config.app import run_app
+from megafp8.cli.main import run_app
 from megafp8.config.resolve import resolve
 
 def task(cfg, info):
@@ -35,7 +35,7 @@ sys.exit(run_app(sys.argv[1:], task))
 def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "app.py"
     script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     command = [sys.executable, str(script), *args]
     return subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
@@ -173,6 +173,43 @@ def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
         f"{num} model.fp8_margin={num // 2} model.fp8_amax_compute_algo={algo} finished -"
         for num, algo in enumerate(["max", "most_recent"] * 2)
     ]
+
+
+SWEEPER = """\
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Halving(Sweeper):
+    '''A search: each batch follows from the objectives of the one before.'''
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context, task_function, config
+        )
+
+    def sweep(self, arguments):
+        first = [["model.seed=1"], ["model.num_layers=99"], ["model.fp8=x"]]
+        losses = [job.return_value for job in self.launcher.launch(first, 0)]
+        assert all(isinstance(loss, float) for loss in losses), losses
+        best = losses.index(min(losses))
+        self.launcher.launch([[*arguments, *first[best], "model.num_layers=1"]], len(first))
+
+node = {"_target_": "hydra_plugins.halving.Halving"}
+ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node)
+"""
+
+
+def test_another_sweeper_chooses_jobs_by_what_came_of_others(tmp_path: Path) -> None:
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "halving.py").write_text(SWEEPER)
+    given = ["hydra/sweeper=halving", "model.fp8=True", "hydra.sweep.dir=here"]
+    done = shell(tmp_path, "-m", *given)
+    assert done.returncode == 1, done.stderr
+    assert outcomes(tmp_path / "here") == [
+        ("finished", 0), ("crashed", 1), ("refused", 2), ("finished", 0),
+    ]  # fmt: skip
+    assert "job 3: model.fp8=True model.seed=1 model.num_layers=1 -> here/3" in done.stdout
 
 
 def test_sweep_of_refused_jobs_starts_nothing(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.checks import check_values
 from megafp8.config.load import load
-from megafp8.config.validate import check_values, read_values
+from megafp8.config.settings import read_values
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -37,7 +38,8 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
         ([TE, FP8, "model.pad_inner_dim=True"], "model.pad_inner_dim", "do not pad"),
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
         ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not show its casts"),
-        ([TE, FP8, RECIPE, "model.fp8_health=scales"], "model.fp8_health", "here tensorwise"),
+        ([TE, FP8, RECIPE, "model.fp8_health=scales"],
+         "model.fp8_health", "here model.fp8_recipe=tensorwise"),
         ([TORCHAO, FP8, RECIPE, "model.compile=block", "model.fp8_health=full"],
          "model.fp8_health", "compiled graph"),
         ([GATHER], "model.enable_fsdp_float8_all_gather", "is torchao's"),

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from megafp8.config.compose import conf_dir
+from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import single_rank

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.config.architecture import spec_of_tree, tree_of_spec
-from megafp8.config.model_rules import rule
+from megafp8.config.checks.model import rule
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.identity import differences, flat, identity
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NemoKey, nemo_keys
+from megafp8.config.resume import differences, flat, identity
 from megafp8.config.schema import all_keys
 from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megafp8.config.load import load_all
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import flatten, known_sections
 from megafp8.config.schema import all_keys
+from megafp8.config.settings import flatten, known_sections
 from megafp8.errors import UserError
 
 KEYS = st.sampled_from([*all_keys(), *nemo_keys(), *known_sections(), "model.fp9", "x.y", "name.z"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config.compose import conf_dir
+from megafp8.cli.job import resolved_table
+from megafp8.config.layers import conf_dir
 from megafp8.config.load import load, load_all
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
-from megafp8.config.table import resolved_table
 from megafp8.specs import GPTSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 

@@ -11,10 +11,11 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.identity import check_continues, differences, flat, full_identity, identity
+from megafp8.config.checks import validate
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
+from megafp8.config.resume import check_continues, differences, flat, full_identity, identity
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
 from megafp8.errors import UserError
@@ -239,6 +240,7 @@ def with_sizes(sizes: dict[str, object]) -> RunSpec:
     for key, value in sizes.items():
         OmegaConf.update(cfg, key, value)
     try:
+        validate(cfg)
         return resolve(cfg, lambda: False)
     except UserError as error:
         assert str(error)

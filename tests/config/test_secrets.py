@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config.app import run_app
+from megafp8.cli.main import run_app
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.config.secrets import hide, is_secret_name, variable_in

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
-from megafp8.config.validate import check_values, read_values
+from megafp8.config.settings import read_values
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.placement import rectangles_of_run

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
-from megafp8.config.validate import check_values, read_values
+from megafp8.config.settings import read_values
 from megafp8.parallel.torchao_parts import first_and_last
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
@@ -433,17 +434,17 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
             "replicas of 8 ranks do not fit into nodes of 4",
         ),
         ({"trainer.num_nodes": 2, "trainer.devices": 4, TP: 8}, "model.fsdp", "one replica"),
-        ({CHUNK: 25}, CHUNK, "a block at once"),
+        ({CHUNK: 25}, CHUNK, "means nothing with model.fsdp=True"),
         ({**FP8_WEIGHTS, "trainer.precision": 16}, "model.fp8_params", "FP16's range"),
         (
             {"model.fsdp": False, "model.fsdp_sharding_strategy": "grad"},
             "model.fsdp_sharding_strategy",
-            "means nothing without model.fsdp",
+            "means nothing with model.fsdp=False",
         ),
         (
             {"model.fsdp": False, "model.fsdp_grad_reduce_dtype": "bf16"},
             "model.fsdp_grad_reduce_dtype",
-            "means nothing without model.fsdp",
+            "means nothing with model.fsdp=False",
         ),
         ({"model.fsdp_grad_reduce_dtype": 8}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),
         ({"model.fsdp_grad_reduce_dtype": True}, "model.fsdp_grad_reduce_dtype", "32, bf16 or 16"),

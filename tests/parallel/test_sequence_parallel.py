@@ -192,7 +192,7 @@ def test_the_key_reaches_the_layout() -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        (["model.tensor_model_parallel_size=1"], "model.sequence_parallel", "nobody"),
+        (["model.tensor_model_parallel_size=1"], "model.sequence_parallel", "means nothing"),
         (["model.encoder_seq_length=65"], "model.encoder_seq_length", "does not divide"),
         (
             ["model.fp8=True", "model.encoder_seq_length=24", "model.micro_batch_size=1"],

@@ -11,9 +11,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
+from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 from omegaconf import OmegaConf
 
-from hydra_plugins.megafp8_slurm import exit_code, make_watcher, parse_queue
+from hydra_plugins.megafp8_slurm import (
+    WatchedSlurmLauncher,
+    exit_code,
+    make_watcher,
+    parse_queue,
+)
 from tests.slurm.jobs import ROOT
 
 QUEUE = "7_0|RUNNING|node1\n7_1|FAILED|node2\n7_2|PENDING|\n9|NODE_FAIL|node[1-2]\n"
@@ -79,3 +85,36 @@ def test_presets(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if preset == "submitit_slurm_container":
         assert extra["container-image"] == "/images/a.sqsh"
         assert extra["container-mounts"] == "/data:/data"
+
+
+@pytest.mark.filterwarnings(r"ignore:\n'hydra/launcher/submitit_slurm' is validated")
+def test_it_asks_submitit_for_what_submitits_own_launcher_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[object] = []
+
+    class Executor:
+        def __init__(self, **given: object) -> None:
+            asked.append(given)
+
+        def update_parameters(self, **given: object) -> None:
+            asked.append(given)
+
+        def map_array(self, function: object, *arguments: object) -> list[object]:
+            asked.append([list(argument) for argument in arguments[:-1]])  # without Hydra's state
+            return []
+
+    monkeypatch.setattr("submitit.AutoExecutor", Executor)
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        given = ["hydra/launcher=submitit_slurm", f"hydra.sweep.dir={tmp_path}"]
+        cfg = compose("pretrain_gpt", given, return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    jobs = [["model.seed=1"], ["model.seed=2"]]
+    for launch in (SlurmLauncher.launch, WatchedSlurmLauncher.submit):
+        settings = OmegaConf.to_container(cfg.hydra.launcher, resolve=True)
+        assert isinstance(settings, dict)
+        settings.pop("_target_")
+        launcher = WatchedSlurmLauncher(**settings)
+        launcher.config = cfg
+        launch(launcher, jobs, 3)
+    assert len(asked) == 6 and asked[:3] == asked[3:]

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 import megafp8.train.pretrain  # noqa: E402, F401
 import pretrain_gpt  # noqa: E402
-from megafp8.config.app import run_app  # noqa: E402
+from megafp8.cli.main import run_app  # noqa: E402
 from tests.train import faults, forked_ranks  # noqa: E402
 
 

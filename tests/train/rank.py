@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_gpt  # noqa: E402
-from megafp8.config.app import run_app  # noqa: E402
+from megafp8.cli.main import run_app  # noqa: E402
 from megafp8.parallel.launch import run_process  # noqa: E402
 from tests.train import faults  # noqa: E402
 

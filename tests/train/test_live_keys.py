@@ -125,7 +125,7 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_wgrad": Trains(False),
     "model.override_linear_precision": Trains([True, False, False]),
     "model.fp8_split_accumulator": Refused([True, True, True]),
-    "model.first_last_layers_bf16": Trains(True, ("model.num_layers_at_end_in_bf16=0",)),
+    "model.first_last_layers_bf16": Trains(True, ("model.num_layers=3",)),
     "model.num_layers_at_start_in_bf16": Trains(
         2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config.app import run_app
+from megafp8.cli.main import run_app
 from pretrain_gpt import task
 from tests.train.runs import JOB, Place
 

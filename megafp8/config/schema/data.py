@@ -7,10 +7,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.data_prefix import PREFIX_TEXT, parse_data_prefix
-from megafp8.config.keys import Valid, at_least, between, key, one_of, or_null
-from megafp8.config.schema.accepted import PATH
-from megafp8.config.values import parse_splits
+from megafp8.config.keys import PATH, Valid, at_least, between, key, needs, one_of, or_null
+from megafp8.config.values import (
+    PREFIX_TEXT,
+    parse_data_prefix,
+    parse_splits,
+    plain_data_prefix,
+    spell_splits,
+    spell_tokenizer_type,
+)
 
 
 def _is_splits(value: object) -> bool:
@@ -36,6 +41,8 @@ class Tokenizer:
         "With `huggingface`: a name on the Hub or a folder. With `megatron`: GPT2BPETokenizer.",
         nemo="GPT2BPETokenizer",
         kind="data",
+        needs=needs("model.tokenizer.library", "huggingface", "megatron"),
+        spelling=spell_tokenizer_type,
     )
     model: str | None = key(
         None,
@@ -44,15 +51,24 @@ class Tokenizer:
         nemo=None,
         kind="data",
         valid=or_null(PATH),
+        needs=needs("model.tokenizer.library", "sentencepiece", "tiktoken"),
     )
     vocab_file: str | None = key(
-        None, "With `megatron`: GPT-2's `vocab.json`.", nemo=None, kind="data",
+        None,
+        "With `megatron`: GPT-2's `vocab.json`.",
+        nemo=None,
+        kind="data",
         valid=or_null(PATH),
-    )  # fmt: skip
+        needs=needs("model.tokenizer.library", "megatron"),
+    )
     merge_file: str | None = key(
-        None, "With `megatron`: GPT-2's `merges.txt`.", nemo=None, kind="data",
+        None,
+        "With `megatron`: GPT-2's `merges.txt`.",
+        nemo=None,
+        kind="data",
         valid=or_null(PATH),
-    )  # fmt: skip
+        needs=needs("model.tokenizer.library", "megatron"),
+    )
     vocab_size: int = key(
         4096,
         "Tokens of the built-in corpus's tokenizer, before padding; 256 of them are the bytes, one "
@@ -75,6 +91,7 @@ class Data:
         nemo=MISSING,
         kind="data",
         valid=Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None),
+        spelling=plain_data_prefix,
     )
     index_mapping_dir: str | None = key(
         None,
@@ -94,6 +111,7 @@ class Data:
             '"900,50,50" or [900,50,50]',
             _is_splits,
         ),
+        spelling=spell_splits,
     )
     seq_length: int = key(
         "${model.encoder_seq_length}",

@@ -1,11 +1,16 @@
-"""`exp_manager`: the directory of a run, its loggers and its checkpoints."""
+"""`exp_manager`: the directory of a run, its loggers and its checkpoints; `model.nsys_profile`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megafp8.config.keys import Valid, at_least, key, one_of, or_null
-from megafp8.config.schema.accepted import PATH, is_interval
+from megafp8.config.keys import PATH, Need, Valid, at_least, key, needs, one_of, or_null
+from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp_dir
+
+_BEST = "exp_manager.checkpoint_callback_params.save_top_k"
+CHECKPOINTS = needs("exp_manager.create_checkpoint_callback", True)
+KEEPS_BEST = Need(_BEST, f"{_BEST} other than 0", lambda v: v[_BEST] != 0)
+PROFILES = needs("model.nsys_profile.enabled", True)
 
 
 def _is_directory_name(value: str | None) -> bool:
@@ -25,14 +30,19 @@ class CheckpointCallback:
     """When checkpoints are written."""
 
     every_n_train_steps: int | None = key(
-        200, "Steps between two checkpoints; null for none.", kind="logging",
+        200,
+        "Steps between two checkpoints; null for none.",
+        kind="logging",
         valid=or_null(at_least(1)),
-    )  # fmt: skip
+        needs=CHECKPOINTS,
+    )
     train_time_interval: int | float | str | None = key(
         None,
         'Time between two checkpoints, in seconds or as "HH:MM:SS"; null for none.',
         kind="logging",
         valid=Valid('seconds above 0, "HH:MM:SS", "DD:HH:MM:SS", or null', is_interval),
+        needs=CHECKPOINTS,
+        spelling=parse_interval_seconds,
     )
     save_last: bool = key(True, "Save the last step of the run.", kind="logging")
     keep: int = key(
@@ -47,6 +57,7 @@ class CheckpointCallback:
         nemo=10,
         kind="logging",
         valid=at_least(-1),
+        needs=CHECKPOINTS,
     )
     monitor: str = key(
         "val_loss",
@@ -55,6 +66,7 @@ class CheckpointCallback:
         nemo="val_loss",
         kind="logging",
         valid=one_of("val_loss", "reduced_train_loss"),
+        needs=KEEPS_BEST,
     )
     mode: str = key(
         "min",
@@ -62,6 +74,7 @@ class CheckpointCallback:
         nemo="min",
         kind="logging",
         valid=one_of("min", "max"),
+        needs=KEEPS_BEST,
     )
     async_save: bool = key(
         False,
@@ -69,6 +82,7 @@ class CheckpointCallback:
         "the state in host memory. The last one and a signal's are waited for.",
         nemo=False,
         kind="logging",
+        needs=CHECKPOINTS,
     )
 
 
@@ -82,6 +96,8 @@ class ExpManager:
         nemo=None,
         kind="logging",
         valid=or_null(PATH),
+        needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
+        spelling=spell_exp_dir,
     )
     name: str | None = key(
         None,
@@ -119,3 +135,43 @@ class ExpManager:
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
     checkpoint_callback_params: CheckpointCallback = field(default_factory=CheckpointCallback)
+
+
+@dataclass
+class NsysProfile:
+    """A profile of some steps: NVTX ranges for Nsight Systems, a Chrome trace without CUDA."""
+
+    enabled: bool = key(
+        False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
+    )
+    start_step: int = key(
+        10,
+        "First step that is profiled, counted from 0.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(0),
+        needs=PROFILES,
+    )
+    end_step: int = key(
+        10,
+        "Last step that is profiled, counted from 0.",
+        nemo=10,
+        kind="logging",
+        valid=at_least(0),
+        needs=PROFILES,
+    )
+    ranks: list[int] = key(
+        [0],
+        "Ranks that are profiled.",
+        nemo=[0],
+        kind="logging",
+        valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
+        needs=PROFILES,
+    )
+    gen_shape: bool = key(
+        False,
+        "Record the shapes of operations' inputs.",
+        nemo=False,
+        kind="logging",
+        needs=PROFILES,
+    )

@@ -6,8 +6,24 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, above, at_least, between, key, one_of, or_null
+from megafp8.config.keys import (
+    Need,
+    Valid,
+    above,
+    at_least,
+    between,
+    key,
+    needs,
+    one_of,
+    or_null,
+)
 from megafp8.config.values import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS, SCHEDULES
+
+
+def read_by(name: str) -> Need | None:
+    """Return what a key of the schedule needs: a schedule that reads it. None if all do."""
+    readers = [schedule for schedule, keys in SCHEDULES.items() if name in keys]
+    return needs("model.optim.sched.name", *readers) if len(readers) < len(SCHEDULES) else None
 
 
 def _are_betas(value: list[float]) -> bool:
@@ -35,12 +51,14 @@ class Sched:
         nemo=500,
         kind="optim",
         valid=or_null(at_least(0)),
+        needs=read_by("warmup_steps"),
     )
     warmup_ratio: float | None = key(
         None,
         "Instead of `warmup_steps`, their share of `trainer.max_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
+        needs=read_by("warmup_ratio"),
     )
     constant_steps: int = key(
         0,
@@ -48,12 +66,14 @@ class Sched:
         nemo=0,
         kind="optim",
         valid=at_least(0),
+        needs=read_by("constant_steps"),
     )
     constant_ratio: float | None = key(
         None,
         "Instead of `constant_steps`, their share of `trainer.max_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
+        needs=read_by("constant_ratio"),
     )
     hold_steps: int | None = key(
         None,
@@ -61,24 +81,35 @@ class Sched:
         "NoamHoldAnnealing.",
         kind="optim",
         valid=or_null(at_least(0)),
+        needs=read_by("hold_steps"),
     )
     hold_ratio: float | None = key(
         None,
         "Instead of `hold_steps`, their share of `trainer.max_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
+        needs=read_by("hold_ratio"),
     )
     power: float = key(
-        1.0, "The polynomial schedules' exponent; 1 is a line.", kind="optim", valid=above(0)
+        1.0,
+        "The polynomial schedules' exponent; 1 is a line.",
+        kind="optim",
+        valid=above(0),
+        needs=read_by("power"),
     )
     decay_rate: float = key(
-        0.5, "NoamHoldAnnealing's exponent of the decay.", kind="optim", valid=above(0)
+        0.5,
+        "NoamHoldAnnealing's exponent of the decay.",
+        kind="optim",
+        valid=above(0),
+        needs=read_by("decay_rate"),
     )
     d_model: int | None = key(
         None,
         "NoamAnnealing divides the rate by its root; null for `model.hidden_size`.",
         kind="optim",
         valid=or_null(at_least(1)),
+        needs=read_by("d_model"),
     )
     min_lr: float = key(
         MISSING, "Lowest learning rate.", nemo=2e-5, kind="optim", valid=at_least(0)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config.keys import Valid, at_least, between, key, one_of
-from megafp8.config.values import parse_modules
+from megafp8.config.keys import Valid, at_least, between, key, needs, one_of
+from megafp8.config.values import compute_dtypes, parse_modules, recipes_in
 from megafp8.specs.precision import RECIPES
+
+_CURRENT_RECIPES = [name for name in RECIPES if name != "delayed"]
+FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
+FP8 = needs("model.fp8", True)
+DELAYED = needs("model.fp8_recipe", "delayed", reads=recipes_in)
+CURRENT = needs("model.fp8_recipe", *_CURRENT_RECIPES, reads=recipes_in)
+FIRST_LAST = needs("model.first_last_layers_bf16", True)
+MEASURES = needs("model.fp8_health", "full")
 
 
 @dataclass
@@ -26,6 +34,7 @@ class Precision:
         nemo=4294967296,
         kind="model",
         valid=at_least(1),
+        needs=FP16,
     )
     native_amp_growth_interval: int = key(
         1000,
@@ -33,6 +42,7 @@ class Precision:
         nemo=1000,
         kind="model",
         valid=at_least(1),
+        needs=FP16,
     )
     hysteresis: int = key(
         2,
@@ -40,6 +50,7 @@ class Precision:
         nemo=2,
         kind="model",
         valid=at_least(1),
+        needs=FP16,
     )
     transformer_engine: bool = key(
         True,
@@ -49,10 +60,14 @@ class Precision:
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
     fp8_e4m3: bool = key(
-        False, "E4M3 in forward and backward. Wins over `fp8_hybrid`.", nemo=False, kind="model"
+        False,
+        "E4M3 in forward and backward. Wins over `fp8_hybrid`.",
+        nemo=False,
+        kind="model",
+        needs=FP8,
     )
     fp8_hybrid: bool = key(
-        True, "E4M3 in forward, E5M2 for output gradients.", nemo=True, kind="model"
+        True, "E4M3 in forward, E5M2 for output gradients.", nemo=True, kind="model", needs=FP8
     )
     fp8_margin: int = key(
         0,
@@ -60,6 +75,7 @@ class Precision:
         nemo=0,
         kind="model",
         valid=between(-16, 32),
+        needs=DELAYED,
     )
     fp8_interval: int = key(
         1,
@@ -67,6 +83,7 @@ class Precision:
         nemo=1,
         kind="model",
         valid=between(1, 65536),
+        needs=DELAYED,
     )
     fp8_amax_history_len: int = key(
         1024,
@@ -74,6 +91,7 @@ class Precision:
         nemo=1024,
         kind="model",
         valid=between(1, 65536),
+        needs=DELAYED,
     )
     fp8_amax_compute_algo: str = key(
         "max",
@@ -81,18 +99,21 @@ class Precision:
         nemo="max",
         kind="model",
         valid=one_of("max", "most_recent"),
+        needs=DELAYED,
     )
     reduce_amax: bool = key(
         True,
         "Scales from the largest amax over all ranks of a pipeline stage.",
         nemo=True,
         kind="model",
+        needs=DELAYED,
     )
     tp_only_amax_red: bool = key(
         False,
         "Amaxes are reduced over tensor- and context-parallel ranks; replicas have their own "
         "scales.",
         kind="model",
+        needs=needs("model.reduce_amax", True),
     )
     fp8_recipe: str = key(
         "delayed",
@@ -103,24 +124,28 @@ class Precision:
         valid=one_of(
             *RECIPES, later=("mxfp8", "nvfp4", "custom"), suggestion="Blockwise is nearest to mxfp8"
         ),
+        needs=FP8,
     )
     fp8_power_2_scale: bool | None = key(
         None,
         "Scales rounded down to powers of two. Null: as the recipe's source has it (`rowwise` and "
         "`blockwise` True, `tensorwise` False).",
         kind="model",
+        needs=CURRENT,
     )
     fp8_params: bool = key(
         False,
         "Keep the linears' weights in FP8 alone, beside their FP32 masters.",
         kind="model",
+        needs=FP8,
     )
-    fp8_wgrad: bool = key(True, "Weight gradients are FP8 products too.", kind="model")
+    fp8_wgrad: bool = key(True, "Weight gradients are FP8 products too.", kind="model", needs=FP8)
     override_linear_precision: list[bool] = key(
         [False, False, False],
         "Which products stay in high precision: output, input gradient, weight gradient.",
         kind="model",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
+        needs=FP8,
     )
     fp8_split_accumulator: list[bool] = key(
         [False, True, True],
@@ -128,15 +153,24 @@ class Precision:
         "gradient. Elsewhere all do.",
         kind="model",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
+        needs=FP8,
     )
     first_last_layers_bf16: bool = key(
-        False, "Keep the first and the last layers out of FP8.", kind="model"
+        False, "Keep the first and the last layers out of FP8.", kind="model", needs=FP8
     )
     num_layers_at_start_in_bf16: int = key(
-        1, "How many at the start, with `first_last_layers_bf16`.", kind="model", valid=at_least(0)
+        1,
+        "How many at the start, with `first_last_layers_bf16`.",
+        kind="model",
+        valid=at_least(0),
+        needs=FIRST_LAST,
     )
     num_layers_at_end_in_bf16: int = key(
-        1, "How many at the end, with `first_last_layers_bf16`.", kind="model", valid=at_least(0)
+        1,
+        "How many at the end, with `first_last_layers_bf16`.",
+        kind="model",
+        valid=at_least(0),
+        needs=FIRST_LAST,
     )
     fp8_modules: list[str] = key(
         [],
@@ -144,9 +178,10 @@ class Precision:
         "`high_precision`. An example: `*.mlp.fc2:high_precision`.",
         kind="model",
         valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
+        needs=FP8,
     )
     use_autocast_during_eval: bool = key(
-        True, "Validate in FP8 too, with the scales of training.", kind="model"
+        True, "Validate in FP8 too, with the scales of training.", kind="model", needs=FP8
     )
     fp8_health: str = key(
         "auto",
@@ -155,30 +190,35 @@ class Precision:
         "trackers. `auto`: `scales` where the backend shows them.",
         kind="logging",
         valid=one_of("auto", "off", "scales", "full"),
+        needs=FP8,
     )
     fp8_health_max_underflow: float = key(
         0.5,
         "Warn of tensors of which a larger share of non-zero values became zero.",
         kind="logging",
         valid=between(0, 1),
+        needs=MEASURES,
     )
     fp8_health_max_overflow: float = key(
         0.01,
         "Warn of tensors of which a larger share of values saturated.",
         kind="logging",
         valid=between(0, 1),
+        needs=MEASURES,
     )
     fp8_health_min_snr_db: float = key(
         5.0,
         "Warn of tensors whose worst row has less signal to noise, in decibel.",
         kind="logging",
         valid=between(-200, 200),
+        needs=MEASURES,
     )
     pad_inner_dim: bool = key(
         False,
         "Allow sizes that are no multiple of what FP8 tensor cores take; there, operands are "
         "padded with zeros.",
         kind="model",
+        needs=FP8,
     )
     fp8_backend: str = key(
         "auto",

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, above, at_least, key, one_of, or_null
-from megafp8.config.schema.accepted import is_interval
-from megafp8.config.values import PRECISIONS
+from megafp8.config.keys import Valid, above, at_least, key, needs_above, one_of, or_null
+from megafp8.config.values import (
+    PRECISIONS,
+    is_interval,
+    parse_interval_seconds,
+    spell_precision,
+)
 
 
 @dataclass
@@ -18,13 +22,7 @@ class Trainer:
     devices: int = key(
         1, "Ranks (processes) on this node.", nemo=1, kind="layout", valid=at_least(1)
     )
-    num_nodes: int = key(
-        1,
-        "Nodes of the run.",
-        nemo=1,
-        kind="layout",
-        valid=at_least(1),
-    )
+    num_nodes: int = key(1, "Nodes of the run.", nemo=1, kind="layout", valid=at_least(1))
     accelerator: str = key(
         "auto",
         "`auto` takes the GPU if there is one, else the CPU.",
@@ -39,13 +37,10 @@ class Trainer:
         nemo=16,
         kind="model",
         valid=one_of(*PRECISIONS),
+        spelling=spell_precision,
     )
     max_steps: int = key(
-        MISSING,
-        "Optimizer steps of the whole run.",
-        nemo=100000,
-        kind="length",
-        valid=at_least(1),
+        MISSING, "Optimizer steps of the whole run.", nemo=100000, kind="length", valid=at_least(1)
     )
     log_every_n_steps: int = key(
         10,
@@ -78,6 +73,7 @@ class Trainer:
         '"HH:MM:SS" or seconds; null for none. The same command continues.',
         kind="policy",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', is_interval),
+        spelling=parse_interval_seconds,
     )
     step_timeout: float | None = key(
         None,
@@ -92,6 +88,7 @@ class Trainer:
         "cuts each element off at it.",
         kind="optim",
         valid=one_of("norm", "value"),
+        needs=needs_above("trainer.gradient_clip_val", 0),
     )
     nonfinite_policy: str = key(
         "stop",
@@ -113,6 +110,7 @@ class Trainer:
         "neither checkpoints nor loggers, in a directory of its own.",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
+        spelling=int,
     )
     overfit_batches: int = key(
         0,

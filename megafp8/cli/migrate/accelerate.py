@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.config.migration import Migration
+from megafp8.cli.migrate.report import Migration
 from megafp8.config.values import plain
 
 MARKS = ("fp8_config", "mixed_precision", "compute_environment", "num_processes")

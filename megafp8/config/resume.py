@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.keys import FREE_KINDS
-from megafp8.config.problems import SettingError, raise_if_any
 from megafp8.config.schema import all_keys
 
 Resolved = Mapping[str, Any]
@@ -85,6 +85,9 @@ def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
 
 
 def _meaning(key: str, value: Any) -> Any:
+    known = all_keys().get(key)
+    if known is not None and value != _ABSENT and value is not None:
+        value = known.spelled(value)  # that of an older version may be spelt in another way
     return _SAME_MEANING.get(key, {}).get(value, value) if key in _SAME_MEANING else value
 
 

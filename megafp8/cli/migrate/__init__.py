@@ -6,13 +6,15 @@ python -m megafp8.cli.migrate FILE [-o OUTPUT]
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.config.app import report
-from megafp8.config.migration import migrate, write_beside
-from megafp8.config.problems import SettingError
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from megafp8.cli import job
+from megafp8.cli.migrate import accelerate, nemo
+from megafp8.cli.migrate.report import Migration, check_written, write_beside
+from megafp8.config.errors import SettingError
 from megafp8.errors import ExitCode, UserError
 
 
@@ -26,12 +28,30 @@ def main(argv: Sequence[str]) -> int:
         migration = migrate(_read(options.file), options.file.name)
         target = write_beside(options.file, migration.text(options.file.name), options.output)
     except UserError as error:
-        return report(error)
+        return job.report(error)
     print(migration.report(), end="")
     print(f"written: {target}")
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
     print(f"run it: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
     return ExitCode.FINISHED
+
+
+def migrate(text: str, source: str) -> Migration:
+    """Read a NeMo or Accelerate file; raises `SettingError` if it is no such file."""
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = str(error).replace("\n", " ")[:200]
+        raise SettingError(source, None, f"is no YAML: {line}", "Mend the file") from error
+    if not isinstance(tree, dict) or not tree:
+        raise SettingError(source, None, "holds no settings", "Give a NeMo or Accelerate YAML")
+    migration = Migration()
+    if any(mark in tree for mark in accelerate.MARKS):
+        accelerate.translate(tree, migration)
+        check_written(migration)
+    else:
+        nemo.translate(tree, migration)
+    return migration
 
 
 def _read(file: Path) -> str:
@@ -41,7 +61,3 @@ def _read(file: Path) -> str:
         raise SettingError(
             str(file), None, f"cannot be read ({error})", "Give a YAML file"
         ) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,21 +1,23 @@
 """The pages about all settings, made from the schema: `--help` and docs/configuration.md.
 
-python -m megafp8.config.document > docs/configuration.md
+python -m megafp8.cli.help > docs/configuration.md
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
-from megafp8.config.compose import conf_dir
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
+from megafp8.config.layers import conf_dir, default_job
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.schema import all_keys
+from megafp8.config.together import TOGETHER, condition_text
 from megafp8.config.values import plain
 
 _USAGE = """\
@@ -46,12 +48,12 @@ Keys, with the default job's values:
 """
 
 _PAGE = """\
-<!-- Made by `python -m megafp8.config.document > docs/configuration.md`; do not edit by hand. -->
+<!-- Made by `python -m megafp8.cli.help > docs/configuration.md`; do not edit by hand. -->
 # Configuration
 
-Settings have NeMo's names. They are composed by [Hydra](https://hydra.cc): first the defaults of
-the schema, then a YAML (`conf/pretrain_gpt.yaml`, the default job), then overrides from the command
-line.
+Settings have NeMo's names. Files, groups and overrides are [Hydra](https://hydra.cc)'s: first come
+the defaults of the schema, then a YAML (`conf/pretrain_gpt.yaml`, the default job, holds its own
+choices only), then overrides from the command line.
 
 ```
 python pretrain_gpt.py model.fp8=True model.hidden_size=512          # overrides
@@ -71,14 +73,23 @@ what was dropped as inert, and what must be decided.
 
 What is wrong is reported all at once, before anything starts: the key, its value, where it was
 set, and what would be valid. The exit code is then 2. There is no key that is silently ignored:
-an unknown one is refused, also behind `+` or `++`, and a known one that changes nothing is named at
-the start of the run.
+an unknown one is refused, also behind `+` or `++`. A key that *needs* a setting of another one has
+no effect without it. Given on the command line, or in a YAML that begins with
+`defaults: [pretrain_gpt, _self_]`, it is then an error by name; given by a preset, by a NeMo YAML
+or by a layer that a stronger one overrules, it is named once at the start of the run, as are
+NeMo's keys that do nothing here.
+
+Layers are merged in this order, and every value knows the one it came from: the defaults of the
+schema, the default job, YAML files in the order of their `defaults:`, presets, the command line.
 
 A new run starts from another one's weights with `restore_from_path`, or from all of its state with
 `model.resume_from_checkpoint`.
 
 A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
-directory, and the same one again continues its runs.
+directory, and the same one again continues its runs. `hydra/launcher=NAME` and
+`hydra/sweeper=NAME` choose among those that are installed. A sweeper that searches (Optuna's:
+`hydra/sweeper=optuna`) minimizes the validation loss; a job that is refused or fails has an
+infinite one, is reported, and the others go on.
 
 ## Presets
 
@@ -99,6 +110,13 @@ of the steps to come. A run without a name is continued only by exactly the same
 """
 
 
+_TOGETHER_PART = """\
+## What does not go together
+
+Each pair is refused by name, with a hint. *Unproven* marks what nobody has shown to be right yet.
+Rules of sizes (what divides what) come besides.
+"""
+
 _NEMO_PART = """\
 ## NeMo's keys that do nothing here
 
@@ -112,21 +130,22 @@ def help_page(prog: str) -> str:
     """What `--help` prints."""
     models, precisions = (", ".join(preset_names(g, [conf_dir()])) for g in PRESET_GROUPS)
     lines = [_USAGE.format(prog=prog, models=models, precisions=precisions)]
-    values = default_job()
+    values = default_values()
     for section, keys in _sections():
         if section:
             lines.append(f"{section}.")
         for key in keys:
             name = key.path.removeprefix(section + ".")
             lines.append(f"  {name}={_plain(values[key.path])}")
-            lines.append(f"      {key.help} [{key.valid_text}]")
+            needs = "" if key.needs is None else f"; needs {key.needs.text}"
+            lines.append(f"      {key.help} [{key.valid_text}{needs}]")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def markdown_page() -> str:
     """The text of docs/configuration.md."""
-    values = default_job()
+    values = default_values()
     rows = [
         f"| `{group}` | {', '.join(f'`{name}`' for name in preset_names(group, [conf_dir()]))} |"
         for group in PRESET_GROUPS
@@ -134,10 +153,11 @@ def markdown_page() -> str:
     parts = [_PAGE.format(presets="\n".join(rows))]
     for section, keys in _sections():
         parts.append(f"## `{section}`\n" if section else "## Top level\n")
-        parts.append("| key | default job | NeMo | valid | continuing | meaning |")
-        parts.append("|---|---|---|---|---|---|")
+        parts.append("| key | default job | NeMo | valid | needs | continuing | meaning |")
+        parts.append("|---|---|---|---|---|---|---|")
         parts += [_row(key, section, values[key.path]) for key in keys]
         parts.append("")
+    parts += _together_part()
     parts += _nemo_part()
     parts.append("## Defaults that differ from NeMo's\n")
     parts.append(
@@ -148,6 +168,19 @@ def markdown_page() -> str:
     for key in differing_keys():
         parts.append(f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |")
     return "\n".join(parts) + "\n"
+
+
+def _together_part() -> list[str]:
+    parts = [_TOGETHER_PART, "| refused | beside | because |", "|---|---|---|"]
+    for row in TOGETHER:
+        excludes, when = (
+            ", ".join(f"`{condition_text(key, test)}`" for key, test in tests.items())
+            for tests in (row.excludes, row.when)
+        )
+        reason = re.sub(r"\{([\w.]+)\}", r"`\1`", row.reason)
+        mark = " *(unproven)*" if row.unproven else ""
+        parts.append(f"| {excludes} | {when} | {reason}{mark} |")
+    return [*parts, ""]
 
 
 def _nemo_part() -> list[str]:
@@ -172,21 +205,14 @@ def _nemo_part() -> list[str]:
 
 def differing_keys() -> list[Key]:
     """Keys whose value in the default job is not NeMo's default."""
-    values = default_job()
+    values = default_values()
     nemo = [key for key in all_keys().values() if key.nemo is not NOT_IN_NEMO]
     return [key for key in nemo if values[key.path] != key.nemo]
 
 
-def default_job() -> dict[str, Any]:
-    """Every key's value in `conf/pretrain_gpt.yaml`, with interpolations as they are written."""
-    yaml = OmegaConf.load(conf_dir() / "pretrain_gpt.yaml")
-    found: dict[str, Any] = {}
-    for path in all_keys():
-        node: Any = OmegaConf.to_container(yaml, resolve=False)
-        for name in path.split("."):
-            node = node[name]
-        found[path] = node
-    return found
+def default_values() -> dict[str, Any]:
+    """Return every key's value in the default job, with interpolations as they are written."""
+    return {path: key.default for path, key in all_keys().items()} | dict(default_job())
 
 
 def _sections() -> Iterator[tuple[str, list[Key]]]:
@@ -202,7 +228,8 @@ def _row(key: Key, section: str, value: Any) -> str:
     required = " *required*" if key.required else ""
     nemo = "—" if key.nemo is NOT_IN_NEMO else _code(key.nemo)
     continuing = "may change" if key.kind in FREE_KINDS else "fixed"
-    cells = [f"`{name}`{required}", _code(value), nemo, key.valid_text, continuing, key.help]
+    needs = "" if key.needs is None else f"`{key.needs.text}`"
+    cells = [f"`{name}`{required}", _code(value), nemo, key.valid_text, needs, continuing, key.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

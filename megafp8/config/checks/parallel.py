@@ -5,49 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megafp8.config.rules import Finding, Rules, Values
-from megafp8.config.sizes import nearest_divisors, nearest_multiples
-from megafp8.config.values import parse_layout
-from megafp8.specs.parallel import (
-    ONE_STAGE_SCHEDULES,
-    ROUND_SCHEDULES,
-    ZERO_BUBBLE_SCHEDULES,
-    ScheduleName,
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
+from megafp8.config.values import (
+    SIZES,
+    WORLD,
+    model_ranks,
+    parse_layout,
+    schedule_of,
+    size_multiple,
+    world_size,
 )
+from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES
 
 rule = Rules()
 
-SIZES = (
-    "model.tensor_model_parallel_size",
-    "model.context_parallel_size",
-    "model.pipeline_model_parallel_size",
-)
-WORLD = ("trainer.devices", "trainer.num_nodes")
+TP = "model.tensor_model_parallel_size"
+CP = "model.context_parallel_size"
+SP = "model.sequence_parallel"
+FSDP = "model.fsdp"
+STRATEGY = "model.fsdp_sharding_strategy"
+LENGTH = "model.encoder_seq_length"
 PIPELINE = ("model.pipeline_model_parallel_size", "model.virtual_pipeline_model_parallel_size")
-PIPELINE_DETAILS = (
-    "model.virtual_pipeline_model_parallel_size",
-    "model.pipeline_schedule",
-    "model.pipeline_model_parallel_layout",
-)
-"""What means nothing without a pipeline."""
+_LEAVE = f"or leave {FSDP} out"
 
 
-def schedule_of(v: Values) -> ScheduleName:
-    """What `model.pipeline_schedule=null` stands for."""
-    asked: ScheduleName | None = v["model.pipeline_schedule"]
-    stages = v["model.virtual_pipeline_model_parallel_size"] or 1
-    return asked or ("1F1B" if stages == 1 else "Interleaved1F1B")
-
-
-def model_ranks(v: Values) -> int:
-    """Ranks that work on the same samples: all axes but the replicas."""
-    return math.prod(v[key] for key in SIZES)
-
-
-def world_size(v: Values) -> int:
-    """All ranks, on all nodes."""
-    ranks: int = v["trainer.devices"] * v["trainer.num_nodes"]
-    return ranks
+# --- ranks, batches, pipelines --------------------------------------------------------------------
 
 
 def _sizes_text(v: Values) -> str:
@@ -89,18 +72,6 @@ def _batches_fit(v: Values) -> Iterator[Finding]:
             f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
             + (f"; or model.micro_batch_size: {fits}" if fits else ""),
         )
-
-
-@rule("model.pipeline_model_parallel_size", *PIPELINE_DETAILS)
-def _no_pipeline_no_details(v: Values) -> Iterator[Finding]:
-    if v["model.pipeline_model_parallel_size"] == 1:
-        for key in PIPELINE_DETAILS:
-            if v[key] is not None:
-                yield Finding(
-                    key,
-                    "means nothing without a pipeline",
-                    "Set model.pipeline_model_parallel_size above 1, or leave it out",
-                )
 
 
 @rule(*PIPELINE, "model.pipeline_schedule")
@@ -204,8 +175,6 @@ def _batches(v: Values) -> Iterator[tuple[str, int]]:
 
 
 @rule(
-    "model.fp8",
-    "model.reduce_amax",
     "model.tp_only_amax_red",
     "model.fp8_params",
     *SIZES,
@@ -213,15 +182,7 @@ def _batches(v: Values) -> Iterator[tuple[str, int]]:
 )
 def _reduction_is_one(v: Values) -> Iterator[Finding]:
     key = "model.tp_only_amax_red"
-    if not (v["model.fp8"] and v[key]):
-        return
-    if not v["model.reduce_amax"]:
-        yield Finding(
-            key,
-            "model.reduce_amax=False reduces nothing",
-            "Leave it out, or leave model.reduce_amax out (True)",
-        )
-    elif v["model.fp8_params"] and world_size(v) > model_ranks(v):
+    if v[key] and v["model.fp8_params"] and world_size(v) > model_ranks(v):
         yield Finding(
             key,
             "with model.fp8_params=True replicas would keep weights of their own",
@@ -229,20 +190,125 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.fp8_backend", "model.pipeline_model_parallel_size", *PIPELINE_DETAILS)
-def _backend_runs_in_stages(v: Values) -> Iterator[Finding]:
-    backend, key = v["model.fp8_backend"], "model.fp8_backend"
-    if v["model.pipeline_model_parallel_size"] == 1:
-        return
-    if backend == "te":
+# --- tensor, sequence and context parallelism -----------------------------------------------------
+
+
+@rule("model.num_attention_heads", "model.tensor_model_parallel_size")
+def _tp_divides_heads(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.num_attention_heads")
+
+
+@rule("model.ffn_hidden_size", "model.tensor_model_parallel_size")
+def _tp_divides_ffn(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.ffn_hidden_size")
+
+
+@rule("model.make_vocab_size_divisible_by", "model.tensor_model_parallel_size")
+def _tp_divides_vocab(v: Values) -> Iterator[Finding]:
+    yield from _tp_divides(v, "model.make_vocab_size_divisible_by")
+
+
+def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
+    value, tp = v[key], v["model.tensor_model_parallel_size"]
+    if value % tp:
         yield Finding(
             key,
-            "Transformer Engine's FP8 state has not been shown to be right on pipeline stages",
-            "Use model.fp8_backend=native, or model.pipeline_model_parallel_size=1",
+            f"does not divide over model.tensor_model_parallel_size={tp}",
+            f"Nearest values: {nearest_multiples(value, tp)}; "
+            f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
         )
-    elif backend == "torchao" and schedule_of(v) in ZERO_BUBBLE_SCHEDULES:
+
+
+@rule(SP, TP, "model.encoder_seq_length")
+def _tp_divides_sequence(v: Values) -> Iterator[Finding]:
+    length = v["model.encoder_seq_length"]
+    if v[SP] and length % v[TP]:
         yield Finding(
-            key,
-            f"torchao's linear computes both gradients at once, which {schedule_of(v)} does not",
-            "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
+            "model.encoder_seq_length",
+            f"{length} does not divide over {TP}={v[TP]} with {SP}=True",
+            "Use a multiple of it",
+        )
+
+
+@rule(SP, TP, "model.encoder_seq_length", "model.micro_batch_size", "model.fp8", "model.fp8_recipe")
+def _sequence_parts_suit_fp8(v: Values) -> Iterator[Finding]:
+    length, micro, tp = v["model.encoder_seq_length"], v["model.micro_batch_size"], v[TP]
+    if not (v[SP] and v["model.fp8"]) or length % tp:
+        return
+    tokens = micro * length // tp
+    if tokens % size_multiple(v):
+        yield Finding(
+            SP,
+            f"leaves each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
+            f"{size_multiple(v)}",
+            f"Use another model.micro_batch_size ({micro}) or model.encoder_seq_length ({length})",
+        )
+
+
+@rule(CP, TP, SP, LENGTH)
+def _cp_divides_sequence(v: Values) -> Iterator[Finding]:
+    cp, length = v[CP], v[LENGTH]
+    if cp == 1:
+        return
+    if length % (2 * cp):
+        yield Finding(
+            LENGTH,
+            f"{length} does not divide into 2 x {cp} chunks, two for each rank of {CP}={cp}",
+            f"Nearest values: {nearest_multiples(length, _length_step(v))}",
+        )
+    elif v[SP] and length % _length_step(v):
+        yield Finding(
+            LENGTH,
+            f"{length} tokens over {CP}={cp} leave {length // cp}, which do not divide over "
+            f"{TP}={v[TP]} with {SP}=True",
+            f"Nearest values: {nearest_multiples(length, _length_step(v))}",
+        )
+
+
+def _length_step(v: Values) -> int:
+    """What a sequence's length must be a multiple of."""
+    return math.lcm(2 * v[CP], v[CP] * v[TP] if v[SP] else 1)
+
+
+@rule(CP, TP, SP, LENGTH, "model.micro_batch_size", "model.fp8", "model.fp8_recipe")
+def _context_parts_suit_fp8(v: Values) -> Iterator[Finding]:
+    length, micro, multiple = v[LENGTH], v["model.micro_batch_size"], size_multiple(v)
+    ranks = v[CP] * (v[TP] if v[SP] else 1)
+    if v[CP] == 1 or not v["model.fp8"] or length % _length_step(v):
+        return
+    tokens = micro * length // ranks
+    if tokens % multiple:
+        micro_step = multiple // math.gcd(multiple, length // ranks)
+        length_step = math.lcm(_length_step(v), ranks * multiple // math.gcd(multiple, micro))
+        yield Finding(
+            CP,
+            f"leaves each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
+            f"{multiple}",
+            f"Nearest values of model.micro_batch_size: {nearest_multiples(micro, micro_step)}; of "
+            f"{LENGTH}: {nearest_multiples(length, length_step)}",
+        )
+
+
+# --- FSDP -----------------------------------------------------------------------------------------
+
+
+@rule(FSDP, STRATEGY, "trainer.devices", "trainer.num_nodes", *SIZES)
+def _replicas_share(v: Values) -> Iterator[Finding]:
+    nodes, devices, size = v["trainer.num_nodes"], v["trainer.devices"], model_ranks(v)
+    if not v[FSDP] or devices * nodes % size:
+        return
+    if devices * nodes == size:
+        yield Finding(
+            FSDP,
+            "there is one replica, and nobody to share parameters with",
+            f"Use more trainer.devices, {_LEAVE}",
+        )
+    elif v[STRATEGY] == "hybrid" and (nodes == 1 or devices == size):
+        other = "one node: hybrid is full there" if nodes == 1 else "one replica on each node"
+        yield Finding(STRATEGY, f"there is {other}", f"Use {STRATEGY}=full")
+    elif v[STRATEGY] == "hybrid" and devices % size:
+        yield Finding(
+            STRATEGY,
+            f"replicas of {size} ranks do not fit into nodes of {devices}",
+            f"Use {STRATEGY}=full",
         )

@@ -1,47 +1,16 @@
-"""Which settings of optimizer, schedule, batch ramp-up and loss scale fit together."""
+"""Which settings of optimizer, schedule and batch ramp-up fit together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.parallel_rules import SIZES, WORLD, model_ranks, world_size
-from megafp8.config.rules import Finding, Rules, Values
-from megafp8.config.sizes import nearest_multiples
-from megafp8.config.values import PRECISIONS, SCHEDULES, share_of
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Rules, nearest_multiples
+from megafp8.config.values import SCHEDULES, SIZES, WORLD, model_ranks, share_of, world_size
 
 rule = Rules()
 
 _SCHED = "model.optim.sched"
-LOSS_SCALE_DETAILS = (
-    "model.native_amp_init_scale",
-    "model.native_amp_growth_interval",
-    "model.hysteresis",
-)
-"""What means nothing unless `trainer.precision` is 16."""
-
-
-def unread_keys(v: Values) -> dict[str, str]:
-    """Keys that change nothing with the other values, each with the key that makes it so."""
-    unread: dict[str, str] = {}
-    if f"{_SCHED}.name" in v:
-        read = SCHEDULES[v[f"{_SCHED}.name"]]
-        details = {name for names in SCHEDULES.values() for name in names}
-        unread |= {f"{_SCHED}.{d}": f"{_SCHED}.name" for d in sorted(details - {*read})}
-    if "trainer.precision" in v and PRECISIONS[v["trainer.precision"]] != "fp16":
-        unread |= dict.fromkeys(LOSS_SCALE_DETAILS, "trainer.precision")
-    if not v.get("trainer.gradient_clip_val", True):
-        unread["trainer.gradient_clip_algorithm"] = "trainer.gradient_clip_val"
-    return unread
-
-
-@rule("model.optim.name", "model.fp8_backend")
-def _backend_has_sharded_states(v: Values) -> Iterator[Finding]:
-    if v["model.optim.name"] == "distributed_fused_adam" and v["model.fp8_backend"] == "te":
-        yield Finding(
-            "model.optim.name",
-            "Transformer Engine's weights have not been shown to be right in flat buffers",
-            "Use model.optim.name=fused_adam, or model.fp8_backend=native",
-        )
 
 
 @rule("model.optim.lr", "model.optim.sched.min_lr")

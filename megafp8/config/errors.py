@@ -7,8 +7,27 @@ from collections.abc import Sequence
 from megafp8.config.secrets import HIDDEN, hide, is_secret_name
 from megafp8.errors import ConfigError
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
+
+class Origin(str):
+    """Who set a value: a text for messages, and how it compares with other layers.
+
+    Attributes:
+        strength: Of two layers, the one with the larger strength wins.
+        is_users: Whether its settings are a user's own; those of presets and NeMo's files are not.
+    """
+
+    strength: int
+    is_users: bool
+
+    def __new__(cls, text: str, strength: int = 0, *, is_users: bool = False) -> Origin:
+        """Return the text with both attributes."""
+        origin = super().__new__(cls, text)
+        origin.strength, origin.is_users = strength, is_users
+        return origin
+
+
+DEFAULT = Origin("default")
+COMMAND_LINE = Origin("command line", 1_000_000, is_users=True)
 PRESET = "preset"
 """Begins the origin of a preset's setting: `preset model=gpt3_125m`."""
 

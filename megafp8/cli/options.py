@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megafp8.config.compose import DEFAULT_CONFIG
-from megafp8.config.problems import COMMAND_LINE, SettingError
+from megafp8.config.errors import COMMAND_LINE, SettingError
+from megafp8.config.layers import DEFAULT_CONFIG
 
 
 @dataclass(frozen=True)

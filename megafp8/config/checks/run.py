@@ -1,14 +1,36 @@
-"""Whether a profile that was asked for would happen."""
+"""From where a run may start, and whether a profile that was asked for would happen."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config.rules import Finding, Rules, Values
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Rules
 
 rule = Rules()
 
+RESTORE, RESUME = "restore_from_path", "model.resume_from_checkpoint"
+RESUME_TOO = "exp_manager.resume_from_checkpoint"
 _NSYS = "model.nsys_profile"
+
+
+@rule(RESUME, RESUME_TOO)
+def _one_checkpoint(v: Values) -> Iterator[Finding]:
+    one, other = v[RESUME], v[RESUME_TOO]
+    if one and other and one != other:
+        yield Finding(RESUME_TOO, f"{RESUME}={one} is another one", "Give one of the two")
+
+
+@rule(RESTORE, RESUME, RESUME_TOO)
+def _one_start(v: Values) -> Iterator[Finding]:
+    resumed = v[RESUME] or v[RESUME_TOO]
+    if v[RESTORE] and resumed:
+        yield Finding(
+            RESTORE,
+            f"{RESUME}={resumed} brings weights along already",
+            "Give one of the two: resume_from_checkpoint for all of a run's state, "
+            "restore_from_path for its weights alone",
+        )
 
 
 @rule(f"{_NSYS}.enabled", f"{_NSYS}.start_step", f"{_NSYS}.end_step", "trainer.max_steps")

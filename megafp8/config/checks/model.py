@@ -1,15 +1,24 @@
-"""Which settings of the model's shape fit together."""
+"""Which settings of the model's shape, its data and its tokenizer fit together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from megafp8.config.fp8_rules import size_multiple
-from megafp8.config.rules import Finding, Rules, Values
-from megafp8.config.sizes import hidden_step, nearest_divisors, nearest_multiples
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
+from megafp8.config.values import NEMO_TOKENIZER_TYPE, prefixes_in, size_multiple
+from megafp8.specs.data import BUILTIN_CORPUS
 
 rule = Rules()
+
+
+def hidden_step(v: Values) -> int:
+    """Return what a hidden size must be a multiple of, as far as the other keys are known."""
+    heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
+    if v.get("model.kv_channels"):
+        heads = 1  # heads have a width of their own
+    return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
 @rule("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
@@ -94,31 +103,6 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
         )
 
 
-# --- positions, activation, norms ----------------------------------------------------------------
-
-
-@rule(
-    "model.position_embedding_type",
-    "model.rotary_percentage",
-    "model.seq_len_interpolation_factor",
-    "model.rotary_base",
-)
-def _rotary_needs_rope(v: Values) -> Iterator[Finding]:
-    if v["model.position_embedding_type"] == "rope":
-        return
-    for name, without in (
-        ("rotary_percentage", 1.0),
-        ("rotary_base", 10000.0),
-        ("seq_len_interpolation_factor", None),
-    ):
-        if v[f"model.{name}"] != without:
-            yield Finding(
-                f"model.{name}",
-                f"means nothing with position_embedding_type={v['model.position_embedding_type']}",
-                "Set model.position_embedding_type=rope, or leave it out",
-            )
-
-
 @rule(
     "model.position_embedding_type",
     "model.rotary_percentage",
@@ -141,29 +125,6 @@ def _rotary_width(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.openai_gelu", "model.activation")
-def _openai_gelu_needs_gelu(v: Values) -> Iterator[Finding]:
-    if v["model.openai_gelu"] and v["model.activation"] != "gelu":
-        yield Finding(
-            "model.openai_gelu",
-            f"means nothing with model.activation={v['model.activation']}",
-            "Set model.activation=gelu, or leave it out",
-        )
-
-
-@rule("model.fp32_residual_connection", "model.transformer_block_type")
-def _fp32_residual_needs_pre_ln(v: Values) -> Iterator[Finding]:
-    if v["model.fp32_residual_connection"] and v["model.transformer_block_type"] == "post_ln":
-        yield Finding(
-            "model.fp32_residual_connection",
-            "with model.transformer_block_type=post_ln the residual stream is what norms give",
-            "Set model.transformer_block_type=pre_ln, or leave it out",
-        )
-
-
-# --- recomputation -------------------------------------------------------------------------------
-
-
 @rule(
     "model.activations_checkpoint_granularity",
     "model.activations_checkpoint_method",
@@ -174,16 +135,6 @@ def _recomputation_fits(v: Values) -> Iterator[Finding]:
     granularity = v["model.activations_checkpoint_granularity"]
     method = v["model.activations_checkpoint_method"]
     count, layers = v["model.activations_checkpoint_num_layers"], v["model.num_layers"]
-    if granularity is None:
-        for name, value in (("method", method), ("num_layers", count)):
-            if value is not None:
-                yield Finding(
-                    f"model.activations_checkpoint_{name}",
-                    "means nothing without model.activations_checkpoint_granularity",
-                    "Set model.activations_checkpoint_granularity=selective or full, or leave it "
-                    "out",
-                )
-        return
     if granularity == "full" and method is None:
         yield Finding(
             "model.activations_checkpoint_method",
@@ -208,4 +159,78 @@ def _recomputation_fits(v: Values) -> Iterator[Finding]:
             "model.activations_checkpoint_num_layers",
             "means nothing where attention is computed again in all layers",
             "Set model.activations_checkpoint_method=block, or leave it out",
+        )
+
+
+# --- data and tokenizer ---------------------------------------------------------------------------
+
+
+@rule("model.encoder_seq_length", "model.data.seq_length")
+def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
+    length = v["model.encoder_seq_length"]
+    if v["model.data.seq_length"] != length:
+        yield Finding(
+            "model.data.seq_length",
+            f"differs from model.encoder_seq_length={length}",
+            f"Leave it out, or give {length}",
+        )
+
+
+@rule("model.encoder_seq_length", "model.max_position_embeddings")
+def _positions_suffice(v: Values) -> Iterator[Finding]:
+    length = v["model.encoder_seq_length"]
+    if length > v["model.max_position_embeddings"]:
+        yield Finding(
+            "model.max_position_embeddings",
+            f"is less than model.encoder_seq_length={length}",
+            f"Give at least {length}, or leave it out",
+        )
+
+
+_NAMES_TOKENIZER = {
+    "huggingface": ("type",),
+    "sentencepiece": ("model",),
+    "tiktoken": ("model",),
+    "megatron": ("vocab_file", "merge_file"),
+}
+
+
+@rule(
+    "model.tokenizer.library",
+    "model.tokenizer.type",
+    "model.tokenizer.model",
+    "model.tokenizer.vocab_file",
+    "model.tokenizer.merge_file",
+)
+def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
+    library, type_name = v["model.tokenizer.library"], v["model.tokenizer.type"]
+    for name in _NAMES_TOKENIZER.get(library, ()):
+        if not v[f"model.tokenizer.{name}"]:
+            yield Finding(
+                f"model.tokenizer.{name}",
+                f"is needed with model.tokenizer.library={library}",
+                "Give it, or use model.tokenizer.library=builtin, which takes the data's own",
+            )
+    if library == "huggingface" and type_name == NEMO_TOKENIZER_TYPE:
+        yield Finding(
+            "model.tokenizer.type",
+            "names no tokenizer of model.tokenizer.library=huggingface",
+            "Give a name on the Hub, or a folder",
+        )
+    if library == "megatron" and type_name not in (None, "", NEMO_TOKENIZER_TYPE):
+        yield Finding(
+            "model.tokenizer.type",
+            "means nothing with model.tokenizer.library=megatron",
+            f"Leave it out, or give {NEMO_TOKENIZER_TYPE}",
+        )
+
+
+@rule("model.tokenizer.library", "model.data.data_prefix")
+def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
+    library = v["model.tokenizer.library"]
+    if library != "builtin" and BUILTIN_CORPUS in prefixes_in(v["model.data.data_prefix"]):
+        yield Finding(
+            "model.tokenizer.library",
+            "the built-in corpus has a tokenizer of its own",
+            "Leave it out, or prepare that text with yours: python -m megafp8.cli.preprocess",
         )

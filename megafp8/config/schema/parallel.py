@@ -7,13 +7,17 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, at_least, key, one_of, or_null
-from megafp8.config.values import PRECISIONS, is_rampup, parse_layout
+from megafp8.config.keys import Valid, at_least, key, needs, needs_above, one_of, or_null
+from megafp8.config.values import PRECISIONS, is_rampup, parse_layout, spell_precision
 from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
+
+FSDP = needs("model.fsdp", True)
+PIPELINE = needs_above("model.pipeline_model_parallel_size", 1)
+RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "full")
 
 
 @dataclass
-class Layout:
+class Parallel:
     """Batches, parallel ranks, recomputation."""
 
     micro_batch_size: int = key(
@@ -54,6 +58,7 @@ class Layout:
         "residual stream); what linears read in FP8 crosses in FP8.",
         nemo=False,
         kind="layout",
+        needs=needs_above("model.tensor_model_parallel_size", 1),
     )
     fsdp: bool = key(
         False,
@@ -70,6 +75,7 @@ class Layout:
         nemo="full",
         kind="layout",
         valid=one_of("full", "grad", "hybrid"),
+        needs=FSDP,
     )
     fsdp_grad_reduce_dtype: Any = key(
         32,
@@ -77,6 +83,8 @@ class Layout:
         nemo=32,
         kind="optim",
         valid=Valid("32, bf16 or 16", lambda v: isinstance(v, (int, str)) and v in PRECISIONS),
+        needs=FSDP,
+        spelling=spell_precision,
     )
     pipeline_model_parallel_size: int = key(
         1,
@@ -91,6 +99,7 @@ class Layout:
         nemo=None,
         kind="layout",
         valid=or_null(at_least(1)),
+        needs=PIPELINE,
     )
     pipeline_schedule: str | None = key(
         None,
@@ -98,6 +107,7 @@ class Layout:
         "`Interleaved1F1B`. The zero-bubble ones compute weight gradients where a rank would wait.",
         kind="layout",
         valid=or_null(one_of(*PIPELINE_SCHEDULES)),
+        needs=PIPELINE,
     )
     pipeline_model_parallel_layout: str | None = key(
         None,
@@ -107,6 +117,7 @@ class Layout:
             "numbers of layers with commas between, or null",
             lambda v: v is None or parse_layout(v) is not None,
         ),
+        needs=PIPELINE,
     )
     grad_allreduce_chunk_size_mb: int = key(
         125,
@@ -114,6 +125,7 @@ class Layout:
         nemo=125,
         kind="layout",
         valid=at_least(1),
+        needs=needs("model.fsdp", False),
     )
     activations_checkpoint_granularity: str | None = key(
         None,
@@ -129,6 +141,7 @@ class Layout:
         nemo=None,
         kind="layout",
         valid=or_null(one_of("uniform", "block")),
+        needs=RECOMPUTES,
     )
     activations_checkpoint_num_layers: int | None = key(
         None,
@@ -136,4 +149,5 @@ class Layout:
         nemo=None,
         kind="layout",
         valid=or_null(at_least(1)),
+        needs=RECOMPUTES,
     )

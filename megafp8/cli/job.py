@@ -1,0 +1,121 @@
+"""One job as a command starts it: how it was asked for, what is told of it, and its errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from megafp8.cli.options import Options
+from megafp8.config.errors import DEFAULT
+from megafp8.config.load import Loaded, default_tree
+from megafp8.config.schema import all_keys
+from megafp8.config.secrets import hide
+from megafp8.config.settings import read_value
+from megafp8.config.values import one_line
+from megafp8.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppInfo:
+    """How a task was started, beside its settings."""
+
+    overrides: tuple[str, ...]  # those of this run; in a sweep, of this job
+    config_dir: Path | None
+    config_name: str
+    is_sweep: bool = False
+    job_num: int | None = None  # of a sweep, from 0
+    # Lines for the start of the run: what is not the default job's, and what changes nothing.
+    table: tuple[str, ...] = field(default=(), compare=False)
+    inert: tuple[str, ...] = field(default=(), compare=False)
+    record: Mapping[str, object] = field(default_factory=dict, compare=False)  # for summary.json
+    directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
+
+
+Task = Callable[[DictConfig, AppInfo], int]
+
+
+def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
+    """Return how a job was started, from its settings and its command line."""
+    return AppInfo(
+        overrides=options.overrides,
+        config_dir=options.config_dir,
+        config_name=options.config_name,
+        table=tuple(resolved_table(loaded)),
+        inert=tuple(loaded.inert_lines()),
+        record=record(loaded),
+        **more,
+    )
+
+
+OTHER_RANKS_WAIT_SECONDS = 2.0
+"""Rank 0 tells an error that all ranks have; the launcher ends the others before they speak too."""
+
+
+def report(error: UserError) -> int:
+    """Print an error that a user can mend; returns its exit code."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+    who = "" if rank == "0" else f"rank {rank}: "
+    print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
+    return int(error.exit_code)
+
+
+# --- what is not the default job's ----------------------------------------------------------------
+
+
+class Changed(NamedTuple):
+    """One setting that is not the default job's."""
+
+    key: str
+    value: Any
+    origin: str  # a preset, a file or the command line; what follows from another key says so
+    usual: Any
+
+
+def resolved_table(loaded: Loaded) -> list[str]:
+    """One line for each setting that is not the default job's: `key = value (origin)`."""
+    return [
+        f"{c.key} = {one_line(c.value)} ({c.origin}; default job: {one_line(c.usual)})"
+        for c in changed(loaded)
+    ]
+
+
+def record(loaded: Loaded) -> dict[str, object]:
+    """The same for `summary.json`, and the settings that were given and change nothing."""
+    return {
+        "non_default": [
+            {"key": c.key, "value": c.value, "origin": c.origin, "default": c.usual}
+            for c in changed(loaded)
+        ],
+        "inert_keys": [
+            {"key": s.key, "value": s.value, "origin": s.origin}
+            for s in (*loaded.inert, *(s for s, _ in loaded.unused))
+        ],
+    }
+
+
+def changed(loaded: Loaded) -> list[Changed]:
+    """The settings that are not the default job's, in the schema's order."""
+    job = default_tree()
+    found = []
+    for path in all_keys():
+        value, usual = read_value(loaded.cfg, path), read_value(job, path)
+        if value != usual:
+            origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
+            found.append(Changed(path, value, origin, usual))
+    return found
+
+
+def _origin_of_default(cfg: DictConfig, path: str) -> str:
+    section, _, leaf = path.rpartition(".")
+    node = (OmegaConf.select(cfg, section) if section else cfg)._get_node(leaf)
+    text = node._value() if node is not None else None
+    return f"{DEFAULT}, from {text}" if isinstance(text, str) and "${" in text else DEFAULT

@@ -1,0 +1,46 @@
+"""The command line: options, the composed tree, and a task that gets it; or help, or a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from megafp8.cli.help import help_page
+from megafp8.cli.job import AppInfo, Task, app_info, report, resolved_table
+from megafp8.cli.options import Options, parse_options
+from megafp8.config.errors import SettingError
+from megafp8.config.load import load_all
+from megafp8.errors import ExitCode, UserError
+
+__all__ = ["AppInfo", "Task", "report", "run_app"]
+
+
+def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt.py") -> int:
+    """Run `task` as the arguments (without the program's name) ask; return the exit code.
+
+    What a user can mend is printed on stderr in full. Any other exception is a bug and goes on.
+    """
+    try:
+        return _run(parse_options(argv), task, prog)
+    except UserError as error:
+        return report(error)
+
+
+def _run(options: Options, task: Task, prog: str) -> int:
+    if options.show_help:
+        print(help_page(prog), end="")
+        return ExitCode.FINISHED
+    if options.multirun and options.show_config:
+        raise SettingError("--cfg", "job", "shows one run, not a sweep", "Leave out -m")
+    if options.multirun:
+        from megafp8.cli.sweep import run_sweep
+
+        return run_sweep(options, task)
+    loaded = load_all(options.overrides, options.config_dir, options.config_name)
+    if options.show_config:
+        comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
+        print("\n".join(f"# {line}" for line in comments))
+        print(OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve), end="")
+        return ExitCode.FINISHED
+    return task(loaded.cfg, app_info(loaded, options))

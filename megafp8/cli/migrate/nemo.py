@@ -1,0 +1,97 @@
+"""NeMo's configuration file, or one of ours: each key kept, dropped as inert, or to be decided."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from megafp8.cli.migrate.report import Migration, set_in
+from megafp8.config.checks import check_values
+from megafp8.config.errors import Origin, SettingError
+from megafp8.config.load import tree_with_nemo_keys
+from megafp8.config.nemo import nemo_keys
+from megafp8.config.rules import unused
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import Setting, flatten, put_in, read_value, read_values
+from megafp8.config.values import plain
+
+_KEPT_AS_THEY_ARE = ("defaults", "hydra")
+_NAME = re.compile(r"[\w.]+")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
+
+def translate(tree: dict[Any, Any], m: Migration) -> None:
+    m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
+    ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
+    settings = [_with_number(setting, m) for setting in flatten("", ours, "")]
+    whole = tree_with_nemo_keys()
+    wrong: dict[str, SettingError] = {}
+    for setting in settings:
+        problem = put_in(whole, setting)
+        if problem is not None:
+            wrong.setdefault(setting.key, problem)
+    given = {setting.key for setting in settings}
+    values, unreadable = read_values(whole)
+    values = {key: value for key, value in values.items() if key in given}
+    origins = dict.fromkeys(given, Origin("file"))
+    problems = [*unreadable, *check_values(values, origins), *_nemo_problems(whole, values, given)]
+    for problem in problems:
+        if problem.key in given:
+            wrong.setdefault(problem.key, problem)
+    idle = {found.key: found.setting for found in unused(values) if found.key not in wrong}
+    for setting in settings:
+        problem = wrong.get(setting.key)
+        if problem is not None:
+            set_in(m.out, setting.key, setting.value)
+            m.decide(setting.key, setting.value, problem.reason, problem.way_out)
+        elif setting.key in nemo_keys():
+            if _is_referred_to(setting.key, settings):
+                set_in(m.out, setting.key, setting.value)
+                m.kept.append(f"{setting.key}: {plain(setting.value)} (others refer to it)")
+            else:
+                m.drop(setting.key, setting.value, nemo_keys()[setting.key].note)
+        elif setting.key in idle:
+            m.drop(setting.key, setting.value, f"it means nothing with {idle[setting.key]}")
+        else:
+            set_in(m.out, setting.key, setting.value)
+            m.kept.append(f"{setting.key}: {plain(setting.value)}")
+    if "defaults" not in tree:
+        for path, key in all_keys().items():
+            if key.required and path not in given:
+                m.decide(path, "???", "must be given", f"Give {key.valid_text}")
+
+
+def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[SettingError]:
+    found = []
+    for path, key in nemo_keys().items():
+        if path not in given:
+            continue
+        try:
+            value = read_value(whole, path)
+        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            found.append(SettingError(path, None, reason, key.way_out))
+            continue
+        if not key.passes(value, values):
+            found.append(key.problem(value, ""))
+    return found
+
+
+def _with_number(setting: Setting, m: Migration) -> Setting:
+    """NeMo's files have `1e-5`, which YAML 1.1 reads as a text."""
+    key, value = all_keys().get(setting.key), setting.value
+    if key is None or key.type_text.removesuffix(", or null") != "a number":
+        return setting
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value):
+        return setting
+    return Setting(setting.key, float(value), setting.origin)
+
+
+def _is_referred_to(path: str, settings: list[Setting]) -> bool:
+    """Whether a setting that stays refers to `path`, which then stays too."""
+    ending = "." + path.rpartition(".")[2]
+    live = (s.value for s in settings if s.key in all_keys())
+    names = (name for value in live if "${" in str(value) for name in _NAME.findall(str(value)))
+    return any(name == path or (name[0] == "." and name.endswith(ending)) for name in names)

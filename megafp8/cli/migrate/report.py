@@ -1,0 +1,101 @@
+"""What came of a file: the new one, and the lines of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
+
+from megafp8.config.checks import check_values
+from megafp8.config.errors import SettingError
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import flatten, setting_problem
+from megafp8.config.values import plain
+
+
+@dataclass
+class Migration:
+    """What came of a file. `out` is the new file's tree; the lists are lines of the report."""
+
+    out: dict[str, Any] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    inert: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
+
+    def change(self, old: str, value: Any, new: dict[str, Any], note: str = "") -> None:
+        """`old` means `new` here."""
+        for path, item in new.items():
+            set_in(self.out, path, item)
+        text = ", ".join(f"{path}={plain(item)}" for path, item in new.items())
+        self.changes.append(f"{old}: {plain(value)} -> {text}" + (f" ({note})" if note else ""))
+
+    def drop(self, key: str, value: Any, reason: str) -> None:
+        self.inert.append(f"{key}: {plain(value)}: {reason}")
+
+    def decide(self, key: str, value: Any, reason: str, way_out: str) -> None:
+        self.undecided.append(f"{key}: {plain(value)}: {reason}. {way_out}")
+
+    def report(self) -> str:
+        """What the command says on stdout."""
+        parts = (
+            ("must be decided", self.undecided),
+            ("changed", self.changes),
+            ("dropped as inert", self.inert),
+            ("kept", self.kept),
+        )
+        lines = []
+        for title, items in parts:
+            lines.append(f"{title}: {len(items) or 'nothing'}")
+            lines += [f"  {item}" for item in items]
+        return "\n".join(lines) + "\n"
+
+    def text(self, source: str) -> str:
+        """The new file. What must be decided is in its head, and is refused until it is."""
+        lines = [f"# Made from {source} by `python -m megafp8.cli.migrate`."]
+        if self.undecided:
+            lines.append("# Must be decided before it runs:")
+            lines += [f"#   {_printable(item)}" for item in self.undecided]
+        body = yaml.safe_dump(self.out, sort_keys=False, allow_unicode=True, width=96)
+        return "\n".join(lines) + "\n\n" + str(body)
+
+
+def write_beside(file: Path, text: str, output: Path | None) -> Path:
+    """Write `text` to `output`, or to `NAME.megafp8.yaml` beside `file`. Never overwrites."""
+    target = output or file.with_name(f"{file.stem}.megafp8.yaml")
+    try:
+        with target.open("x") as stream:
+            stream.write(text)
+    except FileExistsError:
+        raise SettingError(
+            str(target), None, "exists already", "Remove it, or name another file with -o"
+        ) from None
+    except OSError as error:
+        raise SettingError(
+            str(target), None, f"cannot be written ({error.strerror})", "Name another with -o"
+        ) from error
+    return target
+
+
+def check_written(m: Migration) -> None:
+    """What was translated must hold here too: sizes of a history, names of an algorithm."""
+    written = {s.key: s for s in flatten("", m.out, "") if s.key in all_keys()}
+    problems = [problem for s in written.values() if (problem := setting_problem(s))]
+    bad = {problem.key for problem in problems}
+    values = {s.key: s.value for s in written.values() if s.key not in bad}
+    for problem in [*problems, *check_values(values)]:
+        m.decide(problem.key, problem.value, problem.reason, problem.way_out)
+
+
+def _printable(text: str) -> str:
+    """One line that YAML takes in a comment."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def set_in(tree: dict[str, Any], path: str, value: Any) -> None:
+    *sections, leaf = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[leaf] = value

@@ -1,0 +1,461 @@
+"""A sweep (`-m`): Hydra's sweeper chooses the jobs, Hydra's launcher runs them, and we report them.
+
+Every job is checked and run like a single run. One that is refused or fails costs only itself: its
+objective is infinite, and the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from megafp8.cli.job import Task, app_info, report
+from megafp8.cli.options import Options
+from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
+from megafp8.config.layers import (
+    HYDRA,
+    Source,
+    find_source,
+    hydra_problem,
+    root_defaults,
+    search_path,
+)
+from megafp8.config.load import load, load_all, tree_with_nemo_keys
+from megafp8.config.overrides import ParsedOverride, parse_overrides
+from megafp8.config.secrets import hide, variable_in
+from megafp8.errors import ExitCode, UserError
+
+CHECKED_JOBS = 32
+"""Jobs that are checked before the first one starts; later ones are checked when they start."""
+
+RESULT_NAME = "job.json"
+SUMMARY_NAME = "sweep.json"
+
+_LOG_DIR = "exp_manager.explicit_log_dir"
+_SWEEP_ROOT = "megafp8_sweep"
+_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_REPORTING_LAUNCHER = "hydra_plugins.megafp8_sweep.ReportingLauncher"
+_TARGETS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
+"""Whose classes Hydra's settings may name."""
+
+_OUTCOMES = {
+    int(ExitCode.FINISHED): "finished",
+    int(ExitCode.CRASHED): "crashed",
+    int(ExitCode.USER_ERROR): "refused",
+    int(ExitCode.NONFINITE): "not finite",
+    int(ExitCode.SAVED_ON_SIGNAL): "saved on a signal",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep."""
+
+    num: int
+    overrides: tuple[str, ...]
+    directory: Path
+
+    @property
+    def result_file(self) -> Path:
+        return self.directory / RESULT_NAME
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job, as its `job.json` has it. `val_loss` is None unless it finished."""
+
+    job: int
+    overrides: list[str]
+    directory: str
+    code: int
+    outcome: str
+    val_loss: float | None
+    problem: str | None
+
+    @property
+    def objective(self) -> float:
+        """The number that a sweeper minimizes: infinite where a job has no validation loss."""
+        return math.inf if self.val_loss is None else self.val_loss
+
+
+class SavedOnSignalError(Exception):
+    """A job was saved on a signal, which wants the machine back: no further job starts."""
+
+
+@dataclass
+class Sweep:
+    """The jobs of a sweep: the task that Hydra runs for each of them, and what came of them."""
+
+    options: Options
+    task: Task
+    in_turn: bool  # one job after the other, in this process
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def job(self, num: int, overrides: Sequence[str], config: Any) -> Job:
+        """Return a job with the directory that Hydra's settings give it."""
+        with open_dict(config):
+            config.hydra.job.num = num
+        return Job(num, tuple(overrides), _directory(config.hydra))
+
+    def launch(self, launcher: Launcher, jobs: Sequence[Job]) -> list[JobReturn]:
+        """Check jobs and run those that are not refused; return each one's objective."""
+        for job in jobs:
+            job.result_file.unlink(missing_ok=True)  # of the same sweep before
+        for job in jobs[: max(0, CHECKED_JOBS - len(self.results))]:
+            refusal = self._refusal(job)
+            if refusal is not None:
+                self.results[job.num] = refusal
+        runs = [job for job in jobs if job.num not in self.results]
+        stopped = False
+        if self.in_turn:
+            for job in runs:
+                if not stopped:
+                    self._run_all(launcher, [job])
+                self.results[job.num] = _read_result(job)
+                stopped |= self.results[job.num].code == ExitCode.SAVED_ON_SIGNAL
+        elif runs:
+            self._run_all(launcher, jobs)  # with those refused, so that numbers stay as they are
+        for job in runs:
+            self.results[job.num] = _read_result(job)
+        if stopped:
+            raise SavedOnSignalError
+        return [_returned(job, self.results[job.num].objective) for job in jobs]
+
+    def __call__(self, cfg: DictConfig) -> float:
+        """Run one job, perhaps in a process of its own; return its objective and raise nothing."""
+        settings: Any = HydraConfig.get()
+        overrides = tuple(str(text) for text in settings.overrides.task)
+        job = Job(int(settings.job.num), overrides, _directory(settings))
+        if job.num in self.results:  # refused before the first job started
+            job.directory.rmdir()
+            return math.inf
+        result = self._run(job)
+        job.directory.mkdir(parents=True, exist_ok=True)
+        job.result_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
+        return result.objective
+
+    def _run_all(self, launcher: Launcher, jobs: Sequence[Job]) -> None:
+        try:
+            launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
+        except (Exception, SystemExit) as error:  # a killed worker, a scheduler that is away
+            line = str(error).strip().splitlines()[-1:] or [""]
+            print(f"[sweep] the launcher failed: {type(error).__name__}: {hide(line[0])}")
+            sys.stdout.flush()
+
+    def _run(self, job: Job) -> Result:
+        words = hide(" ".join(job.overrides))
+        print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
+        try:
+            loaded = load_all(job.overrides, self.options.config_dir, self.options.config_name)
+            cfg = loaded.cfg
+            cfg.exp_manager.explicit_log_dir = str(job.directory)
+            loaded = replace(
+                loaded,
+                origins={**loaded.origins, _LOG_DIR: Origin("the sweep")},
+                inert=tuple(setting for setting in loaded.inert if setting.key != HYDRA),
+            )
+            options = replace(self.options, overrides=job.overrides)
+            more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
+            return _result(job, self.task(cfg, app_info(loaded, options, **more)))
+        except UserError as error:
+            return _result(job, report(error), str(error))
+        except Exception as error:
+            traceback.print_exc()
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            return _result(job, int(ExitCode.CRASHED), line)
+
+    def _refusal(self, job: Job) -> Result | None:
+        """Return why a job cannot be run, reported before the first one starts; None if it can."""
+        try:
+            load(job.overrides, self.options.config_dir, self.options.config_name)
+        except UserError as error:
+            words = hide(" ".join(job.overrides))
+            print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
+            return _result(job, report(error), str(error))
+        return None
+
+
+def run_sweep(options: Options, task: Task) -> int:
+    """Run all jobs of a sweep and print their table; return the first exit code that is not 0."""
+    source = find_source(options.config_dir, options.config_name)
+    overrides, problems = parse_overrides(options.overrides, source.directories, multirun=True)
+    problems += _directory_problems(overrides) + _secret_problems(overrides)
+    raise_if_any(problems)
+    loader = _loader(source)
+    cfg = _composed(source, loader, [override.text for override in overrides])
+    _refuse_code(cfg.hydra)
+    raise_if_any(_sweeper_problems(overrides, cfg.hydra))
+    own = [f"hydra.sweep.subdir={_subdir(cfg.hydra)}"] if _needs_number(cfg.hydra) else []
+    if own:  # settings of Hydra that its jobs have too
+        cfg = _composed(source, loader, [*(override.text for override in overrides), *own])
+    sweep = Sweep(options, task, in_turn=cfg.hydra.launcher._target_ == _BASIC_LAUNCHER)
+    with open_dict(cfg):
+        chosen = cfg.hydra.launcher
+        cfg.hydra.launcher = {"_target_": _REPORTING_LAUNCHER, "_recursive_": False}
+        cfg.hydra.launcher.chosen = chosen
+    directory, failure = Path(cfg.hydra.sweep.dir), None
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        JobRuntime.instance().set("name", "megafp8")
+        context = HydraContext(config_loader=loader, callbacks=Callbacks())
+        sweeper = Plugins.instance().instantiate_sweeper(
+            hydra_context=context, task_function=sweep, config=cfg
+        )
+        sweeper.sweep(arguments=list(OmegaConf.to_container(cfg.hydra.overrides.task)))  # type: ignore[arg-type]
+    except SavedOnSignalError:
+        pass
+    except Exception as error:
+        failure = f"[sweep] the sweeper failed: {type(error).__name__}: {hide(str(error))}"
+    results = [result for _, result in sorted(sweep.results.items())]
+    if not any(Path(result.directory).is_dir() for result in results):
+        _remove(made)
+    code = _tell(results, directory)
+    if failure is not None:
+        print(failure, file=sys.stderr, flush=True)
+    return code or (int(ExitCode.CRASHED) if failure else int(ExitCode.FINISHED))
+
+
+# --- Hydra's part ------------------------------------------------------------------------------
+
+
+def _loader(source: Source) -> ConfigLoaderImpl:
+    """Return Hydra's loader of a tree without types: each job's values are checked by `load`."""
+    setup_globals()
+    tree: Any = OmegaConf.to_container(tree_with_nemo_keys(), resolve=False)
+    settings = {
+        "run": {"dir": "."},
+        "output_subdir": None,
+        "job": {"name": "megafp8", "chdir": False},
+        "sweep": {"dir": "multirun/${now:%Y-%m-%d_%H-%M-%S}", "subdir": "${hydra.job.num}"},
+    }
+    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    root = {"defaults": ["_self_", *root_defaults(source), *quiet], "hydra": settings, **tree}
+    ConfigStore.instance().store(_SWEEP_ROOT, root)
+    return ConfigLoaderImpl(search_path(source))
+
+
+def _composed(source: Source, loader: ConfigLoaderImpl, overrides: list[str]) -> Any:
+    try:
+        cfg: Any = loader.load_configuration(_SWEEP_ROOT, overrides, RunMode.MULTIRUN)
+    except Exception as error:  # Hydra's code: it stumbles over `hydra: null` and the like
+        raise hydra_problem(source, error) from error
+    try:
+        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # its `${now:…}` is now, for all jobs
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise SettingError("hydra.sweep.dir", None, reason, "Give a directory") from error
+    return cfg
+
+
+def _refuse_code(settings: Any) -> None:
+    """Raise where Hydra's settings would start code that a user's file names."""
+    parts = {name: settings[name] for name in ("launcher", "sweeper", "callbacks")}
+    tree = OmegaConf.to_container(OmegaConf.create(parts), resolve=False)
+    for path, target in _targets(tree, "hydra"):
+        if path.startswith("hydra.callbacks") or not target.startswith(_TARGETS):
+            raise SettingError(
+                path,
+                None,
+                "settings never name code to run",
+                "Leave it out; hydra/launcher=NAME and hydra/sweeper=NAME choose among those that "
+                "are installed",
+            )
+    if settings.get("callbacks"):
+        raise SettingError(
+            "hydra.callbacks", None, "settings never name code to run", "Leave it out"
+        )
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, item in node.items():
+            if name == "_target_":
+                yield f"{path}._target_", str(item)
+            yield from _targets(item, f"{path}.{name}")
+    elif isinstance(node, list):
+        for item in node:
+            yield from _targets(item, path)
+
+
+def _subdir(settings: Any) -> str:
+    """Return Hydra's setting for a job's directory in the sweep's, with the job's number in it."""
+    text = str(settings.sweep._get_node("subdir")._value())
+    return text if "${hydra.job." in text else f"{text}/${{hydra.job.num}}"
+
+
+def _needs_number(settings: Any) -> bool:
+    """Whether the jobs would share a directory. Raises where it would lie outside the sweep's."""
+    text = str(settings.sweep._get_node("subdir")._value())
+    rest = text.replace("${hydra.job.num}", "0").replace("${hydra.job.override_dirname}", "x")
+    if "${" in rest or Path(rest).is_absolute() or ".." in Path(rest).parts:
+        raise SettingError(
+            "hydra.sweep.subdir",
+            text,
+            "is no directory inside the sweep's",
+            "It may hold ${hydra.job.num} and ${hydra.job.override_dirname}",
+        )
+    return _subdir(settings) != text
+
+
+def _directory(settings: Any) -> Path:
+    return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
+
+
+def _returned(job: Job, objective: float) -> JobReturn:
+    """Return what Hydra's sweepers read of a job."""
+    returned = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
+    returned.return_value = objective
+    return returned
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def _result(job: Job, code: int, problem: str | None = None) -> Result:
+    val_loss = None
+    if code == ExitCode.FINISHED:
+        try:
+            val_loss = json.loads((job.directory / "summary.json").read_text()).get("val_loss")
+        except (OSError, ValueError):
+            pass  # a task that leaves no summary
+    return Result(
+        job=job.num,
+        overrides=[hide(text) for text in job.overrides],
+        directory=str(job.directory),
+        code=code,
+        outcome=_OUTCOMES.get(code, f"exit code {code}"),
+        val_loss=val_loss if isinstance(val_loss, float) else None,
+        problem=None if problem is None else hide(problem),
+    )
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Take away what a sweep made that started no job, from the innermost folder on."""
+    for folder in folders:
+        (folder / "multirun.yaml").unlink(missing_ok=True)
+        try:
+            folder.rmdir()
+        except OSError:  # it is not empty, or was never made
+            return
+
+
+def _read_result(job: Job) -> Result:
+    try:
+        return Result(**json.loads(job.result_file.read_text()))
+    except FileNotFoundError:
+        result = _result(job, int(ExitCode.CRASHED), "it left no result")
+        return result if job.directory.is_dir() else replace(result, outcome="not started")
+
+
+def _tell(results: Sequence[Result], directory: Path) -> int:
+    """Print the table of all jobs and write it as `sweep.json`; return the sweep's exit code.
+
+    What all jobs have in common is said once.
+    """
+    code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
+    stopped = int(ExitCode.SAVED_ON_SIGNAL)
+    code = stopped if any(result.code == stopped for result in results) else code
+    if directory.is_dir():  # not where every job was refused
+        text = json.dumps([asdict(result) for result in results], indent=2)
+        (directory / SUMMARY_NAME).write_text(text + "\n")
+    shared = _shared([result.overrides for result in results])
+    rows = [
+        (
+            str(result.job),
+            " ".join(text for text in result.overrides if text not in shared) or "the default job",
+            result.outcome,
+            "-" if result.val_loss is None else f"{result.val_loss:.4f}",
+        )
+        for result in results
+    ]
+    rows.insert(0, ("job", "overrides", "outcome", "val loss"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    print(f"\n[sweep] {len(results)} jobs in {directory}")
+    if shared:
+        print(f"all with {' '.join(shared)}")
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    for result in results:
+        if result.problem is not None:
+            lines = result.problem.splitlines()
+            print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
+    sys.stdout.flush()
+    return code
+
+
+def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """The overrides that every one of several jobs has."""
+    if len(jobs) < 2:
+        return []
+    return [text for text in jobs[0] if all(text in job for job in jobs)]
+
+
+# --- what a sweep refuses ----------------------------------------------------------------------
+
+
+def _sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> list[SettingError]:
+    """Return the intervals, of which Hydra's own sweeper makes no jobs."""
+    if settings.sweeper._target_ != _BASIC_SWEEPER:
+        return []
+    return [
+        SettingError(
+            override.text.partition("=")[0],
+            override.text.partition("=")[2],
+            "jobs are every combination of values, and an interval has no end of them",
+            "Give the values, as 1,2,3 or range(1,4), or a sweeper that draws some: hydra/sweeper",
+            origin=COMMAND_LINE,
+        )
+        for override in overrides
+        if override.sweep is not None and not override.sweep.is_discrete_sweep()
+    ]
+
+
+def _secret_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
+    """Return the overrides with a secret of the environment, which Hydra would write down."""
+    return [
+        SettingError(
+            override.text.partition("=")[0],
+            None,
+            f"holds the secret of the environment's {name}, and would be recorded",
+            f"Leave it out; what needs {name} reads it from the environment",
+            origin=COMMAND_LINE,
+        )
+        for override in overrides
+        if (name := variable_in(override.text))
+    ]
+
+
+def _directory_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
+    texts = [override.text for override in overrides]
+    return [
+        SettingError(
+            key,
+            text.partition("=")[2],
+            "each job of a sweep has a directory of its own",
+            "Choose that of the sweep with hydra.sweep.dir=DIR",
+            origin=COMMAND_LINE,
+        )
+        for text in texts
+        for key in (_LOG_DIR, "exp_manager.exp_dir")
+        if text.startswith(f"{key}=")
+    ]

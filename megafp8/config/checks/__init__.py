@@ -1,0 +1,64 @@
+"""All rules over settings: ranges of single keys, keys without effect, and what fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig
+
+from megafp8.config import together
+from megafp8.config.checks import model, optim, parallel, precision, run
+from megafp8.config.errors import DEFAULT, SettingError, raise_if_any
+from megafp8.config.keys import Key, Values
+from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import read_values
+
+
+def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
+    """Raise all that is wrong with a composed tree. Without `origins` one user set everything."""
+    values, problems = read_values(cfg, origins or {})
+    raise_if_any(problems + check_values(values, origins))
+
+
+def check_values(values: Values, origins: Origins | None = None) -> list[SettingError]:
+    """Return what every rule finds: no device, no file, no torch. Keys may be left out.
+
+    Args:
+        values: Settings by their dotted paths, each of its key's type.
+        origins: Who set them, by their paths. None: one user set everything.
+    """
+    findings: list[Finding] = []
+    good = dict(values)
+    for path, value in values.items():
+        finding = _range_finding(all_keys()[path], value)
+        if finding is not None:
+            findings.append(finding)
+            del good[path]
+    for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
+        findings.append(Finding(key, f"means nothing with {setting}", need.way_out))
+    findings += _findings_together(effective(good))
+    if origins is not None:
+        findings += precision.two_formats(good, origins)
+    found = []
+    for f in findings:
+        origin = "" if origins is None else origins.get(f.key, DEFAULT)
+        found.append(SettingError(f.key, values[f.key], f.reason, f.way_out, origin=origin))
+    return found
+
+
+def _findings_together(values: Values) -> Iterator[Finding]:
+    for subject in (model, parallel, precision, optim, run):
+        yield from subject.rule.findings(values)
+    yield from together.findings(values)
+
+
+def _range_finding(key: Key, value: Any) -> Finding | None:
+    valid = key.valid
+    if valid is None or valid.accepts(value):
+        return None
+    if value in valid.later:
+        return Finding(key.path, "is not supported", valid.suggestion)
+    usual = f"NeMo's default is {key.nemo}" if key.required else f"The default is {key.default}"
+    return Finding(key.path, f"must be {valid.text}", usual)

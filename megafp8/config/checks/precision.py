@@ -1,0 +1,219 @@
+"""Which FP8 settings go with which recipe, which sizes and which backend.
+
+What depends on the machine or on a package's version is checked where the run begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megafp8.config.checks.model import hidden_step
+from megafp8.config.errors import COMMAND_LINE
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
+from megafp8.config.together import NATIVE
+from megafp8.config.values import E4M3_RECIPES, TENSOR_CORE_MULTIPLE, recipes_in, size_multiple
+from megafp8.specs.precision import RecipeName
+
+rule = Rules()
+
+BACKEND = "model.fp8_backend"
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE_RECIPES = ("delayed", "tensorwise", "blockwise")
+
+ONE_COPY_RECIPES: tuple[RecipeName, ...] = ("delayed", "tensorwise", "blockwise")
+"""A weight's one quantization serves both of its products, so it may be kept alone."""
+
+
+@rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
+def _fp8_has_format(v: Values) -> Iterator[Finding]:
+    if v["model.fp8"] and not (v["model.fp8_e4m3"] or v["model.fp8_hybrid"]):
+        yield Finding(
+            "model.fp8_hybrid",
+            "model.fp8_e4m3 is False too, so there is no format",
+            "Set model.fp8_hybrid=True (E4M3 forward, E5M2 backward) or model.fp8_e4m3=True",
+        )
+
+
+@rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
+def _fp8_hidden(v: Values) -> Iterator[Finding]:
+    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
+
+
+@rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
+def _fp8_ffn(v: Values) -> Iterator[Finding]:
+    step = size_multiple(v) * v["model.tensor_model_parallel_size"]
+    yield from _fp8_size(v, "model.ffn_hidden_size", step)
+
+
+def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
+    tp = v["model.tensor_model_parallel_size"]
+    multiple = size_multiple(v)
+    if v["model.fp8"] and v[key] % (multiple * tp):
+        share = f" over model.tensor_model_parallel_size={tp}" if tp > 1 else ""
+        yield Finding(
+            key,
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{share} is none",
+            f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
+        )
+
+
+@rule("model.fp8", "model.fp8_recipe", "model.micro_batch_size", "model.encoder_seq_length")
+def _fp8_tokens(v: Values) -> Iterator[Finding]:
+    micro, length = v["model.micro_batch_size"], v["model.encoder_seq_length"]
+    multiple = size_multiple(v)
+    if v["model.fp8"] and (micro * length) % multiple:
+        micro_step = multiple // math.gcd(multiple, length)
+        length_step = multiple // math.gcd(multiple, micro)
+        yield Finding(
+            "model.micro_batch_size",
+            f"times model.encoder_seq_length={length} makes {micro * length} tokens; FP8 GEMMs "
+            f"need multiples of {multiple}",
+            f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
+            f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
+        )
+
+
+@rule(
+    "model.fp8_params",
+    "model.fp8_recipe",
+    "model.fp8_modules",
+    "model.override_linear_precision",
+)
+def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
+    if not v["model.fp8_params"]:
+        return
+    two_copies = sorted(recipes_in(v) - set(ONE_COPY_RECIPES))
+    if two_copies:
+        yield Finding(
+            "model.fp8_params",
+            f"{two_copies[0]} quantizes a weight once for each of its two products, both times "
+            "from high precision",
+            f"Leave it out, or use one of {', '.join(ONE_COPY_RECIPES)}",
+        )
+    if any(v["model.override_linear_precision"][:2]):
+        yield Finding(
+            "model.fp8_params",
+            "model.override_linear_precision keeps a product with the weight in high precision, "
+            "and there would be no such weight",
+            "Leave one of the two out",
+        )
+
+
+@rule("model.fp8_params", "model.reduce_amax", "trainer.devices", "trainer.num_nodes")
+def _replicas_share_scales(v: Values) -> Iterator[Finding]:
+    ranks = v["trainer.devices"] * v["trainer.num_nodes"]
+    if v["model.fp8_params"] and not v["model.reduce_amax"] and ranks > 1:
+        yield Finding(
+            "model.reduce_amax",
+            f"with model.fp8_params=True each of {ranks} ranks would keep weights of its own",
+            "Leave it out (True), or leave model.fp8_params out",
+        )
+
+
+@rule("model.fp8_wgrad", "model.override_linear_precision", "model.fp8_recipe")
+def _products_in_fp8(v: Values) -> Iterator[Finding]:
+    high = list(v["model.override_linear_precision"])
+    high[2] = high[2] or not v["model.fp8_wgrad"]
+    if v["model.fp8_recipe"] == "rowwise_with_gw_hp" and high[2]:
+        key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
+        yield Finding(
+            key,
+            "model.fp8_recipe=rowwise_with_gw_hp keeps weight gradients in high precision already",
+            "Leave one of the two out",
+        )
+    elif all(high):
+        yield Finding(
+            "model.override_linear_precision",
+            "leaves no product in FP8",
+            "Leave one of the three in FP8, or set model.fp8=False",
+        )
+
+
+@rule(
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+    "model.num_layers",
+)
+def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
+    if not v["model.first_last_layers_bf16"]:
+        return
+    start, end = (v[f"model.num_layers_at_{place}_in_bf16"] for place in ("start", "end"))
+    if start + end >= v["model.num_layers"]:
+        yield Finding(
+            "model.first_last_layers_bf16",
+            f"keeps {start} layers at the start and {end} at the end out of FP8, of "
+            f"{v['model.num_layers']}: none is left",
+            "Give model.num_layers_at_start_in_bf16 and model.num_layers_at_end_in_bf16 that leave "
+            "one, or set model.fp8=False",
+        )
+    elif start + end == 0:
+        yield Finding(
+            "model.first_last_layers_bf16",
+            "both counts of layers are 0",
+            "Leave it out, or give model.num_layers_at_start_in_bf16 or …_at_end_in_bf16",
+        )
+
+
+@rule(
+    "model.fp8_backend",
+    "model.pad_inner_dim",
+    "model.fp8_recipe",
+    "model.hidden_size",
+    "model.ffn_hidden_size",
+    "model.encoder_seq_length",
+    "model.micro_batch_size",
+    "model.tensor_model_parallel_size",
+)
+def _padding_pads(v: Values) -> Iterator[Finding]:
+    if v["model.fp8_backend"] not in ("auto", "native"):  # torchao is handed its flag as it is
+        return
+    if not v["model.pad_inner_dim"] or "blockwise" in recipes_in(v):
+        return
+    tp = v["model.tensor_model_parallel_size"]
+    tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
+    sizes = [v["model.hidden_size"], v["model.ffn_hidden_size"]]
+    heads = [v.get("model.kv_channels"), v.get("model.num_query_groups")]
+    if all(size % (TENSOR_CORE_MULTIPLE * tp) == 0 for size in sizes):
+        if tokens % TENSOR_CORE_MULTIPLE == 0 and heads == [None, None]:
+            yield Finding(
+                "model.pad_inner_dim",
+                f"every size is a multiple of {TENSOR_CORE_MULTIPLE} already",
+                "Leave it out",
+            )
+
+
+@rule(BACKEND, "model.fp8", "model.fp8_recipe", "model.fp8_modules")
+def _recipe_is_there(v: Values) -> Iterator[Finding]:
+    known = {"te": TE_RECIPES, "torchao": TORCHAO_RECIPES}.get(v[BACKEND])
+    if not v["model.fp8"] or known is None:
+        return
+    foreign = sorted(recipes_in(v) - set(known))
+    if foreign:
+        yield Finding(
+            "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
+            f"model.fp8_backend={v[BACKEND]} has no {foreign[0]} recipe",
+            f"It has {', '.join(known)}. {NATIVE}",
+        )
+
+
+def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
+    """Yield a format asked for on the command line that another key or the recipe rules out."""
+    if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
+        return
+    if origins.get("model.fp8_hybrid") != COMMAND_LINE:
+        return
+    if v.get("model.fp8_recipe") in E4M3_RECIPES:
+        yield Finding(
+            "model.fp8_hybrid",
+            f"model.fp8_recipe={v['model.fp8_recipe']} is E4M3 throughout",
+            "Leave it out, or use model.fp8_recipe=delayed or tensorwise",
+        )
+    if v.get("model.fp8_e4m3"):
+        yield Finding(
+            "model.fp8_hybrid",
+            "model.fp8_e4m3=True as well: they are two formats",
+            "Set one of the two to False",
+        )

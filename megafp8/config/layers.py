@@ -1,0 +1,237 @@
+"""The layers of a configuration, weakest first: default job, YAML files, presets, command line.
+
+Hydra resolves `defaults:` lists, search paths, packages and config groups: it says which files
+there are, in which order, and reads each of them once. Their settings are merged in `load`, not by
+Hydra, so that every value comes with its origin and every mistake is reported. What is imported
+from `hydra._internal` was tried with Hydra 1.3.2 to 1.3.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
+
+from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
+from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride
+from megafp8.config.settings import Setting, flatten
+
+DEFAULT_CONFIG = "pretrain_gpt"
+ROOT_CONFIG = "megafp8_root"
+"""Made for each composition: the YAML asked for, then the presets."""
+
+HYDRA = "hydra"
+"""The section of a YAML that is Hydra's own."""
+
+
+def _product(*factors: float) -> float:
+    return math.prod(_numbers(factors))
+
+
+def _sum(*terms: float) -> float:
+    return sum(_numbers(terms))
+
+
+def _numbers(values: Sequence[object]) -> list[float]:
+    wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, (int, float))]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not a number")
+    return [v for v in values if isinstance(v, (int, float))]
+
+
+# NeMo's own, for `${multiply:...}` and `${sum:...}` in its files.
+OmegaConf.register_new_resolver("multiply", _product, replace=True)
+OmegaConf.register_new_resolver("sum", _sum, replace=True)
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
+
+
+def conf_dir() -> Path:
+    """Return the directory `conf/` that comes with the project."""
+    folder = Path(__file__).resolve().parents[2] / "conf"
+    if not (folder / f"{DEFAULT_CONFIG}.yaml").is_file():
+        raise SettingError(
+            "conf",
+            folder,
+            f"{DEFAULT_CONFIG}.yaml is not there",
+            "Install with `pip install -e .` from the repository, which brings conf/ along",
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which YAML is composed, and from where. The first directory wins."""
+
+    name: str
+    directories: tuple[Path, ...]
+
+    @property
+    def file(self) -> Path:
+        candidates = [folder / f"{self.name}.yaml" for folder in self.directories]
+        return next((file for file in candidates if file.is_file()), candidates[0])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The settings of one file, or of the command line."""
+
+    origin: Origin
+    settings: tuple[Setting, ...]
+
+
+def find_source(config_dir: Path | None, config_name: str) -> Source:
+    """Return the YAML asked for; refuse one that is not there with the list of those there are."""
+    ours = conf_dir()
+    if config_dir is not None and not config_dir.is_dir():
+        raise SettingError("--config-dir", config_dir, "is not a directory", "Give an existing one")
+    theirs = () if config_dir is None or config_dir.resolve() == ours else (config_dir.resolve(),)
+    source = Source(config_name.removesuffix(".yaml"), (*theirs, ours))
+    if "\0" in config_name or not source.file.is_file():
+        there = sorted({f.stem for folder in source.directories for f in folder.glob("*.yaml")})
+        raise SettingError(
+            "--config-name",
+            config_name,
+            f"no such YAML in {' or '.join(str(folder) for folder in source.directories)}",
+            f"There are: {', '.join(there)}; --config-dir names a directory of your own",
+        )
+    return source
+
+
+def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer]:
+    """Return all layers, weakest first.
+
+    Raises:
+        SettingError: Hydra finds no such files, or cannot read one.
+    """
+    try:
+        found = _files(source, [override.text for override in overrides if override.is_group])
+        builds_on_default = any(_is_default_job(default, result) for default, result in found)
+        layers = []
+        for strength, (default, result) in enumerate(found, start=1):
+            origin = _origin(default, result, strength, is_users=builds_on_default)
+            section = default.package or ""
+            tree = OmegaConf.to_container(result.config, resolve=False)
+            layers.append(Layer(origin, tuple(flatten(section, tree, origin))))
+    except Exception as error:  # Hydra's code: it stumbles over lists, `hydra: null` and the like
+        raise hydra_problem(source, error) from error
+    given = tuple(setting for override in overrides for setting in override.settings)
+    return [*layers, Layer(COMMAND_LINE, given)]
+
+
+@cache
+def default_job() -> Mapping[str, Any]:
+    """Return the settings of `conf/pretrain_gpt.yaml`, as they are written."""
+    (layer, *_) = layers_of(find_source(None, DEFAULT_CONFIG), [])
+    return {setting.key: setting.value for setting in layer.settings}
+
+
+class _Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
+    """Reads each file once."""
+
+    def __init__(self, path: ConfigSearchPathImpl) -> None:
+        super().__init__(path)
+        self._read: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Return a file's content, and the files that it builds on."""
+        if config_path not in self._read:
+            self._read[config_path] = super().load_config(config_path)
+        return self._read[config_path]
+
+
+def search_path(source: Source) -> ConfigSearchPathImpl:
+    """Return where Hydra looks for files, in this order."""
+    version.setbase(None)
+    Plugins.instance()  # registers the kinds of sources
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    for folder in source.directories:
+        path.append("main", f"file://{folder}")
+    path.append("schema", "structured://")
+    return path
+
+
+def root_defaults(source: Source, files: ConfigRepository | None = None) -> list[Any]:
+    """Return the `defaults:` of a composition: the YAML asked for, then the groups of presets.
+
+    A group that the YAML itself chooses from is left out: it is overridden there.
+    """
+    files = files or _Files(search_path(source))
+    primary = files.load_config(source.name)
+    items = primary.defaults_list if primary is not None else None
+    chosen = [getattr(item, "group", None) for item in items or ()]
+    group, _, option = source.name.rpartition("/")
+    yaml: Any = {f"/{group}@_global_": option} if group else source.name
+    return [yaml, *({f"optional {name}": None} for name in PRESET_GROUPS if name not in chosen)]
+
+
+def _files(source: Source, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
+    """Return the files in the order in which they are merged, each with where its settings go."""
+    files = _Files(search_path(source))
+    ConfigStore.instance().store(
+        ROOT_CONFIG, {"defaults": ["_self_", *root_defaults(source, files)]}
+    )
+    is_ours = source.file.parent == conf_dir()  # none of these changes Hydra's own settings
+    defaults = create_defaults_list(
+        repo=files,
+        config_name=ROOT_CONFIG,
+        overrides_list=OverridesParser.create().parse_overrides(list(groups)),
+        prepend_hydra=not is_ours,
+        skip_missing=False,
+    ).defaults
+    found = []
+    for default in defaults:
+        name = default.config_path
+        if name in (None, ROOT_CONFIG) or default.package == HYDRA or name.startswith("hydra/"):
+            continue
+        result = files.load_config(name)
+        assert result is not None, name
+        found.append((default, result))
+    return found
+
+
+def _is_default_job(default: ResultDefault, result: ConfigResult) -> bool:
+    return default.config_path == DEFAULT_CONFIG and result.path == f"file://{conf_dir()}"
+
+
+def _origin(
+    default: ResultDefault, result: ConfigResult, strength: int, *, is_users: bool
+) -> Origin:
+    """Return the name of a file's layer. A file that does not build on ours is NeMo's."""
+    if _is_default_job(default, result):
+        return DEFAULT
+    group, _, option = str(default.config_path).rpartition("/")
+    if group in PRESET_GROUPS:
+        return Origin(f"{PRESET} {group}={option}", strength)
+    return Origin(f"{option}.yaml", strength, is_users=is_users)
+
+
+def hydra_problem(source: Source, error: Exception) -> SettingError:
+    """Return what a user reads where Hydra cannot compose."""
+    text = str(error).partition("Config search path")[0].partition("Search path")[0]
+    lines = [line.strip().rstrip(".:") for line in text.splitlines()]
+    useful = [line for line in lines if line and not line.startswith(("reference_type", "object_"))]
+    reason = "; ".join(useful[:4]) or type(error).__name__
+    return SettingError(
+        "configuration",
+        None,
+        f"Hydra cannot compose {source.file.name} and the overrides: {reason}",
+        "Mend what it names",
+    )

@@ -1,0 +1,153 @@
+"""The one rule for keys without effect: an error by name, or listed once, by who set them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.config.checks import check_values
+from megafp8.config.load import load, load_all
+from megafp8.config.rules import effective, unmet_need
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import read_values
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+VALUES: dict[str, Any] = {
+    "exp_manager.exp_dir": "elsewhere",
+    "exp_manager.checkpoint_callback_params.train_time_interval": 90,
+    "exp_manager.checkpoint_callback_params.monitor": "reduced_train_loss",
+    "exp_manager.checkpoint_callback_params.mode": "max",
+    "model.nsys_profile.ranks": [0, 0],
+    "model.pipeline_schedule": "GPipe",
+    "model.pipeline_model_parallel_layout": "2,2",
+    "model.activations_checkpoint_method": "block",
+    "model.fsdp_sharding_strategy": "grad",
+    "model.fsdp_grad_reduce_dtype": "bf16",
+    "model.fp8_amax_compute_algo": "most_recent",
+    "model.fp8_recipe": "rowwise",
+    "model.override_linear_precision": [True, False, False],
+    "model.fp8_split_accumulator": [True, True, True],
+    "model.fp8_modules": ["*.fc2:delayed"],
+    "model.fp8_health": "full",
+    "model.tokenizer.type": "gpt2",
+    "model.tokenizer.model": "m",
+    "model.tokenizer.vocab_file": "v",
+    "model.tokenizer.merge_file": "m",
+    "trainer.gradient_clip_algorithm": "value",
+    "model.rotary_percentage": 0.5,
+    "model.optim.sched.constant_ratio": 0.5,
+    "model.optim.sched.hold_ratio": 0.5,
+}
+"""A value for each key that needs another, where twice the default or its opposite is none."""
+OFF = {
+    "trainer.gradient_clip_val": 0,
+    "exp_manager.explicit_log_dir": "here",
+    "exp_manager.create_checkpoint_callback": False,
+    "model.fsdp": True,
+    "model.activation": "swiglu",
+    "model.transformer_block_type": "post_ln",
+    "model.optim.sched.name": "WarmupHoldPolicy",
+}
+"""What switches off the keys that have an effect in the default job."""
+DEPENDENT = [path for path, key in all_keys().items() if key.needs is not None]
+
+
+def another(path: str) -> Any:
+    default = all_keys()[path].default
+    if path in VALUES:
+        return VALUES[path]
+    if isinstance(default, bool):
+        return not default
+    return 2 * default if default else 2
+
+
+def without_its_need(path: str) -> dict[str, Any]:
+    """The default job's values, `path` at another one, and what it needs not there."""
+    values, _ = read_values(load())
+    need = all_keys()[path].needs
+    assert need is not None
+    if unmet_need(path, values) is None:
+        values[need.key] = OFF[need.key]
+    return values | {path: another(path)}
+
+
+@pytest.mark.parametrize("path", DEPENDENT)
+def test_a_key_without_what_it_needs_is_refused_by_name_and_else_at_its_default(path: str) -> None:
+    values = without_its_need(path)
+    need = unmet_need(path, values)
+    assert need is not None and effective(values)[path] == all_keys()[path].default
+    (problem,) = [problem for problem in check_values(values) if problem.key == path]
+    assert problem.reason.startswith(f"means nothing with {need.key}=")
+    assert problem.way_out == need.way_out
+
+
+def test_needs_are_keys_and_end() -> None:
+    for path in DEPENDENT:
+        seen, key = [path], all_keys()[path]
+        while key.needs is not None:
+            key = all_keys()[key.needs.key]
+            assert key.path not in seen
+            seen.append(key.path)
+
+
+def test_the_outermost_need_is_named() -> None:
+    assert the_problem("model.tp_only_amax_red=True").way_out.startswith("Set model.fp8=True")
+    recipe = ["model.fp8=True", "model.fp8_recipe=rowwise"]
+    problem = the_problem(*recipe, "model.tp_only_amax_red=True")
+    assert problem.reason == "means nothing with model.fp8_recipe=rowwise"
+    off = the_problem("model.fp8=True", "model.reduce_amax=False", "model.tp_only_amax_red=True")
+    assert off.reason == "means nothing with model.reduce_amax=False"
+
+
+START = "defaults: [pretrain_gpt, _self_]\n"
+DETAIL = "model: {position_embedding_type: alibi, rotary_base: 5e5, fp8_margin: 3}\n"
+
+
+def test_in_a_users_file_it_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(START + DETAIL)
+    found = load_problems(config_dir=tmp_path, config_name="mine")
+    assert {p.key for p in found} == {"model.rotary_base", "model.fp8_margin"}
+    assert {p.origin for p in found} == {"mine.yaml"}
+
+
+def test_of_a_preset_it_is_listed_once(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("rotary_base: 5e5\nfp8_margin: 3\n")
+    loaded = load_all(["model=mine"], tmp_path)
+    assert loaded.inert_lines() == [
+        "inert: model.rotary_base=500000.0 (preset model=mine): means nothing with "
+        "model.position_embedding_type=learned_absolute",
+        "inert: model.fp8_margin=3 (preset model=mine): means nothing with model.fp8=False",
+    ]
+    assert run_spec("model=mine", config_dir=tmp_path).resolved == run_spec().resolved
+
+
+def test_of_a_nemo_file_it_is_listed_once(tmp_path: Path) -> None:
+    """A file that does not build on the default job: NeMo's, as it is."""
+    required = {path: key for path, key in all_keys().items() if key.required}
+    values = {path: value for path, value in read_values(load())[0].items() if path in required}
+    lines = [f"  {path.removeprefix('trainer.')}: {value}" for path, value in values.items()
+             if path.startswith("trainer.")]  # fmt: skip
+    overrides = [f"{path}={value}" for path, value in values.items() if "trainer" not in path]
+    (tmp_path / "theirs.yaml").write_text("trainer:\n" + "\n".join(lines) + "\n" + DETAIL)
+    loaded = load_all(overrides, tmp_path, "theirs")
+    assert {s.key for s, _ in loaded.unused} == {"model.rotary_base", "model.fp8_margin"}
+    assert loaded.inert == ()
+    spec = run_spec(*overrides, config_dir=tmp_path, config_name="theirs")
+    assert spec.resolved == run_spec("model.position_embedding_type=alibi").resolved
+
+
+def test_a_stronger_layer_may_switch_off_what_a_weaker_one_details(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        START + "model: {position_embedding_type: rope, rotary_base: 5e5}\n"
+    )
+    where = {"config_dir": tmp_path, "config_name": "mine"}
+    assert load_all([], **where).unused == ()
+    loaded = load_all(["model.position_embedding_type=none"], **where)
+    ((setting, found),) = loaded.unused
+    assert (setting.key, setting.origin) == ("model.rotary_base", "mine.yaml")
+    assert found.setting == "model.position_embedding_type=none"
+    problem = the_problem("model.position_embedding_type=none", "model.rotary_base=7e5", **where)
+    assert problem.key == "model.rotary_base"
