@@ -136,7 +136,15 @@ def test_of_a_nemo_file_it_is_listed_once(tmp_path: Path) -> None:
     assert {s.key for s, _ in loaded.unused} == {"model.rotary_base", "model.fp8_margin"}
     assert loaded.inert == ()
     spec = run_spec(*overrides, config_dir=tmp_path, config_name="theirs")
-    assert spec.resolved == run_spec("model.position_embedding_type=alibi").resolved
+    same = ["model.position_embedding_type=alibi", "model.openai_gelu=False"]
+    assert spec.resolved == run_spec(*same).resolved
+
+
+def test_the_default_jobs_own_choices_just_give_way() -> None:
+    assert run_spec().model.activation == "gelu-tanh"
+    loaded = load_all(["model.activation=swiglu"])
+    assert loaded.unused == () and run_spec("model.activation=swiglu").model.activation == "swiglu"
+    assert run_spec("model=llama3_8b").model.activation == "swiglu"
 
 
 def test_a_stronger_layer_may_switch_off_what_a_weaker_one_details(tmp_path: Path) -> None:
