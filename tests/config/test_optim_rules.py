@@ -10,6 +10,7 @@ from megafp8.specs import LossScaleSpec, RampupSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 SCHED = "model.optim.sched"
+BATCH = ("model.micro_batch_size=8", "model.global_batch_size=32")
 VALUES = {
     "warmup_steps": 7,
     "warmup_ratio": 0.02,
@@ -108,7 +109,7 @@ def test_clipping_by_value_without_a_limit_is_refused() -> None:
 
 
 def test_rampup() -> None:
-    spec = run_spec("model.rampup_batch_size=[8,8,100]").train
+    spec = run_spec(*BATCH, "model.rampup_batch_size=[8,8,100]").train
     assert spec.rampup == RampupSpec(start=8, increment=8, samples=100)
 
 
@@ -122,13 +123,13 @@ def test_rampup() -> None:
     ],
 )
 def test_a_rampup_that_does_not_lead_to_the_global_batch(ramp: str, reason: str) -> None:
-    problem = the_problem(f"model.rampup_batch_size={ramp}")
+    problem = the_problem(*BATCH, f"model.rampup_batch_size={ramp}")
     assert problem.key == "model.rampup_batch_size" and reason in problem.reason
 
 
 def test_a_rampup_over_ranks() -> None:
-    run_spec("model.rampup_batch_size=[16,16,100]", "trainer.devices=2")
-    problem = the_problem("model.rampup_batch_size=[8,8,100]", "trainer.devices=2")
+    run_spec(*BATCH, "model.rampup_batch_size=[16,16,100]", "trainer.devices=2")
+    problem = the_problem(*BATCH, "model.rampup_batch_size=[8,8,100]", "trainer.devices=2")
     assert "2 data-parallel ranks" in problem.reason and "Nearest: 16" in problem.way_out
 
 
