@@ -12,6 +12,7 @@ from megafp8.config.rules import nearest_divisors, nearest_multiples
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
+JOB = ("model.micro_batch_size=8", "model.global_batch_size=32", "model.optim.lr=1e-3")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(overrides: list[str], key: str, offered: list[str]) -> None:
-    problem = the_problem(*overrides)
+    problem = the_problem(*JOB, *overrides)
     assert problem.key == key
     for text in offered:
         assert text in problem.way_out
