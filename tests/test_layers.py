@@ -27,6 +27,7 @@ FLOORS = {
     "observe": 1,
     "models": 1,
     "precision": 1,
+    "fp8": 2,
     "parallel": 2,
     "checkpoint": 3,
     "optim": 3,

@@ -64,7 +64,7 @@ def test_training_in_fp8_follows_bf16(table: Table) -> None:
     rows = [[float(word) for word in row] for row in table("02_train_a_gpt.py")[1:]]
     assert [step for step, _, _ in rows] == [1, 10, 20, 30, 40, 50, 60]
     for _, bf16, fp8 in rows:
-        assert fp8 == pytest.approx(bf16, abs=0.02)
+        assert fp8 == pytest.approx(bf16, abs=0.05)  # a step moves the loss by up to 0.1
     assert rows[-1][2] < rows[0][2] - 2
     assert [fp8 for _, _, fp8 in rows] != [bf16 for _, bf16, _ in rows]
 

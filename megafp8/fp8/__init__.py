@@ -1,0 +1,30 @@
+"""The front door: FP8 linears for any PyTorch model.
+
+    from megafp8 import fp8
+
+    state = fp8.convert(model, recipe="delayed", skip="lm_head")
+    for batch in batches:
+        with state.microbatch():
+            loss = model(batch)
+            loss.backward()
+        optimizer.step()
+
+`convert` returns an `Fp8State`; docs/fp8.md describes it, with what is supported and what is not.
+"""
+
+from megafp8.fp8.convert import convert, recipe_named
+from megafp8.fp8.linear import Fp8Error, Fp8Linear
+from megafp8.fp8.state import Fp8State, HealthReport, Scale
+from megafp8.specs.precision import Fp8Recipe, ModuleRule
+
+__all__ = [
+    "Fp8Error",
+    "Fp8Linear",
+    "Fp8Recipe",
+    "Fp8State",
+    "HealthReport",
+    "ModuleRule",
+    "Scale",
+    "convert",
+    "recipe_named",
+]

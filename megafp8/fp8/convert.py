@@ -1,0 +1,297 @@
+"""Turn the linears of a model into FP8 ones, in place, after everything has been checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafp8.config.fp8_rules import E4M3_RECIPES, TENSOR_CORE_MULTIPLE
+from megafp8.fp8.linear import Bound, Converted, Fp8Error, Shared, converted_class
+from megafp8.fp8.state import Fp8State
+from megafp8.precision.formats import FORMATS
+from megafp8.precision.recipes.build import linear_quantizer
+from megafp8.precision.scaling import ScalingState, StartReduceMax, Waitable
+from megafp8.precision.weights import weight_form
+from megafp8.specs.precision import (
+    BLOCK,
+    HIGH_PRECISION,
+    RECIPES,
+    Fp8Recipe,
+    ModulePrecision,
+    RecipeName,
+)
+
+Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def convert(
+    model: nn.Module,
+    recipe: RecipeName | Fp8Recipe = "delayed",
+    *,
+    skip: Skip = (),
+    amax_group: dist.ProcessGroup | None = None,
+) -> Fp8State:
+    """Turn the model's linears into FP8 ones, in place, and return the state that they share.
+
+    Every `nn.Linear` and every `Conv1D` of transformers is converted. Each stays the same object
+    with the same parameters, so an optimizer, DDP and `state_dict()` see no difference. Nothing is
+    changed unless every check passes.
+
+    Args:
+        model: Any PyTorch model; a lone `nn.Linear` too.
+        recipe: A recipe's name, with the settings of `recipe_named`, or an `Fp8Recipe`. Its
+            `modules` rules give single linears another recipe or `high_precision`.
+        skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears or of modules
+            around them, or a function of (name, module) that returns True for those.
+        amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
+            replicas share their scales. None keeps each rank's own.
+
+    Raises:
+        Fp8Error: Something cannot be converted as asked. The message names the module or option.
+    """
+    chosen = checked_recipe(recipe)
+    found = _linears(model)
+    left = _without_skipped(found, skip)
+    _check_rules(chosen, left)
+    precisions = {name: chosen.precision_of(name) for name in left}
+    left = {name: left[name] for name in left if precisions[name] != HIGH_PRECISION}
+    if not left:
+        raise Fp8Error(
+            "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
+        )
+    _check_modules(model, left, precisions, chosen)
+    is_delayed = {name: precisions[name] == "delayed" for name in left}
+    if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
+        raise Fp8Error(
+            "amax_group",
+            f"recipe {chosen.name} with reduce_amax={chosen.reduce_amax} reduces no amaxes",
+            "Leave it out, or use recipe='delayed' with reduce_amax=True",
+        )
+    reduce = None if amax_group is None else _maximum_over(amax_group)
+    shared = Shared(ScalingState(chosen, reduce))
+    for name, module in left.items():
+        _bind(name, module, shared, is_delayed=is_delayed[name])
+    if all(linear.weight.device.type != "meta" for linear in shared.linears.values()):
+        shared.follow()
+    return Fp8State(shared)
+
+
+def recipe_named(name: str) -> Fp8Recipe:
+    """Return a recipe with the settings that its source has.
+
+    `rowwise`, `rowwise_with_gw_hp` and `blockwise` are E4M3 throughout, with scales that are
+    powers of two; `delayed` and `tensorwise` cast gradients to E5M2, with scales as they come.
+
+    Raises:
+        Fp8Error: There is no recipe of this name.
+    """
+    for known in RECIPES:
+        if name == known:
+            is_fine = known in E4M3_RECIPES
+            backward = "e4m3" if is_fine else "e5m2"
+            return Fp8Recipe(name=known, backward_format=backward, power_2_scale=is_fine)
+    close = difflib.get_close_matches(str(name), RECIPES, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Use one of them"
+    raise Fp8Error(f"recipe={name!r}", f"the recipes are {', '.join(RECIPES)}", hint)
+
+
+def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
+    """Return the recipe that is meant; raise `Fp8Error` where a setting could not be honoured."""
+    if isinstance(recipe, str):
+        return recipe_named(recipe)
+    if not isinstance(recipe, Fp8Recipe):
+        raise Fp8Error(
+            f"recipe={recipe!r}", "is neither a name nor an Fp8Recipe", f"Use one of {RECIPES}"
+        )
+    recipe_named(recipe.name)
+    used = {recipe.name, *(rule.precision for rule in recipe.modules)}
+    for precision in used - {HIGH_PRECISION}:
+        recipe_named(precision)
+    if recipe.params_in_fp8:
+        raise Fp8Error(
+            "recipe.params_in_fp8=True",
+            "a converted module keeps its own parameters",
+            "Leave it out; `pretrain_gpt.py` with model.fp8_params=True keeps weights in FP8 alone",
+        )
+    for option in ("forward_format", "backward_format"):
+        if getattr(recipe, option) not in FORMATS:
+            value = getattr(recipe, option)
+            raise Fp8Error(f"recipe.{option}={value!r}", "is no FP8 format", "Use e4m3 or e5m2")
+    for option in ("amax_history_len", "interval"):
+        if getattr(recipe, option) < 1:
+            raise Fp8Error(
+                f"recipe.{option}={getattr(recipe, option)}", "must be 1 or more", "Raise it"
+            )
+    if recipe.power_2_scale and used <= {"delayed", HIGH_PRECISION}:
+        raise Fp8Error(
+            "recipe.power_2_scale=True",
+            "scales of delayed scaling are used as they come",
+            "Leave it out, or use recipe name 'tensorwise'",
+        )
+    return recipe
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether the module is transformers' Conv1D, a linear that keeps [I, O] weights."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every linear by its first name, converted ones and subclasses included."""
+    if not isinstance(model, nn.Module):
+        raise Fp8Error("model", f"is a {type(model).__name__}", "Give a torch.nn.Module")
+    found = {
+        name or "linear": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Converted) or _is_conv1d(module)
+    }
+    if not found:
+        raise Fp8Error(
+            "model",
+            f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D",
+            "Convert a model whose products are such modules",
+        )
+    return found
+
+
+def _without_skipped(found: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Module]:
+    """Return the linears that are not skipped; raise `Fp8Error` for a pattern without effect."""
+    left = dict(found)
+    if callable(skip):
+        left = {name: module for name, module in found.items() if not skip(name, module)}
+        skip = ()
+    for pattern in [skip] if isinstance(skip, str) else skip:
+        matched = [name for name in found if _matches(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, found, n=1)
+            raise Fp8Error(
+                f"skip={pattern!r}",
+                "matches no linear",
+                f"Did you mean {close[0]!r}?" if close else f"The first is named {min(found)!r}",
+            )
+        for name in matched:
+            left.pop(name, None)
+    if not left:
+        raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
+    return left
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether `pattern` fits the name of a linear, or of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _check_rules(recipe: Fp8Recipe, linears: dict[str, nn.Module]) -> None:
+    for rule in recipe.modules:
+        if not any(rule.matches(name) for name in linears):
+            raise Fp8Error(
+                f"recipe.modules pattern {rule.pattern!r}",
+                "matches no linear",
+                f"The first is named {min(linears)!r}",
+            )
+
+
+def _check_modules(
+    model: nn.Module,
+    linears: dict[str, nn.Module],
+    precisions: dict[str, ModulePrecision],
+    recipe: Fp8Recipe,
+) -> None:
+    """Raise `Fp8Error` for the first linear that cannot be converted."""
+    uses: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)].append(name)
+    for name, module in linears.items():
+        _check_kind(name, module)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        if len(uses[id(weight)]) > 1:
+            others = ", ".join(uses[id(weight)])
+            raise Fp8Error(
+                name, f"its weight is shared, as {others}", f"Untie it, or use skip={name!r}"
+            )
+        if weight.dtype not in DTYPES:
+            raise Fp8Error(
+                name, f"its weight is {weight.dtype}", "Use FP32, BF16 or FP16, or skip it"
+            )
+        _check_size(name, weight, precisions[name], recipe)
+    if torch.backends.mha.get_fastpath_enabled():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.TransformerEncoderLayer) and any(
+                linear.startswith(f"{name}." if name else "") for linear in linears
+            ):
+                raise Fp8Error(
+                    name or "model",
+                    "evaluation of an nn.TransformerEncoderLayer bypasses its linears",
+                    "Call torch.backends.mha.set_fastpath_enabled(False) before",
+                )
+
+
+def _check_kind(name: str, module: nn.Module) -> None:
+    if isinstance(module, Converted):
+        raise Fp8Error(
+            name, "is converted to FP8 already", f"Convert a model once, or use skip={name!r}"
+        )
+    if type(module) is not nn.Linear and not _is_conv1d(module):
+        raise Fp8Error(
+            name,
+            f"is a {type(module).__name__}, a subclass of nn.Linear that may compute otherwise",
+            f"Use skip={name!r}",
+        )
+
+
+def _check_size(
+    name: str, weight: torch.Tensor, precision: ModulePrecision, recipe: Fp8Recipe
+) -> None:
+    is_blockwise = precision == "blockwise"
+    if is_blockwise and recipe.pad_inner_dim:
+        raise Fp8Error(
+            "recipe.pad_inner_dim=True",
+            f"blockwise scales need whole blocks of {BLOCK}",
+            "Leave it out, or use another recipe",
+        )
+    multiple = BLOCK if is_blockwise else 1 if recipe.pad_inner_dim else TENSOR_CORE_MULTIPLE
+    if any(size == 0 or size % multiple for size in weight.shape):
+        other = "another recipe" if is_blockwise else "Fp8Recipe(pad_inner_dim=True)"
+        raise Fp8Error(
+            name,
+            f"its weight is {' x '.join(map(str, weight.shape))}, and {precision} takes multiples "
+            f"of {multiple}",
+            f"Use skip={name!r}, {other}, or other sizes",
+        )
+
+
+def _bind(name: str, module: nn.Module, shared: Shared, *, is_delayed: bool) -> None:
+    """Turn one module into a converted one."""
+    quantizer = linear_quantizer(shared.scaling, name)
+    weight = module.weight
+    assert quantizer is not None and isinstance(weight, nn.Parameter)
+    is_transposed, kind = _is_conv1d(module), converted_class(type(module))
+    module.__class__ = kind
+    assert isinstance(module, Converted)
+    module.fp8 = Bound(
+        name, quantizer, weight_form(weight, quantizer), shared, is_delayed, is_transposed
+    )
+    shared.linears[name] = module
+
+
+def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
+    """Return what starts a maximum over the ranks of a group, in place."""
+
+    def start(amaxes: torch.Tensor) -> Waitable:
+        work: Waitable | None = dist.all_reduce(
+            amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True
+        )
+        assert work is not None, "this rank is not in amax_group"
+        return work
+
+    return start

@@ -1,0 +1,243 @@
+"""The state of a converted model: its events, scales, health, and what is saved of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megafp8.fp8.linear import Converted, Fp8Error, Phase, Shared, is_dtensor
+from megafp8.observe.health import HealthRecord, complaints
+from megafp8.precision.gemm import GemmCounter
+from megafp8.precision.health import HealthProbe, num_nonfinite
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.weights import CachedFp8, RecastFp8
+from megafp8.specs.observe import HealthMode, HealthSpec, TensorHealth
+from megafp8.specs.precision import Fp8Recipe
+
+FIELDS = ("history", "quant_scale", "num_updates", "num_nonfinite")
+"""The fields of a scale table that are saved; a staged amax is 0 between microbatches."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One tensor's delayed scale, between microbatches."""
+
+    quant_scale: float  # the next microbatch is multiplied by it before the cast
+    num_updates: int  # microbatches whose amax has entered the history
+    num_nonfinite: int  # microbatches that met a NaN or an infinity
+
+
+@dataclass
+class HealthReport:
+    """What FP8 did to each tensor, by its name; filled when its context ends."""
+
+    tensors: dict[str, TensorHealth] = field(default_factory=dict)
+    num_nonfinite: dict[str, int] = field(default_factory=dict)  # since the conversion
+
+    def complaints(self, limits: HealthSpec | None = None) -> dict[str, str]:
+        """Return the tensors beyond a limit, and what is wrong with each."""
+        record = HealthRecord(0, self.tensors, self.num_nonfinite)
+        return complaints(record, limits or HealthSpec())
+
+
+class Fp8State:
+    """What `fp8.convert` returns: the scales of a model's FP8 linears and the events that move them.
+
+    `linears` has the converted modules by name. Their tensors are named after them, with `.input`,
+    `.weight` or `.grad_output` at the end.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._stamps: dict[str, tuple[int, int]] = {}  # of the weights, at a step's first microbatch
+
+    @property
+    def recipe(self) -> Fp8Recipe:
+        """The recipe that the model was converted with."""
+        return self._shared.scaling.recipe
+
+    @property
+    def linears(self) -> Mapping[str, Converted]:
+        """The converted modules by name."""
+        return self._shared.linears
+
+    @property
+    def scaling(self) -> ScalingState:
+        """The scale tables and their observers, for code that wants to see every cast."""
+        return self._shared.scaling
+
+    @property
+    def counter(self) -> GemmCounter:
+        """The FLOPs that the converted linears really ran, by precision."""
+        return self._shared.counter
+
+    @contextmanager
+    def microbatch(self, *, first: bool = True) -> Iterator[None]:
+        """Enclose forward and backward of one microbatch; at the end delayed scales are updated.
+
+        Args:
+            first: Whether this is the first microbatch since the weights changed: they are then
+                quantized anew. With gradient accumulation, pass `first=i == 0` for microbatch `i`
+                of an optimizer step.
+
+        An exception inside leaves the scales as they were before.
+
+        Raises:
+            Fp8Error: `first=False` although a weight has changed, or contexts are nested.
+        """
+        scaling = self._shared.scaling
+        with self._phase("microbatch"):
+            if first:
+                self._begin_step()
+            else:
+                self._check_same_weights()
+            scaling.begin_microbatch(0 if first else 1)
+            try:
+                yield
+            except BaseException:
+                for table in scaling.tables.values():
+                    table.amax = torch.zeros_like(table.amax)
+                scaling.weights_version += 1
+                self._stamps.clear()
+                raise
+            scaling.end_forward()
+            scaling.end_backward()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Enclose forward passes that leave no trace in the scales.
+
+        Each weight is quantized once for all of them. `recipe.fp8_in_evaluation=False` computes
+        them in high precision. A forward pass under `torch.no_grad()` outside of every context is
+        an evaluation too, which quantizes each weight for each use.
+        """
+        with self._phase("evaluation"), self._shared.scaling.evaluation():
+            yield
+        self._stamps.clear()  # the weights are quantized anew, so a step may not go on
+
+    @contextmanager
+    def health(self, mode: HealthMode = "full") -> Iterator[HealthReport]:
+        """Measure the casts of the microbatches inside; the report is filled at the end.
+
+        `full` compares each tensor with its FP8 values, which takes a few passes over it; `scales`
+        measures amaxes and scales alone. Waits for the device at the end.
+        """
+        if mode not in ("full", "scales"):
+            raise Fp8Error(f"mode={mode!r}", "measures nothing", "Use 'full' or 'scales'")
+        report, probe = HealthReport(), HealthProbe(self._shared.scaling, mode)
+        probe.attach()
+        try:
+            yield report
+        finally:
+            report.tensors = probe.detach()
+            report.num_nonfinite = num_nonfinite(self._shared.scaling)
+
+    def scales(self) -> dict[str, Scale]:
+        """Return the delayed scale of each tensor; waits for the device.
+
+        Raises:
+            Fp8Error: No linear has delayed scaling; the other recipes keep no scale.
+        """
+        found = {}
+        for table in self._shared.scaling.tables.values():
+            columns = (table.quant_scale, table.num_updates, table.num_nonfinite)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            found |= {n: Scale(*row) for n, row in zip(table.names, rows, strict=True)}
+        if not found:
+            raise Fp8Error(
+                f"recipe={self.recipe.name!r}",
+                "takes scales from each tensor itself and keeps none",
+                "Look at the scales of a step with `with state.health('scales') as report:`",
+            )
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the scales as plain tensors by name, copies, for safetensors or torch.save.
+
+        Keys are `<linear>.<role>/<field>`. Recipes without delayed scaling keep nothing, so their
+        dictionary is empty.
+        """
+        self._refuse_inside("state_dict()")
+        return {key: row.detach().clone() for key, row in self._rows()}
+
+    def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` returned, on this state's device; all of it or nothing.
+
+        Raises:
+            Fp8Error: The tensors are not those of this model and recipe.
+        """
+        self._refuse_inside("load_state_dict()")
+        own = dict(self._rows())
+        hint = "Convert the same model with the same recipe and skip"
+        for key in own.keys() ^ saved.keys():
+            reason = "is missing in the saved state" if key in own else "belongs to no linear here"
+            raise Fp8Error(key, reason, hint)
+        for key, row in own.items():
+            got = saved[key]
+            if got.shape != row.shape or got.dtype != row.dtype:
+                raise Fp8Error(
+                    key,
+                    f"is {got.dtype} of shape {tuple(got.shape)} in the saved state, and "
+                    f"{row.dtype} of shape {tuple(row.shape)} here",
+                    hint,
+                )
+        for table in self._shared.scaling.tables.values():
+            for name in FIELDS if table.names else ():
+                rows = [saved[f"{tensor}/{name}"].to(table.amax.device) for tensor in table.names]
+                setattr(table, name, torch.stack(rows))
+
+    def _rows(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for table in self._shared.scaling.tables.values():
+            for name in FIELDS:
+                rows = getattr(table, name)
+                yield from ((f"{tensor}/{name}", rows[i]) for i, tensor in enumerate(table.names))
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        self._refuse_inside(f"{phase}()")
+        self._shared.follow()
+        self._shared.phase = phase
+        try:
+            yield
+        finally:
+            self._shared.phase = "outside"
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._shared.phase != "outside":
+            raise Fp8Error(
+                f"state.{what}",
+                f"is used inside of state.{self._shared.phase}()",
+                "Leave that context first",
+            )
+
+    def _begin_step(self) -> None:
+        """Note the weights that are about to be quantized, and which of them FSDP2 gathers."""
+        self._stamps = {}
+        for name, linear in self.linears.items():
+            if is_dtensor(linear.weight):
+                if isinstance(linear.fp8.weight_form, CachedFp8):
+                    linear.fp8.weight_form = RecastFp8(linear.fp8.quantizer)
+            self._stamps[name] = _stamp(linear.weight)
+
+    def _check_same_weights(self) -> None:
+        if not self._stamps:
+            raise Fp8Error(
+                "state.microbatch(first=False)",
+                "no microbatch of this step came before it",
+                "Pass first=True for the first microbatch of each optimizer step",
+            )
+        for name, linear in self.linears.items():
+            if _stamp(linear.weight) != self._stamps.get(name):
+                raise Fp8Error(
+                    name,
+                    "its weight has changed since the first microbatch of the step",
+                    "Pass first=True to state.microbatch() after optimizer.step()",
+                )
+
+
+def _stamp(weight: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a weight is written or moved; nothing is known of DTensors."""
+    return (0, 0) if is_dtensor(weight) else (weight.data_ptr(), weight._version)

@@ -1,0 +1,60 @@
+"""What the ranks of the tests do: train a converted model under DDP or FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megafp8 import fp8
+from megafp8.precision.weights import RecastFp8
+from tests.fp8.models import mlp, noise
+from tests.ranks import Rank
+
+STEPS = 3
+
+
+def batch(step: int) -> torch.Tensor:
+    return noise(8, 32, seed=step)
+
+
+def train(rank: Rank, wrapper: str, reduce: bool) -> dict[str, Any]:
+    """Each rank trains on its half; returns losses, parameters and scales."""
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
+    model = mlp()
+    group = dist.group.WORLD if reduce else None
+    state = fp8.convert(model, amax_group=group)
+    if wrapper == "ddp":
+        run: torch.nn.Module = DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (rank.size,))
+        for linear in (model[0], model[2]):
+            fully_shard(linear, mesh=mesh)
+        run = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
+    losses, first_scales = [], {}
+    for step in range(STEPS):
+        half = batch(step).chunk(rank.size)[rank.index]
+        with state.microbatch():
+            loss = run(half).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        first_scales = first_scales or state.scales()
+    if wrapper == "fsdp2":
+        forms = [linear.fp8.weight_form for linear in state.linears.values()]
+        assert all(isinstance(form, RecastFp8) for form in forms)
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return {
+        "losses": losses,
+        "parameters": [parameter.detach().clone() for parameter in whole],
+        "first": {name: scale.quant_scale for name, scale in first_scales.items()},
+        "scales": {name: scale.quant_scale for name, scale in state.scales().items()},
+    }

@@ -1,0 +1,304 @@
+"""What conversion leaves as it was, what it refuses, and how a converted model is used."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from megafp8 import fp8
+from tests.fp8.models import gpt2, llama, mlp, noise, train
+
+STEPS = range(16)
+
+
+def step(model: nn.Module, state: fp8.Fp8State, seed: int = 0, *, first: bool = True) -> None:
+    with state.microbatch(first=first):
+        model(noise(8, 32, seed=seed)).square().mean().backward()
+
+
+def test_the_package_alone_loads_no_torch() -> None:
+    program = "import sys, megafp8; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama], ids=["GPT-2", "Llama"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_model_of_transformers_trains_as_in_high_precision(
+    make: Callable[[], nn.Module], recipe: Any
+) -> None:
+    plain, model = make(), make()
+    state = fp8.convert(model, recipe, skip="lm_head")
+    assert len(state.linears) == (8 if make is gpt2 else 14)
+    expected, got = train(plain, None, STEPS), train(model, state, STEPS)
+    assert got != expected
+    assert expected[-1] < expected[0] - 0.5
+    for high, low in zip(expected, got, strict=True):
+        assert low == pytest.approx(high, rel=0.03)  # half of E4M3's relative spacing of 2**-4
+    assert state.counter.share("fp8") == 1
+
+
+def test_a_tied_head_is_refused_and_nothing_is_converted() -> None:
+    model = gpt2()
+    with pytest.raises(fp8.Fp8Error, match="lm_head: its weight is shared, as transformer.wte"):
+        fp8.convert(model)
+    assert not any(isinstance(module, fp8.linear.Converted) for module in model.modules())
+
+
+def test_a_converted_model_looks_as_before() -> None:
+    model = llama()
+    before, parameters = model.state_dict(), dict(model.named_parameters())
+    hooked: list[str] = []
+    linear = model.model.layers[0].mlp.up_proj
+    linear.register_forward_hook(lambda *_: hooked.append("hook"))
+    state = fp8.convert(model, skip=["lm_head", "model.layers.1"])
+    assert isinstance(linear, nn.Linear) and isinstance(linear, fp8.Fp8Linear)
+    assert "fp8=delayed" in repr(linear)
+    assert type(model.model.layers[1].mlp.up_proj) is nn.Linear
+    assert set(state.linears) == {n for n in state.linears if n.startswith("model.layers.0.")}
+    assert list(model.state_dict()) == list(before)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    llama().load_state_dict(model.state_dict())
+    train(model, state, [0])
+    assert hooked == ["hook"]
+    assert not model.eval().training and not linear.training
+    assert model.to(torch.bfloat16).model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    losses = train(model.train(), state, [1])
+    assert losses[0] == losses[0]
+
+
+class Shared(nn.Module):
+    """One linear at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = self.a
+
+
+def converted() -> nn.Module:
+    model = mlp()
+    fp8.convert(model, skip="0")
+    return model
+
+
+BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no linear": (lambda: nn.Conv1d(1, 1, 1), {}, "model: Conv1d has neither an nn.Linear"),
+    "no module": (lambda: "gpt2", {}, "model: is a str"),
+    "recipe": (mlp, {"recipe": "delayd"}, "recipe='delayd': .*Did you mean 'delayed'"),
+    "no recipe": (mlp, {"recipe": 8}, "recipe=8: is neither a name nor an Fp8Recipe"),
+    "size": (lambda: nn.Linear(24, 16), {}, "linear: its weight is 16 x 24, .* multiples of 16"),
+    "block": (mlp, {"recipe": "blockwise"}, "0: its weight is 64 x 32, .* multiples of 128"),
+    "converted": (converted, {}, "2: is converted to FP8 already"),
+    "shared": (Shared, {}, "a: its weight is shared, as a.weight, b.weight"),
+    "skip": (mlp, {"skip": ["3"]}, "skip='3': matches no linear"),
+    "skip all": (mlp, {"skip": "*"}, "skip: leaves no linear"),
+    "skip all by function": (mlp, {"skip": lambda name, module: True}, "skip: leaves no linear"),
+    "subclass": (
+        lambda: nn.MultiheadAttention(16, 2), {}, "out_proj: is a NonDynamicallyQuantizableLinear"
+    ),
+    "fast path": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 16), {"skip": "self_attn"},
+        "model: evaluation of an nn.TransformerEncoderLayer bypasses",
+    ),
+    "dtype": (lambda: mlp().double(), {}, "0: its weight is torch.float64"),
+    "rule": (
+        mlp, {"recipe": fp8.Fp8Recipe(modules=(fp8.ModuleRule("fc*", "rowwise"),))},
+        "recipe.modules pattern 'fc\\*': matches no linear",
+    ),
+    "all high": (
+        mlp, {"recipe": fp8.Fp8Recipe(modules=(fp8.ModuleRule("*", "high_precision"),))},
+        "every linear stays in high precision",
+    ),
+    "stored": (mlp, {"recipe": fp8.Fp8Recipe(params_in_fp8=True)}, "recipe.params_in_fp8=True"),
+    "history": (mlp, {"recipe": fp8.Fp8Recipe(amax_history_len=0)}, "amax_history_len=0"),
+    "format": (mlp, {"recipe": fp8.Fp8Recipe(forward_format="e3m4")}, "forward_format='e3m4'"),
+    "power of two": (mlp, {"recipe": fp8.Fp8Recipe(power_2_scale=True)}, "power_2_scale=True"),
+    "group": (mlp, {"recipe": "rowwise", "amax_group": object()}, "amax_group: recipe rowwise"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_error(case: tuple[Callable[[], Any], dict[str, Any], str]) -> None:
+    make, arguments, message = case
+    model = make()
+    kinds = [type(m) for m in model.modules()] if isinstance(model, nn.Module) else []
+    with pytest.raises(fp8.Fp8Error, match=message):
+        fp8.convert(model, **arguments)
+    if kinds:
+        assert [type(module) for module in model.modules()] == kinds
+
+
+def test_the_rest_of_a_model_may_get_another_recipe() -> None:
+    """By rules, or by two conversions; a size that is padded is taken."""
+    rules = (fp8.ModuleRule("0", "rowwise"),)
+    by_rules = fp8.convert(mlp(), fp8.Fp8Recipe(modules=rules))
+    assert {name.partition(".")[0] for name in by_rules.scales()} == {"2"}
+    model = mlp()
+    fp8.convert(model, "rowwise", skip="2")
+    fp8.convert(model, "delayed", skip=lambda name, module: name == "0")
+    odd = nn.Linear(5, 7)
+    state = fp8.convert(odd, fp8.Fp8Recipe(pad_inner_dim=True))
+    with state.microbatch():
+        assert odd(noise(3, 5, seed=0)).shape == (3, 7)
+        assert odd(noise(5, seed=0)).shape == (7,)
+        assert odd(torch.empty(0, 5)).shape == (0, 7)
+
+
+def test_delayed_scaling_outside_of_a_microbatch_is_refused() -> None:
+    model = mlp()
+    state = fp8.convert(model)
+    with pytest.raises(fp8.Fp8Error, match="0: a forward pass with gradients ran outside"):
+        model(noise(8, 32, seed=0))
+    with state.microbatch():
+        loss = model(noise(8, 32, seed=0)).sum()
+    with pytest.raises(fp8.Fp8Error, match="2: its backward pass ran outside"):
+        loss.backward()
+    with pytest.raises(fp8.Fp8Error, match="is used inside of state.microbatch"):
+        with state.microbatch(), state.evaluation():
+            pass
+    with pytest.raises(fp8.Fp8Error, match="state_dict..: is used inside"), state.microbatch():
+        state.state_dict()
+    with pytest.raises(fp8.Fp8Error, match="0: its input is torch.bfloat16"), state.microbatch():
+        model(noise(8, 32, seed=0, dtype=torch.bfloat16))
+
+
+def test_a_stale_weight_is_refused_where_microbatches_accumulate() -> None:
+    model = mlp()
+    state = fp8.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(fp8.Fp8Error, match="no microbatch of this step came before"):
+        step(model, state, first=False)
+    step(model, state)
+    step(model, state, first=False)
+    optimizer.step()
+    with pytest.raises(fp8.Fp8Error, match="0: its weight has changed"):
+        step(model, state, first=False)
+    step(model, state)
+    with state.evaluation():
+        pass
+    with pytest.raises(fp8.Fp8Error, match="no microbatch of this step came before"):
+        step(model, state, first=False)
+
+
+def test_recipes_without_history_need_no_microbatch() -> None:
+    """And a weight that has changed is quantized anew."""
+    found = []
+    for is_enclosed in (False, True):
+        model = mlp()
+        state = fp8.convert(model, "tensorwise")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            if is_enclosed:
+                step(model, state, seed)
+            else:
+                model(noise(8, 32, seed=seed)).square().mean().backward()
+            optimizer.step()
+        found.append(model.state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    with pytest.raises(fp8.Fp8Error, match="keeps none"):
+        state.scales()
+    assert state.state_dict() == {}
+
+
+def test_an_exception_inside_leaves_the_scales_as_they_were() -> None:
+    model = mlp()
+    state = fp8.convert(model)
+    step(model, state)
+    before = state.state_dict()
+    with pytest.raises(KeyboardInterrupt), state.microbatch():
+        model(100 * noise(8, 32, seed=0)).sum().backward()
+        raise KeyboardInterrupt
+    with state.microbatch():
+        pass
+    assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_evaluation_leaves_no_trace(in_fp8: bool) -> None:
+    plain, model = mlp(), mlp()
+    state = fp8.convert(model, dataclasses.replace(fp8.Fp8Recipe(), fp8_in_evaluation=in_fp8))
+    step(model, state)
+    before, x = state.state_dict(), noise(8, 32, seed=1)
+    with state.evaluation():
+        inside = model(x)
+    with torch.no_grad():
+        alone = model(x)
+    assert torch.equal(inside, alone)
+    difference = (alone - plain(x)).abs().max()
+    assert (difference > 1e-3) == in_fp8
+    assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())
+
+
+def test_frozen_weights_have_no_gradients() -> None:
+    model = mlp()
+    state = fp8.convert(model)
+    model[0].requires_grad_(False)
+    step(model, state)
+    assert model[0].weight.grad is None and model[2].weight.grad is not None
+
+
+def test_health_says_what_a_cast_loses() -> None:
+    model = mlp()
+    state = fp8.convert(model, fp8.Fp8Recipe(amax_history_len=1))
+    with state.health() as report:
+        step(model, state)
+    assert set(report.tensors) == set(state.scales())
+    assert report.tensors["0.input"].amax == noise(8, 32, seed=0).abs().max()
+    assert report.complaints() == {} or all("underflow" in s for s in report.complaints().values())
+    with state.health() as report, state.microbatch():
+        model(1e6 * noise(8, 32, seed=0)).mean().backward()
+    assert "saturate" in report.complaints()["0.input"]
+    with state.health("scales") as report, state.microbatch():
+        model(noise(8, 32, seed=0) * float("nan")).mean().backward()
+    assert report.num_nonfinite["0.input"] == 1
+    assert state.scales()["0.input"].num_nonfinite == 1
+
+
+def test_saved_state_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Model, optimizer and scales through files, against a run that was never interrupted."""
+    whole, part = llama(), llama()
+    whole_state = fp8.convert(whole, skip="lm_head")
+    expected = train(whole, whole_state, range(6), torch.optim.AdamW(whole.parameters(), lr=3e-3))
+    state = fp8.convert(part, skip="lm_head")
+    optimizer = torch.optim.AdamW(part.parameters(), lr=3e-3)
+    first = train(part, state, range(3), optimizer)
+    save_file(part.state_dict(), tmp_path / "model.safetensors")
+    save_file(state.state_dict(), tmp_path / "fp8.safetensors")
+    saved_optimizer = copy.deepcopy(optimizer.state_dict())
+    again = llama()
+    again_state = fp8.convert(again, skip="lm_head")
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    again_state.load_state_dict(load_file(tmp_path / "fp8.safetensors"))
+    again_optimizer = torch.optim.AdamW(again.parameters(), lr=3e-3)
+    again_optimizer.load_state_dict(saved_optimizer)
+    assert first + train(again, again_state, range(3, 6), again_optimizer) == expected
+    own, theirs = whole_state.state_dict(), again_state.state_dict()
+    assert all(torch.equal(own[key], theirs[key]) for key in own)
+
+
+def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
+    state, other = fp8.convert(mlp()), fp8.convert(mlp(), fp8.Fp8Recipe(amax_history_len=7))
+    part = fp8.convert(mlp(), skip="0")
+    model = mlp()
+    trained = fp8.convert(model)
+    step(model, trained)
+    before = state.state_dict()
+    with pytest.raises(fp8.Fp8Error, match="history: is torch.float32 of shape .6,. in the saved"):
+        state.load_state_dict(trained.state_dict() | {"0.input/history": torch.zeros(6)})
+    with pytest.raises(fp8.Fp8Error, match="is missing in the saved state"):
+        state.load_state_dict(part.state_dict())
+    with pytest.raises(fp8.Fp8Error, match="belongs to no linear here"):
+        part.load_state_dict(state.state_dict())
+    with pytest.raises(fp8.Fp8Error, match="of shape"):
+        state.load_state_dict(other.state_dict())
+    assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())

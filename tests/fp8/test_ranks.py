@@ -1,0 +1,41 @@
+"""A converted model under DDP and FSDP2, on two gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fp8.models import mlp
+from tests.fp8.rank_work import batch
+from tests.ranks import run_ranks
+
+
+def trained(wrapper: str, reduce: bool) -> list[dict]:
+    return run_ranks(
+        "tests.fp8.rank_work:train", 2, {"wrapper": wrapper, "reduce": reduce}, timeout=90
+    )
+
+
+def test_replicas_share_weights_and_with_a_group_their_scales() -> None:
+    one, other = trained("ddp", True)
+    assert one["scales"] == other["scales"]
+    # The first update saw the amaxes of both halves of the batch.
+    amax = batch(0).abs().max()
+    assert one["first"]["0.input"] == torch.div(torch.tensor(448.0), amax).item()
+    assert one["losses"] != other["losses"]
+    for ours, theirs in zip(one["parameters"], other["parameters"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(one["parameters"][0], mlp()[0].weight)
+    sharded = trained("fsdp2", True)
+    for result, expected in zip(sharded, (one, other), strict=True):
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert result["scales"] == pytest.approx(expected["scales"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_without_a_group_each_rank_has_its_own_scales() -> None:
+    one, other = trained("ddp", False)
+    assert one["scales"]["0.weight"] == other["scales"]["0.weight"]
+    assert one["scales"]["0.input"] != other["scales"]["0.input"]
+    for ours, theirs in zip(one["parameters"], other["parameters"], strict=True):
+        assert torch.equal(ours, theirs)
