@@ -37,7 +37,11 @@ if __name__ == "__main__":
     print(f"{'step':>4}  {'tensor':30} {'amax':>9} {'scale':>9} {'scaled':>7}  underflow")
     for step, casts in enumerate(watch(steps=20), start=1):
         for name in TENSORS if step in (1, 2, 3, 10, 20) else ():
-            amax, scale, underflow = casts[name].amax, casts[name].quant_scale, casts[name].underflow
+            amax, scale, underflow = (
+                casts[name].amax,
+                casts[name].quant_scale,
+                casts[name].underflow,
+            )
             print(
                 f"{step:4}  {name:30} {amax:9.3g} {scale:9.4g} {amax * scale:7.0f} {underflow:9.2%}"
             )

@@ -95,8 +95,11 @@ def recipe_named(name: str) -> Fp8Recipe:
     for known in RECIPES:
         if name == known:
             is_fine = known in E4M3_RECIPES
-            backward = "e4m3" if is_fine else "e5m2"
-            return Fp8Recipe(name=known, backward_format=backward, power_2_scale=is_fine)
+            return Fp8Recipe(
+                name=known,
+                backward_format="e4m3" if is_fine else "e5m2",
+                power_2_scale=is_fine,
+            )
     close = difflib.get_close_matches(str(name), RECIPES, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Use one of them"
     raise Fp8Error(f"recipe={name!r}", f"the recipes are {', '.join(RECIPES)}", hint)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -176,7 +175,7 @@ class _Products(torch.autograd.Function):
         return done.output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         use: _Use = ctx.use
         use.bound.shared.check_backward(use.bound)
@@ -254,13 +253,15 @@ class Fp8Linear(Converted, nn.Linear):  # type: ignore[misc]
     """An `nn.Linear` after `fp8.convert`."""
 
 
-@cache
 def converted_class(kind: type[nn.Module]) -> type[Converted]:
-    """Return the class that a module of class `kind` gets: a subclass of `kind`."""
-    if kind is nn.Linear:
-        return Fp8Linear
-    made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
-    return cast(type[Converted], made)
+    """Return the class that a module of class `kind` gets: a subclass of `kind`, made once."""
+    if kind not in _CLASSES:
+        made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
+        _CLASSES[kind] = cast(type[Converted], made)
+    return _CLASSES[kind]
+
+
+_CLASSES: dict[type[nn.Module], type[Converted]] = {nn.Linear: Fp8Linear}
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ class HealthReport:
 
 
 class Fp8State:
-    """What `fp8.convert` returns: the scales of a model's FP8 linears and the events that move them.
+    """What `fp8.convert` returns: the scales of FP8 linears, and the events that move them.
 
     `linears` has the converted modules by name. Their tensors are named after them, with `.input`,
     `.weight` or `.grad_output` at the end.
@@ -52,7 +52,9 @@ class Fp8State:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._stamps: dict[str, tuple[int, int]] = {}  # of the weights, at a step's first microbatch
+        self._stamps: dict[
+            str, tuple[int, int]
+        ] = {}  # of the weights, at a step's first microbatch
 
     @property
     def recipe(self) -> Fp8Recipe:
@@ -141,7 +143,7 @@ class Fp8State:
         Raises:
             Fp8Error: No linear has delayed scaling; the other recipes keep no scale.
         """
-        found = {}
+        found: dict[str, Scale] = {}
         for table in self._shared.scaling.tables.values():
             columns = (table.quant_scale, table.num_updates, table.num_nonfinite)
             rows = zip(*(column.tolist() for column in columns), strict=True)

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megafp8 import fp8
 
@@ -15,6 +14,8 @@ VOCABULARY = 64
 
 
 def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel  # ranks need no transformers
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -25,6 +26,8 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(

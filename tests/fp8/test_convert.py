@@ -302,3 +302,20 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     with pytest.raises(fp8.Fp8Error, match="of shape"):
         state.load_state_dict(other.state_dict())
     assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())
+
+
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/front_door.md").read_text("utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "docs/front_door.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in lines[:3]]
+    assert losses[2] < losses[1] < losses[0]
+    assert lines[4:] == [
+        "share of FLOPs in FP8: 1.0",
+        "40 updates of the first weight's scale",
+    ]
+    assert (tmp_path / "checkpoint.pt").exists()
