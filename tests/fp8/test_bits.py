@@ -210,9 +210,16 @@ def test_compiled_code_around_the_linears_changes_no_bit() -> None:
         whole(noise(8, 32, seed=0))
 
 
-@pytest.mark.parametrize("high_precision", [frozenset(), frozenset({"output", "grad_weight"})])
-def test_autocast_computes_as_a_model_in_that_dtype(high_precision: Any) -> None:
-    recipe = fp8.Fp8Recipe(high_precision_gemms=high_precision)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        fp8.Fp8Recipe(),
+        fp8.Fp8Recipe(high_precision_gemms=frozenset({"output", "grad_weight"})),
+        fp8.Fp8Recipe(name="rowwise"),  # products of FP32 values, which BF16 does not hold
+    ],
+    ids=["delayed", "partly in high precision", "rowwise"],
+)
+def test_autocast_computes_as_a_model_in_that_dtype(recipe: fp8.Fp8Recipe) -> None:
     rounded = mlp().bfloat16()
     wide = mlp()
     with torch.no_grad():

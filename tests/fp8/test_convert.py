@@ -239,12 +239,35 @@ def test_evaluation_leaves_no_trace(in_fp8: bool) -> None:
     assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())
 
 
+def test_weights_may_get_their_memory_after_the_conversion() -> None:
+    with torch.device("meta"):
+        model = mlp()
+    state = fp8.convert(model)
+    with pytest.raises(fp8.Fp8Error, match="0: has its weight on the meta device"):
+        step(model, state)
+    model.to_empty(device="cpu").load_state_dict(mlp().state_dict())
+    step(model, state)
+    expected = mlp()
+    step(expected, fp8.convert(expected))
+    assert torch.equal(model[0].weight.grad, expected[0].weight.grad)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = mlp()
+    state, x = fp8.convert(model), noise(8, 32, seed=0).requires_grad_()
+    with state.microbatch():
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
 def test_frozen_weights_have_no_gradients() -> None:
     model = mlp()
     state = fp8.convert(model)
-    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
     step(model, state)
-    assert model[0].weight.grad is None and model[2].weight.grad is not None
+    assert model[2].weight.grad is None and model[0].weight.grad is not None
+    assert state.counter.flops["fp8", "grad_weight"] == 2 * 8 * 32 * 64  # the first one's alone
 
 
 def test_health_says_what_a_cast_loses() -> None:

@@ -26,8 +26,11 @@ def test_replicas_share_weights_and_with_a_group_their_scales() -> None:
     for ours, theirs in zip(one["parameters"], other["parameters"], strict=True):
         assert torch.equal(ours, theirs)
     assert not torch.equal(one["parameters"][0], mlp()[0].weight)
-    sharded = trained("fsdp2", True)
-    for result, expected in zip(sharded, (one, other), strict=True):
+
+
+@pytest.mark.slow
+def test_sharded_weights_train_as_replicas_do() -> None:
+    for result, expected in zip(trained("fsdp2", True), trained("ddp", True), strict=True):
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert result["scales"] == pytest.approx(expected["scales"], rel=1e-5)
 
