@@ -9,7 +9,7 @@
             loss.backward()
         optimizer.step()
 
-`convert` returns an `Fp8State`; docs/front_door.md describes it, with what is supported and what is not.
+`convert` returns an `Fp8State`. docs/front_door.md describes it and says what is supported.
 """
 
 from megafp8.fp8.convert import convert, recipe_named

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafp8.config.fp8_rules import E4M3_RECIPES, TENSOR_CORE_MULTIPLE
+from megafp8.config.values import E4M3_RECIPES, TENSOR_CORE_MULTIPLE
 from megafp8.fp8.linear import Bound, Converted, Fp8Error, Shared, converted_class
 from megafp8.fp8.state import Fp8State
 from megafp8.precision.formats import FORMATS
