@@ -1,4 +1,4 @@
-"""The front door: FP8 linears for any PyTorch model.
+"""Turn the linears of any PyTorch model into FP8 ones.
 
     from megafp8 import fp8
 

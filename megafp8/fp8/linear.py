@@ -44,7 +44,7 @@ class Fp8Error(UserError):
 
 @dataclass
 class Shared:
-    """What all converted linears of one model share: scales, counts, and the current phase."""
+    """Hold what all converted linears of one model share: scales, counts, the current phase."""
 
     scaling: ScalingState
     counter: GemmCounter = field(default_factory=GemmCounter)
@@ -110,7 +110,7 @@ class Shared:
 
 @dataclass
 class Bound:
-    """What FP8 adds to one module. `is_transposed`: the module keeps its weight as [I, O]."""
+    """Hold what FP8 adds to one module. `is_transposed`: the module keeps its weight as [I, O]."""
 
     name: str
     quantizer: LinearQuantizer
@@ -133,7 +133,7 @@ class _Sink:
 
 
 class _Use:
-    """One use of a converted module: it stands for `precision.linear.Linear` in both passes.
+    """Stand for `precision.linear.Linear` in both passes of one use of a converted module.
 
     `weight_OI` and `bias_O` are the module's parameters as this use reads them: transposed where
     the module keeps [I, O], and in the dtype of `torch.autocast` where that is on.
@@ -152,7 +152,7 @@ class _Use:
 
 
 class _Products(torch.autograd.Function):
-    """The forward and backward of `precision.linear`, for parameters of another module."""
+    """Run the forward and backward of `precision.linear` for parameters of another module."""
 
     @staticmethod
     def forward(
@@ -201,7 +201,7 @@ class Converted(nn.Module):
 
     @torch.compiler.disable(reason="megafp8's FP8 linears run eagerly and part the graph")  # type: ignore[untyped-decorator,unused-ignore]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., I] -> [..., O], in the input's dtype or that of `torch.autocast`.
+        """Map [..., I] to [..., O], in the input's dtype or that of `torch.autocast`.
 
         Raises:
             Fp8Error: The dtypes of input and weight differ without autocast, the weight is a
@@ -250,7 +250,7 @@ class Converted(nn.Module):
 
 
 class Fp8Linear(Converted, nn.Linear):  # type: ignore[misc]
-    """An `nn.Linear` after `fp8.convert`."""
+    """An `nn.Linear` that `fp8.convert` has converted."""
 
 
 def converted_class(kind: type[nn.Module]) -> type[Converted]:

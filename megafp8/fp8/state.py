@@ -1,4 +1,4 @@
-"""The state of a converted model: its events, scales, health, and what is saved of it."""
+"""Keep the state of a converted model: its events, scales, health, and what is saved of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = ("history", "quant_scale", "num_updates", "num_nonfinite")
 
 @dataclass(frozen=True)
 class Scale:
-    """One tensor's delayed scale, between microbatches."""
+    """Describe one tensor's delayed scale between microbatches."""
 
     quant_scale: float  # the next microbatch is multiplied by it before the cast
     num_updates: int  # microbatches whose amax has entered the history
@@ -32,7 +32,7 @@ class Scale:
 
 @dataclass
 class HealthReport:
-    """What FP8 did to each tensor, by its name; filled when its context ends."""
+    """Report what FP8 did to each tensor, by its name; filled when its context ends."""
 
     tensors: dict[str, TensorHealth] = field(default_factory=dict)
     num_nonfinite: dict[str, int] = field(default_factory=dict)  # since the conversion
@@ -44,7 +44,7 @@ class HealthReport:
 
 
 class Fp8State:
-    """What `fp8.convert` returns: the scales of FP8 linears, and the events that move them.
+    """Hold the scales of FP8 linears and the events that move them; `fp8.convert` returns one.
 
     `linears` has the converted modules by name. Their tensors are named after them, with `.input`,
     `.weight` or `.grad_output` at the end.
@@ -63,17 +63,17 @@ class Fp8State:
 
     @property
     def linears(self) -> Mapping[str, Converted]:
-        """The converted modules by name."""
+        """Return the converted modules by name."""
         return self._shared.linears
 
     @property
     def scaling(self) -> ScalingState:
-        """The scale tables and their observers, for code that wants to see every cast."""
+        """Return the scale tables and their observers, for code that wants to see every cast."""
         return self._shared.scaling
 
     @property
     def counter(self) -> GemmCounter:
-        """The FLOPs that the converted linears really ran, by precision."""
+        """Return the FLOPs that the converted linears really ran, by precision."""
         return self._shared.counter
 
     @contextmanager
@@ -82,7 +82,7 @@ class Fp8State:
 
         Args:
             first: Whether this is the first microbatch since the weights changed: they are then
-                quantized anew. With gradient accumulation, pass `first=i == 0` for microbatch `i`
+                quantized again. With gradient accumulation, pass `first=i == 0` for microbatch `i`
                 of an optimizer step.
 
         An exception inside leaves the scales as they were before.
@@ -118,7 +118,7 @@ class Fp8State:
         """
         with self._phase("evaluation"), self._shared.scaling.evaluation():
             yield
-        self._stamps.clear()  # the weights are quantized anew, so a step may not go on
+        self._stamps.clear()  # the weights are quantized again, so a step may not continue
 
     @contextmanager
     def health(self, mode: HealthMode = "full") -> Iterator[HealthReport]:
