@@ -34,7 +34,7 @@ from megafp8.parallel.launch import follow_launcher, is_rank, launch, leave_proc
 from megafp8.parallel.mesh import join, leave
 from megafp8.precision.scaling import ScalingState
 from megafp8.train.build import build
-from megafp8.train.runtime import prepare_process
+from megafp8.train.process import prepare_process
 from megafp8.train.step import forward_backward
 
 CALLS = 20  # of each direction in a round

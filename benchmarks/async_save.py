@@ -31,10 +31,9 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.parallel.mesh import single_rank
-from megafp8.train.background import BackgroundSaver
 from megafp8.train.build import build
-from megafp8.train.runtime import prepare_process
-from megafp8.train.saving import Saver
+from megafp8.train.process import prepare_process
+from megafp8.train.saver import BackgroundSaver, Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 

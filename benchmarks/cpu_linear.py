@@ -33,7 +33,7 @@ from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RECIPES, RecipeName
-from megafp8.train.runtime import prepare_process
+from megafp8.train.process import prepare_process
 
 Step = Callable[[], float]
 

@@ -35,7 +35,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
-from megafp8.train.runtime import prepare_process
+from megafp8.train.process import prepare_process
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward
 

@@ -29,7 +29,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.precision.health import HealthProbe
 from megafp8.precision.scaling import ScalingState
 from megafp8.train.build import build
-from megafp8.train.runtime import prepare_process
+from megafp8.train.process import prepare_process
 from megafp8.train.step import forward_backward
 
 LOG_EVERY = 10

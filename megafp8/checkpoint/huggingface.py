@@ -17,9 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megafp8.checkpoint.disk import os_errors_reported
-from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
 from megafp8.errors import CheckpointError, RunError, UserError
+from megafp8.files import os_errors_reported, read_json, write_json_atomically
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"

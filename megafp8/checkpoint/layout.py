@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Collection
 from pathlib import Path
 
-from megafp8.checkpoint.disk import fsync_directory, os_errors_reported, remove_tree
+from megafp8.files import fsync_directory, os_errors_reported, remove_tree
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megafp8.checkpoint.disk import write_durably
-from megafp8.checkpoint.rectangles import Box, Sizes, why_not_a_partition
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.errors import CheckpointError
+from megafp8.files import write_durably
+from megafp8.specs.geometry import Box, Sizes, why_not_a_partition
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

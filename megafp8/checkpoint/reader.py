@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from megafp8.checkpoint.manifest import USE_ANOTHER, PieceEntry, pieces_by_name
 from megafp8.checkpoint.placement import Placement
-from megafp8.checkpoint.rectangles import Box
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.verification import check_structure
 from megafp8.errors import CheckpointError
+from megafp8.specs.geometry import Box
 
 _NAMES_SHOWN = 5
 _SAME_MODEL = "Load it with the model and optimizer settings that it was saved with"

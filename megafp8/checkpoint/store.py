@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.best import NONE, Best
-from megafp8.checkpoint.disk import fsync_directory, os_errors_reported, remove_tree
 from megafp8.checkpoint.layout import (
     remove_leftovers,
     remove_whole,
@@ -38,6 +37,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.shardfile import DTYPE_NAMES, write_safetensors
 from megafp8.checkpoint.verification import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
+from megafp8.files import fsync_directory, os_errors_reported, remove_tree
 
 __all__ = [
     "Placement",

@@ -21,11 +21,12 @@ from megafp8.config.resolve import resolve
 from megafp8.data.prepare import prepare
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes
+from megafp8.runs import directory
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import backends, dryrun, rundirs
+from megafp8.train import backends, dryrun
 from megafp8.train.dryrun import Layout, RankShare
-from megafp8.train.precision_share import require_fp8, share_of_ranks
+from megafp8.train.report.fp8 import require_fp8, share_of_ranks
 
 PROG = "python -m megafp8.cli.dryrun"
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         loaded = load_all(given.overrides, given.config_dir, given.config_name)
         asked = loaded.cfg.trainer.accelerator
         spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
-        rundirs.check(spec)
+        directory.check(spec)
         backends.check(spec, torch.device("cpu"))
         if spec.parallel.fsdp is not None:
             raise SettingError(

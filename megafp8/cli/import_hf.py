@@ -20,15 +20,15 @@ import yaml
 from megafp8.checkpoint import store
 from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
 from megafp8.checkpoint.placement import Placement
-from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.cli.job import report
 from megafp8.config.architecture import tree_of_spec
 from megafp8.errors import ExitCode, RunError, UserError
-from megafp8.observe.files import write_atomically
+from megafp8.files import write_atomically
+from megafp8.runs.directory import CHECKPOINTS_DIR
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer
 from megafp8.train.weights import MODEL
 
 CONFIG = "model.yaml"

@@ -16,9 +16,9 @@ from pathlib import Path
 from megafp8.data.build import PREFIX, SIDECAR, build_dataset
 from megafp8.data.corpus import Corpus
 from megafp8.data.indexed import IndexedDataset
+from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.opened import OpenedDataset
 from megafp8.data.sidecar import FORMAT_VERSION, load_sidecar, verify_files
-from megafp8.data.tokenize import load_tokenizer
 from megafp8.errors import DataError
 
 ATTEMPTS = 3  # other processes may replace the same folder meanwhile

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megafp8.data.tokenize import Tokenizer, load_tokenizer
+from megafp8.data.named_tokenizers import load_tokenizer
+from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
 from megafp8.data.tiktoken_tokenizer import load_tiktoken, named_tiktoken
-from megafp8.data.tokenize import END_OF_DOCUMENT, JsonTokenizer, Tokenizer, load_json
+from megafp8.data.tokenize import (
+    END_OF_DOCUMENT,
+    SENTENCEPIECE_FILE,
+    TIKTOKEN_FILE,
+    JsonTokenizer,
+    Tokenizer,
+    load_json,
+)
 from megafp8.errors import ConfigError, DataError
 from megafp8.specs import TokenizerSpec
 
@@ -140,3 +147,21 @@ def _given(spec: TokenizerSpec, name: str, value: str | None) -> str:
             "Give it, or use model.tokenizer.library=builtin, which takes the data's own",
         )
     return value
+
+
+def load_tokenizer(path: Path, end_of_document: str | None = None) -> Tokenizer:
+    """Read a recorded tokenizer; the end of the file's name says which kind it is.
+
+    Args:
+        path: The file.
+        end_of_document: The token that ends a document; it must be in the vocabulary. None: the
+            kind's own, which is a SentencePiece model's end of a sentence, else `<|endoftext|>`.
+
+    Raises:
+        DataError: The file is missing, not a tokenizer, or has no such token.
+    """
+    if path.name.endswith(TIKTOKEN_FILE):
+        return load_tiktoken(path)
+    if path.name.endswith(SENTENCEPIECE_FILE):
+        return load_sentencepiece(path, end_of_document)
+    return load_json(path, end_of_document or END_OF_DOCUMENT)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
+from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.sidecar import (
     Sidecar,
     end_of_document_beside,
@@ -16,7 +17,7 @@ from megafp8.data.sidecar import (
     sampled_fingerprint,
     verify_files,
 )
-from megafp8.data.tokenize import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from megafp8.data.tokenize import TOKENIZER_FILES, Tokenizer
 from megafp8.errors import DataError
 
 

@@ -23,9 +23,10 @@ import numpy as np
 
 from megafp8.data.encode_workers import Encoded, encode_in_order
 from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
+from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.sidecar import FileRecord, Sidecar, record_file
 from megafp8.data.text_sources import TextSource, units
-from megafp8.data.tokenize import Tokenizer, load_tokenizer
+from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 
 UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once

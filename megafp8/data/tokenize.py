@@ -162,28 +162,6 @@ def byte_tokenizer() -> JsonTokenizer:
     return train_tokenizer([], SMALLEST_VOCABULARY)
 
 
-def load_tokenizer(path: Path, end_of_document: str | None = None) -> Tokenizer:
-    """Read a recorded tokenizer; the end of the file's name says which kind it is.
-
-    Args:
-        path: The file.
-        end_of_document: The token that ends a document; it must be in the vocabulary. None means
-            the kind's own: a SentencePiece model's end of a sentence, else `<|endoftext|>`.
-
-    Raises:
-        DataError: The file is missing, not a tokenizer, or has no such token.
-    """
-    if path.name.endswith(TIKTOKEN_FILE):
-        from megafp8.data.tiktoken_tokenizer import load_tiktoken
-
-        return load_tiktoken(path)
-    if path.name.endswith(SENTENCEPIECE_FILE):
-        from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
-
-        return load_sentencepiece(path, end_of_document)
-    return load_json(path, end_of_document or END_OF_DOCUMENT)
-
-
 def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:
     """Read a `tokenizer.json` of the `tokenizers` library.
 

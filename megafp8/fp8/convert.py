@@ -16,7 +16,7 @@ from megafp8.fp8.linear import Bound, Converted, Fp8Error, Shared, converted_cla
 from megafp8.fp8.state import Fp8State
 from megafp8.precision.formats import FORMATS
 from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState, StartReduceMax, Waitable
+from megafp8.precision.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.precision.weights import weight_form
 from megafp8.specs.precision import (
     BLOCK,
@@ -290,8 +290,8 @@ def _bind(name: str, module: nn.Module, shared: Shared, *, is_delayed: bool) -> 
 def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
     """Return what starts a maximum over the ranks of a group, in place."""
 
-    def start(amaxes: torch.Tensor) -> Waitable:
-        work: Waitable | None = dist.all_reduce(
+    def start(amaxes: torch.Tensor) -> Pending:
+        work: Pending | None = dist.all_reduce(
             amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True
         )
         assert work is not None, "this rank is not in amax_group"

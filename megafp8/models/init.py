@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megafp8.specs.placement import Piece
+from megafp8.specs.geometry import Piece
 
 Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
 

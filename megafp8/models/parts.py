@@ -26,7 +26,7 @@ from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
-from megafp8.specs.placement import Piece, whole
+from megafp8.specs.geometry import Piece, whole
 
 
 @dataclass(frozen=True)

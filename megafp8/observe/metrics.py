@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megafp8.observe.files import Warn, to_json, warn_on_stderr, write_atomically
+from megafp8.files import Warn, to_json, warn_on_stderr, write_atomically
 
 # These come first and in this order; any other key follows, by name.
 KEY_ORDER = (

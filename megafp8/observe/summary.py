@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megafp8.observe.files import to_json, write_atomically
+from megafp8.files import to_json, write_atomically
 from megafp8.observe.units import format_bytes, format_count, format_duration, format_number
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from megafp8.errors import ConfigError
-from megafp8.observe.files import Warn, strict, warn_on_stderr
+from megafp8.files import Warn, strict, warn_on_stderr
 from megafp8.specs import ObserveSpec
 
 

@@ -20,7 +20,7 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import Bucket
 from megafp8.precision.cast import amax_of
 from megafp8.precision.weights import StoredFp8
-from megafp8.specs.placement import rectangles_of_run
+from megafp8.specs.geometry import boxes_of_run
 
 ALIGNMENT = 64
 """Parameters and ranges begin at multiples of this number of elements. So no cache line has two
@@ -144,7 +144,7 @@ def _rectangles(
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of a segment's two flat tensors, as rectangles of the parameter's matrix."""
     begin = 0
-    for rectangle in rectangles_of_run(tuple(segment.param.shape), segment.begin, segment.end):
+    for rectangle in boxes_of_run(tuple(segment.param.shape), segment.begin, segment.end):
         size = torch.Size(rectangle.shape).numel()
         first, second = (tensor[begin : begin + size].view(rectangle.shape) for tensor in flat)
         yield first, second

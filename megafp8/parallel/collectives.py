@@ -3,7 +3,7 @@
 Three kinds of traffic do not pass through this module. FSDP2's gathers and scatters and the sends
 of pipeline schedules are torch's own calls: `parallel/fsdp.py` and `parallel/pipeline.py` add their
 bytes to the same `Traffic`, except the all-reduce between nodes of a hybrid FSDP run, which is not
-counted. Python objects that ranks exchange (`train/saving.py`) are not counted either.
+counted. Python objects that ranks exchange (`parallel/agreement.py`) are not counted either.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from megafp8.precision.scaling import Pending
 
 # axis, operation, dtype
 TrafficKey = tuple[str, str, str]
@@ -37,20 +39,6 @@ class Traffic:
         key = (axis, operation, str(tensor.dtype).removeprefix("torch."))
         self.num_bytes[key] += tensor.numel() * tensor.element_size()
         self.num_calls[key] += 1
-
-
-@dataclass(frozen=True)
-class Pending:
-    """Holds a reduction that has been started; `wait` returns its result."""
-
-    tensor: torch.Tensor
-    work: dist.Work | None
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the reduction and return the reduced tensor."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
 
 
 @dataclass(frozen=True)

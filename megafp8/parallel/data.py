@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megafp8.parallel.collectives import Axis, Pending
+from megafp8.parallel.collectives import Axis
 from megafp8.precision.grad_sink import ComputeGrad, GradSink
+from megafp8.precision.scaling import Pending
 
 
 @dataclass
@@ -43,21 +44,25 @@ class GradReducer:
     same bit for bit whenever a bucket is reduced.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], axis: Axis, *, dtype: torch.dtype = torch.float32
-    ) -> None:
-        """Take the buckets to reduce; `dtype` is what gradients are sent in.
+    def __init__(self, axis: Axis, *, dtype: torch.dtype = torch.float32) -> None:
+        """Make a reducer without buckets; `dtype` is what gradients are sent in.
 
         BF16 halves the bytes that are sent and rounds each addend.
         """
         self.axis, self.dtype = axis, dtype
-        self.buckets = list(buckets)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._plans: dict[int, _Plan] = {}  # the plan for each number of microbatches
         self._num_microbatches = 0
         self._seen: list[nn.Parameter] = []  # this step's gradients, while there is no plan
         self._missing: dict[int, int] = {}  # the gradients that a bucket still waits for
         self._order: list[Bucket] = []  # buckets to reduce, the last one first
+
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        """Take the buckets that are reduced from now on; call it once, before the first step."""
+        assert not self.buckets, "buckets are attached already"
+        self.buckets = list(buckets)
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         for param in self._bucket_of:  # for gradients that autograd accumulates
             param.register_post_accumulate_grad_hook(self._note)
 
@@ -121,9 +126,8 @@ class GradReducer:
 class NotingSink:
     """Adds gradients through another sink and tells a `GradReducer` of each one."""
 
-    def __init__(self, inner: GradSink) -> None:
-        self.inner = inner
-        self.reducer: GradReducer | None = None  # set after the model has been built
+    def __init__(self, inner: GradSink, reducer: GradReducer) -> None:
+        self.inner, self.reducer = inner, reducer
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         """Add a weight's gradient as the inner sink does; see `GradSink.add`."""
@@ -142,9 +146,7 @@ class NotingSink:
         return added
 
     def _note(self, weight: nn.Parameter, added: torch.Tensor | None) -> None:
-        if (
-            added is None and self.reducer is not None
-        ):  # a returned gradient is noted by autograd's hook
+        if added is None:  # a returned gradient is noted by autograd's hook
             self.reducer.note(weight)
 
 

@@ -35,12 +35,10 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.formats import Fp8Format
+from megafp8.precision.formats import DTYPES, Fp8Format
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import ParallelSpec
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)

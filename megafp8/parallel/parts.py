@@ -36,7 +36,7 @@ from megafp8.precision.linear import Linear, LinearComm, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
-from megafp8.specs.placement import Piece
+from megafp8.specs.geometry import Piece
 
 
 class NativeParts(Parts):

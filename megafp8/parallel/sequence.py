@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from megafp8.models.attention import AttentionContext
-from megafp8.parallel.collectives import Axis, Pending
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
 from megafp8.precision.recipes.base import Operand, Role
-from megafp8.precision.scaling import ReduceMax
+from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 
 

@@ -17,6 +17,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.backends.te_state import TeGemm, TeRegion, TeScaling
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
@@ -228,9 +229,7 @@ class TeLayer(nn.Module):
         self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
         self.count_attention_flops = parts.count_attention_flops
-        self.wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
-            parts.dtype
-        ]
+        self.wide = DTYPE_NAMES[parts.dtype]
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """[B, S, D] -> [B, S, D], of S/tp tokens with sequence parallelism. It knows causal

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.models.parts import Rows
-from megafp8.parallel.collectives import Axis, Pending
+from megafp8.parallel.collectives import Axis
 from megafp8.precision.recipes.base import Operand, Role
-from megafp8.precision.scaling import ReduceMax
-from megafp8.specs.placement import Piece
+from megafp8.precision.scaling import Pending, ReduceMax
+from megafp8.specs.geometry import Piece
 
 
 @dataclass(frozen=True)

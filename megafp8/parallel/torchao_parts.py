@@ -12,7 +12,7 @@ from megafp8.precision.linear import LinearComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.placement import Piece
+from megafp8.specs.geometry import Piece
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 

@@ -18,7 +18,7 @@ from megafp8.models.loss import IGNORE, AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
 from megafp8.precision.grad_sink import GradSink
-from megafp8.specs.placement import Piece
+from megafp8.specs.geometry import Piece
 
 
 def vocabulary_piece(name: str, shape: tuple[int, int], tp: Axis, replica: int) -> Piece:

@@ -1,4 +1,7 @@
-"""Define the two FP8 formats of Micikevicius et al. 2022 (arXiv 2209.05433), table 1."""
+"""Define number formats: torch's dtypes by their names in settings, and the two FP8 formats.
+
+The FP8 formats are those of Micikevicius et al. 2022 (arXiv 2209.05433), table 1.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import torch
 
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import FormatName
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

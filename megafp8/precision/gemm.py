@@ -23,6 +23,7 @@ import torch
 
 from megafp8.hardware import bf16
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.kernels.scaled_mm import scaled_mm
 from megafp8.precision.kernels.triton_launch import transposed
 from megafp8.precision.tensor import Fp8Tensor
@@ -103,7 +104,7 @@ def gemm(
     else:
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
         flops = _flops(a, b, transpose_a, transpose_b)
-        precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[a.dtype]
+        precision = DTYPE_NAMES[a.dtype]
         dequant_scale = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b

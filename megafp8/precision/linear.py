@@ -22,18 +22,10 @@ from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Operand, Operands, Role
-from megafp8.precision.scaling import ReduceMax
+from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import weight_form
 from megafp8.specs.precision import GemmName
-
-
-class PendingReduction(Protocol):
-    """Represent a reduction over ranks that may still be under way."""
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the reduction and return its result."""
-        ...
 
 
 class LinearComm(Protocol):
@@ -85,7 +77,7 @@ class LinearComm(Protocol):
         """
         ...
 
-    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction:
+    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Start to sum the input gradient over ranks; `wait` of the result returns the sum, [T, I].
 
         It is called after the product for `grad_input`, whose result has the tokens that
@@ -102,13 +94,6 @@ class LinearComm(Protocol):
         when the linear is built, once for each tensor with current scaling.
         """
         ...
-
-
-class _Done(NamedTuple):
-    value: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.value
 
 
 class NoComm:
@@ -132,9 +117,9 @@ class NoComm:
         """Return the output gradient itself."""
         return grad_output_TO
 
-    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> PendingReduction:
+    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Return the input gradient as a reduction that is over already."""
-        return _Done(grad_input_TI)
+        return Pending(grad_input_TI)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
         """Return None: this rank holds every tensor whole."""

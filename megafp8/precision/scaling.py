@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from megafp8.precision.engine import EMULATED, Engine, engine_of
 from megafp8.precision.formats import Fp8Format, formats_of
@@ -37,15 +38,21 @@ Direction = Literal["forward", "backward"]
 ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
 
 
-class Waitable(Protocol):
-    """Represent an operation that may still be under way."""
+@dataclass(frozen=True)
+class Pending:
+    """Hold a tensor and the operation under way that gives the tensor its value."""
 
-    def wait(self) -> object:
-        """Wait until the operation is done."""
-        ...
+    tensor: torch.Tensor
+    work: dist.Work | None = None  # None: the tensor has its value
+
+    def wait(self) -> torch.Tensor:
+        """Wait until the operation is done and return the tensor."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
-StartReduceMax = Callable[[torch.Tensor], Waitable]  # in place, valid after `wait`
+StartReduceMax = Callable[[torch.Tensor], Pending]  # in place, valid after `wait`
 # An observer sees each tensor as it is quantized: its name, the tensor, and what the products that
 # sum along its last and along its first dim will read (None for a product that is not in FP8).
 Observer = Callable[[str, torch.Tensor, Fp8Tensor | None, Fp8Tensor | None], None]
@@ -106,7 +113,7 @@ class ScaleTable:
     num_updates, num_nonfinite = _Settled(), _Settled()
 
     def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
-        self._under_way: tuple[torch.Tensor, Waitable] | None = None  # amaxes and their reduction
+        self._under_way: tuple[torch.Tensor, Pending] | None = None  # amaxes and their reduction
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []

@@ -6,7 +6,6 @@ Neither package is imported before it was chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from megafp8.parallel.te_parts import TransformerEngineParts
 from megafp8.parallel.torchao_parts import TorchaoParts
 from megafp8.precision.backends import te_names, te_recipe, torchao_linear
 from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
+from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
@@ -63,69 +63,94 @@ def check(spec: RunSpec, device: torch.device) -> None:
 
 
 def make(
-    spec: RunSpec,
-    mesh: Mesh,
-    streams: RandomStreams,
-    sink: GradSink,
-    counter: GemmCounter,
-    dtype: torch.dtype,
-    native_scaling: ScalingState | None,
+    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
 ) -> Engine:
-    """The chosen backend's parts; `native_scaling` is used by our own alone."""
-    given = (spec.model, dtype, spec.train.seed, streams)
-    shared: dict[str, Any] = {
-        "tp": mesh.tp,
-        "sink": sink,
-        "counter": counter,
-        "half_weights": spec.precision.half_weights,
-        "gathers_weights": spec.parallel.fsdp is not None,
-    }
-    recipe = spec.precision.fp8
-    if spec.precision.backend == "te":
-        names = te_names.load()
-        made = None if recipe is None else te_recipe.make(recipe, names.recipe)
-        region = TeRegion(names, made, group_of(mesh.amax))
-        scaling: TeScaling | TeEvents
-        if recipe is not None and recipe.name == "delayed":
-            scaling = TeScaling(recipe, region)
-        else:
-            in_evaluation = recipe is not None and recipe.fp8_in_evaluation
-            scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
-        parts = TransformerEngineParts(
-            *given,
-            region=region,
-            te_scaling=scaling if isinstance(scaling, TeScaling) else None,
-            device=mesh.device,
-            recipe=recipe,
-            sequence_parallel=spec.parallel.sequence_parallel,
-            **shared,
-        )
-        return Engine(parts, scaling)
-    if spec.precision.backend == "torchao":
-        assert recipe is not None
-        seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
-        seen_by.to(mesh.device)
-        emulate = mesh.device.type == "cpu"
-        fsdp = spec.parallel.fsdp
-        parts_of_torchao = TorchaoParts(
-            *given,
-            recipe=recipe,
-            seen_by=seen_by,
-            emulate=emulate,
-            gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
-            **shared,
-        )
-        return Engine(parts_of_torchao, seen_by)
-    return Engine(
-        NativeParts(
-            *given,
-            scaling=native_scaling,
-            sequence_parallel=spec.parallel.sequence_parallel,
-            cp=mesh.cp,
-            **shared,
-        ),
-        native_scaling or NoScaling(),
+    """The chosen backend's parts and scaling state."""
+    makers = {"te": _transformer_engine, "torchao": _torchao, "native": _native}
+    return makers[spec.precision.backend](spec, mesh, streams, sink, counter)
+
+
+def _native(
+    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
+) -> Engine:
+    """Our own: amaxes are reduced over every rank that holds part of the same tensors."""
+    recipe, scaling = spec.precision.fp8, None
+    if recipe is not None:
+        reduces = mesh.amax.size > 1
+        scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if reduces else None)
+        if mesh.device.type == "meta":
+            scaling.to(mesh.device)  # no numbers to start with: rows come without memory
+    parts = NativeParts(
+        spec.model,
+        DTYPES[spec.precision.compute],
+        spec.train.seed,
+        streams,
+        scaling=scaling,
+        tp=mesh.tp,
+        sink=sink,
+        counter=counter,
+        half_weights=spec.precision.half_weights,
+        sequence_parallel=spec.parallel.sequence_parallel,
+        gathers_weights=spec.parallel.fsdp is not None,
+        cp=mesh.cp,
     )
+    return Engine(parts, scaling or NoScaling())
+
+
+def _transformer_engine(
+    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
+) -> Engine:
+    names, recipe = te_names.load(), spec.precision.fp8
+    made = None if recipe is None else te_recipe.make(recipe, names.recipe)
+    region = TeRegion(names, made, group_of(mesh.amax))
+    scaling: TeScaling | TeEvents
+    if recipe is not None and recipe.name == "delayed":
+        scaling = TeScaling(recipe, region)
+    else:
+        in_evaluation = recipe is not None and recipe.fp8_in_evaluation
+        scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
+    parts = TransformerEngineParts(
+        spec.model,
+        DTYPES[spec.precision.compute],
+        spec.train.seed,
+        streams,
+        region=region,
+        te_scaling=scaling if isinstance(scaling, TeScaling) else None,
+        device=mesh.device,
+        recipe=recipe,
+        sequence_parallel=spec.parallel.sequence_parallel,
+        tp=mesh.tp,
+        sink=sink,
+        counter=counter,
+        half_weights=spec.precision.half_weights,
+        gathers_weights=spec.parallel.fsdp is not None,
+    )
+    return Engine(parts, scaling)
+
+
+def _torchao(
+    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
+) -> Engine:
+    recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
+    assert recipe is not None
+    seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
+    seen_by.to(mesh.device)
+    parts = TorchaoParts(
+        spec.model,
+        DTYPES[spec.precision.compute],
+        spec.train.seed,
+        streams,
+        recipe=recipe,
+        seen_by=seen_by,
+        emulate=mesh.device.type == "cpu",
+        gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
+        tp=mesh.tp,
+        sink=sink,
+        counter=counter,
+        half_weights=spec.precision.half_weights,
+        gathers_weights=fsdp is not None,
+    )
+    return Engine(parts, seen_by)
 
 
 def fp8_kernel(spec: RunSpec, device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
@@ -18,9 +18,10 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.parallel.te_parts import stores_of as te_stores
+from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
-from megafp8.precision.scaling import ScalingState
+from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
@@ -28,42 +29,78 @@ from megafp8.train import backends
 from megafp8.train.compile import compile_layers
 from megafp8.train.state import TrainState
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """The state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
-    sink, counter, parallel = MainGradSink(), GemmCounter(), spec.parallel
-    outer: GradSink = sink
-    is_reduced_here = mesh.data.size > 1 and parallel.fsdp is None
-    noting = NotingSink(outer) if is_reduced_here else None
-    outer = noting or outer
-    is_split = mesh.pp.size > 1 and parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES
-    deferring = DeferringSink(outer) if is_split else None
-    engine = backends.make(
-        spec,
-        mesh,
-        streams,
-        deferring or outer,
-        counter,
-        COMPUTE_DTYPES[spec.precision.compute],
-        build_scaling(spec, mesh),
+    counter = GemmCounter()
+    sinks = make_sinks(spec, mesh)
+    backend = backends.make(spec, mesh, streams, sinks.outer, counter)
+    model = make_model(spec, mesh, backend)
+    compiled = compile_layers(model, mesh.device) if spec.train.compile == "block" else None
+    masters = make_masters(spec, mesh, model)
+    connect_gradients(spec, sinks, masters)
+    scale = spec.precision.loss_scale
+    return TrainState(
+        model=model,
+        masters=masters,
+        optimizer=AdamW(masters, spec.optim),
+        scaling=backend.scaling,
+        streams=streams,
+        sink=sinks.main,
+        counter=counter,
+        mesh=mesh,
+        reducer=sinks.reducer,
+        sequence_parallel=spec.parallel.sequence_parallel and mesh.tp.size > 1,
+        pipeline=make_pipeline(spec, mesh, model, backend.scaling, streams, sinks.deferring),
+        loss_scale=None if scale is None else LossScale(scale),
+        compiled=compiled,
     )
-    parts = engine.parts
-    model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, parallel, mesh.pp)
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Where a weight's gradient goes: through `outer`, and through those within it, to `main`."""
+
+    main: MainGradSink
+    outer: GradSink
+    reducer: GradReducer | None  # where there are replicas, but for FSDP, which reduces by itself
+    deferring: DeferringSink | None  # of schedules that compute weights' gradients later
+
+
+def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
+    """Sinks without their buffers, which `connect_gradients` gives them."""
+    main = MainGradSink()
+    outer: GradSink = main
+    reducer: GradReducer | None = None
+    deferring: DeferringSink | None = None
+    if mesh.data.size > 1 and spec.parallel.fsdp is None:
+        reducer = GradReducer(mesh.data, dtype=DTYPES[spec.parallel.grad_reduce_dtype])
+        outer = NotingSink(outer, reducer)
+    if mesh.pp.size > 1 and spec.parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES:
+        outer = deferring = DeferringSink(outer)
+    return Sinks(main, outer, reducer, deferring)
+
+
+def make_model(spec: RunSpec, mesh: Mesh, backend: backends.Engine) -> GPT | PipelinedGPT:
+    """The GPT, or this rank's stage of it, on its device with the scaling state of its tensors."""
+    parts = backend.parts
+    model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
     model.to(mesh.device)
-    if isinstance(engine.scaling, ScalingState):
-        engine.scaling.to(mesh.device)
+    if isinstance(backend.scaling, ScalingState):
+        backend.scaling.to(mesh.device)
+    return model
+
+
+def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Masters:
+    """The FP32 masters of the model's weights, whole or this rank's shard of them."""
+    parallel = spec.parallel
     in_fp8 = {
         linear.weight: linear.weight_form
         for linear in linears_of(model)
         if isinstance(linear.weight_form, StoredFp8)
     }
-    compiled = None
-    if spec.train.compile == "block":
-        compiled = compile_layers(model, mesh.device)
     masters: Masters
     if parallel.fsdp is not None:
         assert isinstance(model, GPT), "pipelines are refused"
@@ -81,41 +118,37 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         stores = {weight: form.store for weight, form in in_fp8.items()}
         masters = Masters(model.parameters(), stores | te_stores(model))
     masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
-    if parallel.fsdp is None:  # else autograd and FSDP do it
-        sink.attach(zip(masters.params, masters.param_grads, strict=True))
-    if noting is not None:
-        noting.reducer = GradReducer(
+    return masters
+
+
+def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
+    """Hand the masters' gradient buffers to the sinks. With FSDP, autograd and FSDP fill them."""
+    if spec.parallel.fsdp is None:
+        sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
+    if sinks.reducer is not None:
+        sinks.reducer.attach(
             masters.reducer_buckets()
             if isinstance(masters, ShardedMasters)
-            else buckets_of(masters.flat_grad, masters.params, parallel.grad_bucket_bytes),
-            mesh.data,
-            dtype=COMPUTE_DTYPES[parallel.grad_reduce_dtype],
+            else buckets_of(masters.flat_grad, masters.params, spec.parallel.grad_bucket_bytes)
         )
-    optimizer = AdamW(masters, spec.optim)
-    state = TrainState(model, masters, optimizer, engine.scaling, streams, sink, counter, mesh)
-    state.compiled = compiled
-    if spec.precision.loss_scale is not None:
-        state.loss_scale = LossScale(spec.precision.loss_scale)
-    state.sequence_parallel = parallel.sequence_parallel and mesh.tp.size > 1
-    state.reducer = None if noting is None else noting.reducer
-    if isinstance(model, PipelinedGPT):
-        state.pipeline = PipelineRunner(
-            model,
-            model.boundary(spec.train.micro_batch_size, spec.data.seq_length // mesh.cp.size),
-            scaling=engine.scaling,
-            streams=streams,
-            deferring=deferring,
-            device=mesh.device,
-        )
-    return state
 
 
-def build_scaling(spec: RunSpec, mesh: Mesh) -> ScalingState | None:
-    """Our own engine's, its amaxes reduced over every rank that holds part of the same tensors."""
-    recipe = spec.precision.fp8
-    if recipe is None or spec.precision.backend != "native":
+def make_pipeline(
+    spec: RunSpec,
+    mesh: Mesh,
+    model: GPT | PipelinedGPT,
+    scaling: ScalingState | NoScaling,
+    streams: RandomStreams,
+    deferring: DeferringSink | None,
+) -> PipelineRunner | None:
+    """What runs a step over the stages; None where the model is whole."""
+    if not isinstance(model, PipelinedGPT):
         return None
-    scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if mesh.amax.size > 1 else None)
-    if mesh.device.type == "meta":
-        scaling.to(mesh.device)  # no numbers to start with: rows come without memory
-    return scaling
+    return PipelineRunner(
+        model,
+        model.boundary(spec.train.micro_batch_size, spec.data.seq_length // mesh.cp.size),
+        scaling=scaling,
+        streams=streams,
+        deferring=deferring,
+        device=mesh.device,
+    )

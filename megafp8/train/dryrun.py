@@ -25,7 +25,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
-from megafp8.train.precision_share import LinearFlops, linear_flops
+from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
 
 

@@ -3,68 +3,26 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 from megafp8.checkpoint.best import METRICS
-from megafp8.data.loader import Loader, Microbatch, validation_batches
-from megafp8.data.prepare import PreparedData
+from megafp8.data.loader import Loader, Microbatch
 from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
-from megafp8.observe.console import Console, StepReport
+from megafp8.observe.console import StepReport
 from megafp8.observe.memory import peak_memory_bytes
-from megafp8.observe.metrics import MetricsFile
-from megafp8.observe.summary import bits_per_byte
-from megafp8.observe.trackers import CompositeTracker
+from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
-from megafp8.specs import RunSpec
-from megafp8.train import saving
-from megafp8.train.background import BackgroundSaver
-from megafp8.train.evaluate import evaluate
-from megafp8.train.garbage import Garbage
-from megafp8.train.health import HealthLog
+from megafp8.train import state_dict
 from megafp8.train.nonfinite import first_nonfinite
-from megafp8.train.pace import Pace
-from megafp8.train.profiling import StepProfiler
-from megafp8.train.signals import StopRequest, agree
+from megafp8.train.process import Garbage
+from megafp8.train.run import Run
+from megafp8.train.saver import newest_valid
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
-from megafp8.train.timelimit import TimeLimit
+from megafp8.train.validate import validate
 
 MAX_NONFINITE_IN_A_ROW = 10
-
-
-@dataclass
-class Run:
-    """One process's life of a run."""
-
-    spec: RunSpec
-    state: TrainState
-    data: PreparedData
-    saver: saving.Saver
-    console: Console
-    metrics: MetricsFile | None  # the main rank's
-    trackers: CompositeTracker
-    stop: StopRequest
-    limit: TimeLimit
-    health: HealthLog
-    profiler: StepProfiler
-    bytes_per_token: float  # of the validation text
-    background: BackgroundSaver | None = None  # writes the periodic checkpoints, with `async_save`
-    pace: Pace = field(default_factory=Pace)  # of this process
-    last_report: StepReport | None = None
-    last_loss: float | None = None
-    stopped_by_time: bool = False
-    last_save: float = field(default_factory=time.monotonic)
-    nonfinite_in_a_row: int = 0
-    rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
-
-    def close(self) -> None:
-        """The files that this process writes beside the checkpoints."""
-        if self.metrics is not None:
-            self.metrics.close()
-        self.health.close()
-        self.trackers.close()
 
 
 def train(run: Run) -> bool:
@@ -95,7 +53,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             if run.spec.train.logs_at(run.state.step + 1):
                 run.health.begin()
             run.profiler.before_step(run.state.step)
-            result = train_step(run.state, microbatches)
+            result = train_step(run.state, microbatches, lambda: flags_of(run))
             run.profiler.after_step(run.state.step)
             if result.scale_falls:
                 run.state.num_skipped += 1
@@ -157,17 +115,14 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         run.console.warn(slow)
     is_last = step == spec.train.max_steps
     validates = spec.train.limit_val_batches > 0 and not is_last
-    if validates and step % spec.train.val_check_interval == 0:
+    validates = validates and step % spec.train.val_check_interval == 0
+    if validates:
         validate(run)
     interval = spec.checkpoint.every_n_train_steps
-    pause = spec.checkpoint.train_time_interval_seconds
-    is_time = pause is not None and time.monotonic() - run.last_save >= pause
-    is_saving = run.background is not None and run.background.step is not None
-    is_late = run.limit.is_due(time.monotonic() - run.last_save if is_saving else None)
-    has_saved = run.background is not None and run.background.has_ended()
-    stop, is_time, is_late, has_saved = agree(
-        run.state.mesh, run.stop.signal is not None, is_time, is_late, has_saved
-    )
+    run.limit.step_ended()
+    stop, is_time, is_late, has_saved = result.raised
+    if validates:  # this may have taken long: ask again
+        (stop,) = agree(run.state.mesh, run.stop.signal is not None)
     if has_saved:
         settle(run)
     run.stopped_by_time = is_late and not stop
@@ -177,6 +132,21 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     elif is_time or (interval and step % interval == 0):
         save(run, must_succeed=False)
     return stop and not is_last
+
+
+def flags_of(run: Run) -> tuple[bool, ...]:
+    """What this rank wants to be done after the step that runs now: leave because of a signal, save
+    because of the time, leave because of it, and take note that a checkpoint beside training is on
+    the disk."""
+    pause = run.spec.checkpoint.train_time_interval_seconds
+    since_save = time.monotonic() - run.last_save
+    is_saving = run.background is not None and run.background.step is not None
+    return (
+        run.stop.signal is not None,
+        pause is not None and since_save >= pause,
+        run.limit.is_due(since_save if is_saving else None),
+        run.background is not None and run.background.has_ended(),
+    )
 
 
 def report_of(
@@ -236,45 +206,6 @@ def _notes(state: TrainState, result: StepResult) -> tuple[str, ...]:
     if result.scale_falls and state.loss_scale is not None:
         return (f"FP16 overflow: weights unchanged, next loss scale {state.loss_scale.scale:g}",)
     return ("not finite: weights unchanged",)
-
-
-def validate(run: Run, *, whole: bool = False) -> float:
-    """Nats per token over `limit_val_batches` global batches, or over all validation text."""
-    began = time.perf_counter()
-    train, mesh = run.spec.train, run.state.mesh
-    limit = None if whole else train.limit_val_batches * train.global_batch_size
-    drops_last = run.spec.data.validation_drop_last and not whole
-    batches = validation_batches(
-        run.data.validation if whole else run.data.periodic_validation,
-        train.micro_batch_size,
-        mesh.dp.rank,
-        mesh.dp.size,
-        limit,
-        multiple_of=train.global_batch_size if drops_last else 1,
-        rules=run.data.rules,
-    )
-    val_loss, _ = evaluate(run.state, batches)
-    bits = bits_per_byte(val_loss, run.bytes_per_token)
-    values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
-    if run.metrics is not None:
-        # The whole validation ends a run, and is done again if the run is killed before it is over.
-        run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
-    run.trackers.log(run.state.step, values)
-    run.saver.metrics["val_loss"] = val_loss
-    seconds = time.perf_counter() - began
-    run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
-    return val_loss
-
-
-def check_validation(run: Run) -> None:
-    """A short validation before the first step: what would fail, or be too large, fails now."""
-    train, mesh = run.spec.train, run.state.mesh
-    limit = train.num_sanity_val_steps * train.global_batch_size
-    batches = validation_batches(
-        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
-    )
-    val_loss, num_tokens = evaluate(run.state, batches)
-    run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")
 
 
 def save(run: Run, *, must_succeed: bool) -> None:
@@ -343,7 +274,7 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
     what = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
     run.nonfinite_in_a_row += 1
     if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-        saving.raise_on_all(
+        raise_on_all(
             NonFiniteError(
                 f"{what}. Nothing of it was saved. Lower model.optim.lr, or set "
                 "trainer.nonfinite_policy=skip (leave such batches out) or rollback (go back to "
@@ -353,9 +284,9 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
     if policy == "rollback" and step not in run.rolled_back_from:
         run.rolled_back_from.add(step)
         settle(run)
-        newest = saving.newest_valid(run.saver.root, run.state.mesh, run.console.warn)
+        newest = newest_valid(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
-            meta = saving.load(newest, run.state, run.console.warn)
+            meta = state_dict.load(newest, run.state, run.console.warn)
             run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)

@@ -10,8 +10,8 @@ from torch import nn
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.parallel.agreement import first_known
 from megafp8.parallel.fsdp import local_of
-from megafp8.train.saving import first_known
 from megafp8.train.state import TrainState
 from megafp8.train.step import local_batch
 

@@ -7,9 +7,9 @@ import time
 import torch
 
 from megafp8.observe.units import format_duration
+from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.specs import RunSpec
-from megafp8.train.build import COMPUTE_DTYPES
 
 LONG_SECONDS = 30 * 60
 SLOWER_BY = 1.5  # products in the run's dtype, over FP32 ones, from which on FP32 is named
@@ -72,7 +72,7 @@ def _ways(spec: RunSpec, step: int, seconds: float, device: torch.device) -> lis
 
 def _times_as_long(spec: RunSpec, device: torch.device) -> float:
     """How long a product of the model's shape takes in its dtype, over the same in FP32."""
-    dtype = COMPUTE_DTYPES[spec.precision.compute]
+    dtype = DTYPES[spec.precision.compute]
     if dtype == torch.float32:
         return 1.0
     model = spec.model

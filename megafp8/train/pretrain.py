@@ -6,20 +6,23 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megafp8.checkpoint.rundir import FINISHED, RunChoice, mark
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console, open_console
 from megafp8.observe.summary import write_summary
+from megafp8.parallel.agreement import from_main, on_main
 from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
+from megafp8.runs import directory
+from megafp8.runs.directory import FINISHED, RunChoice, mark
 from megafp8.specs import RunSpec
-from megafp8.train import backends, rundirs, saving
-from megafp8.train.conclusion import Typed, sample_text, summarize
-from megafp8.train.loop import Run, check_validation, save, train
-from megafp8.train.opening import open_run
-from megafp8.train.profiling import memory_snapshot_on_oom
-from megafp8.train.runtime import prepare_process
-from megafp8.train.signals import StopRequest
+from megafp8.train import backends
+from megafp8.train.loop import save, train
+from megafp8.train.process import StopRequest, prepare_process
+from megafp8.train.report.profile import memory_snapshot_on_oom
+from megafp8.train.report.summary import Typed, sample_text, summarize
+from megafp8.train.run import Run
+from megafp8.train.setup import open_run
+from megafp8.train.validate import check_validation
 
 
 def pretrain(
@@ -74,11 +77,11 @@ def _pretrain(
     typed: Typed,
     began: float,
 ) -> int:
-    choice = _choose_on_main(spec, mesh, is_sweep)
+    choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     try:
         return _run_in(choice, spec, mesh, console, stop, typed, began)
     except UserError:
-        rundirs.withdraw(choice)
+        directory.withdraw(choice)
         raise
 
 
@@ -111,9 +114,7 @@ def _run_in(
             mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
         console.finish(summary.rows())
     if not finished:
-        saving.from_main(
-            mesh, None
-        )  # a launcher may end the others as soon as one has left with 75
+        from_main(mesh, None)  # a launcher may end the others as soon as one has left with 75
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
 
@@ -127,23 +128,3 @@ def _train_to_the_end(run: Run, path: Path) -> bool:
     rank = run.state.mesh.world.rank
     with memory_snapshot_on_oom(profile.memory_snapshot_on_oom, path, rank, run.console.warn):
         return train(run)
-
-
-def _choose_on_main(spec: RunSpec, mesh: Mesh, is_sweep: bool) -> RunChoice:
-    """The main rank chooses and holds the lock; the others learn of it, or of the error."""
-    choice: RunChoice | None = None
-    error: UserError | None = None
-    if mesh.is_main:
-        try:
-            choice = rundirs.enter(spec, is_sweep=is_sweep)
-        except UserError as failure:
-            error = failure
-    shared = None if choice is None else (choice.path, choice.continues, choice.reason)
-    shared, error = saving.from_main(mesh, (shared, error))
-    if error is not None:
-        saving.raise_on_all(error)
-    if choice is not None:
-        return choice
-    assert shared is not None
-    path, continues, reason = shared
-    return RunChoice(path, continues, reason, lock=None)

@@ -9,19 +9,19 @@ from megafp8.checkpoint.verification import check_structure
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resume import differences
 from megafp8.data.prepare import PreparedData
-from megafp8.errors import CheckpointError, UserError
+from megafp8.errors import CheckpointError
 from megafp8.observe.console import Console
+from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.specs import RunSpec
-from megafp8.train import saving
+from megafp8.train import state_dict
+from megafp8.train.saver import Saver, newest_valid
 from megafp8.train.state import TrainState
 from megafp8.train.weights import find_checkpoint
 
 
-def load_newest(
-    saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
-) -> None:
+def load_newest(saver: Saver, state: TrainState, data: PreparedData, console: Console) -> None:
     """Fill `state` from the run's own newest good checkpoint, if it has one."""
-    newest = saving.newest_valid(saver.root, state.mesh, console.warn)
+    newest = newest_valid(saver.root, state.mesh, console.warn)
     if newest is None:
         return
     _load(newest, saver, state, data, console)
@@ -32,7 +32,7 @@ def load_newest(
 def resume_from(
     path: Path,
     spec: RunSpec,
-    saver: saving.Saver,
+    saver: Saver,
     state: TrainState,
     data: PreparedData,
     console: Console,
@@ -43,28 +43,23 @@ def resume_from(
         CheckpointError: There is no good one, or it was trained on other data.
         ConfigError: It was made with another model, other data or another optimizer.
     """
-    found: Path | None = None
-    error: UserError | None = None
-    if state.mesh.is_main:
-        try:
-            found = find_checkpoint(path, console.warn)
-            _check_settings(found, spec)
-        except UserError as failure:
-            error = failure
-    found, error = saving.from_main(state.mesh, (found, error))
-    if error is not None:
-        saving.raise_on_all(error)
-    assert found is not None
+
+    def find() -> Path:
+        found = find_checkpoint(path, console.warn)
+        _check_settings(found, spec)
+        return found
+
+    found = on_main(state.mesh, find)
     _load(found, saver, state, data, console)
     console.event(f"going on from {found}, at step {state.step}")
 
 
 def _load(
-    path: Path, saver: saving.Saver, state: TrainState, data: PreparedData, console: Console
+    path: Path, saver: Saver, state: TrainState, data: PreparedData, console: Console
 ) -> None:
-    meta = saving.load(path, state, console.warn)
+    meta = state_dict.load(path, state, console.warn)
     if meta["data_fingerprint"] != data.fingerprint:
-        saving.raise_on_all(
+        raise_on_all(
             CheckpointError(
                 path,
                 f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,15 +30,28 @@ class StepResult:
     num_tokens: int
     loss_scale: float | None = None  # FP16's, of this step
     scale_falls: bool = False  # not finite, and FP16's loss scale is to be blamed for it
+    raised: tuple[bool, ...] = ()  # by flag: whether any rank has raised it
 
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepResult:
+def no_flags() -> tuple[bool, ...]:
+    """The flags of a step after which nothing has to be agreed."""
+    return ()
+
+
+def train_step(
+    state: TrainState,
+    microbatches: Sequence[Microbatch],
+    flags: Callable[[], Sequence[bool]] = no_flags,
+) -> StepResult:
     """Forward, backward, reduce, clip, update. A step that is not finite updates nothing but FP16's
     loss scale.
+
+    `flags` gives what this rank wants all ranks to know. It is called once, when the step is about
+    to wait for the device, so that the answer comes back in the step's only copy to the host.
 
     The loss is summed, not averaged, until all ranks' microbatches are in: one division by the
     number of counted tokens makes it a mean over the global batch's real tokens.
@@ -56,9 +69,11 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
     mesh.pp.all_reduce_sum(loss_sum)  # 0 but for the stage with the head
     totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     reduce_gradients(state)
-    loss, count = (totals[0] / totals[1]).item(), int(totals[1].item())
-    norm = (grad_norm(state.masters, mesh.tp, mesh.pp) / totals[1]).item()  # NaN if none counted
-    norm /= grad_scale
+    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # its mean is NaN if no token counted
+    loss, norm, num_counted, *raised = read_back(
+        mesh, (totals[0] / totals[1], norm_sum / totals[1], totals[1]), flags()
+    )
+    count, norm = int(num_counted), norm / grad_scale
     spec = state.optimizer.spec
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
@@ -68,6 +83,7 @@ def train_step(state: TrainState, microbatches: Sequence[Microbatch]) -> StepRes
         count,
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
+        raised=tuple(map(bool, raised)),
     )
     if is_finite:
         clip(state.masters.own_grads, norm, spec, divisor=count * grad_scale)
@@ -107,6 +123,18 @@ def forward_backward(
         num_tokens += (batch.targets_BS >= 0).sum()
     state.sink.end_step()
     return loss_sum, num_tokens
+
+
+def read_back(mesh: Mesh, numbers: Sequence[torch.Tensor], flags: Sequence[bool]) -> list[float]:
+    """Return the FP64 scalars `numbers`, then 1 or 0 by flag: whether any rank raises it.
+
+    All of them come in one copy from the device."""
+    values = torch.stack(tuple(numbers))
+    if flags and mesh.world.size > 1:
+        raised = torch.tensor(flags, dtype=torch.float32).to(mesh.device, non_blocking=True)
+        values = torch.cat((values, mesh.world.all_reduce_max(raised).double()))
+        flags = ()
+    return [*values.tolist(), *map(float, flags)]
 
 
 def reduce_gradients(state: TrainState) -> None:

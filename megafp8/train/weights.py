@@ -13,15 +13,16 @@ from megafp8.checkpoint import store
 from megafp8.checkpoint.manifest import MANIFEST_NAME
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
-from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
 from megafp8.config.architecture import same_shape, spec_of_tree
-from megafp8.errors import CheckpointError, ConfigError, UserError
+from megafp8.errors import CheckpointError, ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.parallel.agreement import on_main
+from megafp8.runs.directory import CHECKPOINTS_DIR
 from megafp8.specs import GPTSpec, RunSpec
-from megafp8.train import saving
+from megafp8.train import state_dict
 from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
@@ -85,21 +86,12 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
         ConfigError: It holds a model of another shape or vocabulary.
     """
     assert spec.restore_from_path is not None
-    found: Path | None = None
-    error: UserError | None = None
-    if state.mesh.is_main:
-        try:
-            found = find_checkpoint(Path(spec.restore_from_path), notify)
-        except UserError as failure:
-            error = failure
-    found, error = saving.from_main(state.mesh, (found, error))
-    if error is not None:
-        saving.raise_on_all(error)
-    assert found is not None
+    named = Path(spec.restore_from_path)
+    found = on_main(state.mesh, lambda: find_checkpoint(named, notify))
     reader = Reader(found)
     for line in check_fits(spec.model, reader):
         notify(line)
-    reader.load_into(list(saving.model_placements(state)))
+    reader.load_into(list(state_dict.model_placements(state)))
     state.masters.write_back()
     notify(f"weights from {found}")
 

@@ -25,7 +25,7 @@ import safetensors
 from megafp8.checkpoint import reader
 from megafp8.checkpoint.layout import step_name
 from megafp8.parallel.mesh import single_rank
-from megafp8.train import saving
+from megafp8.train.saver import newest_valid
 from tests.train.runs import STEPS, TWO_RANKS, Driver, Place, assert_same, make_dataset
 
 STEPS_MADE = "trainer.max_steps=4"
@@ -66,7 +66,7 @@ def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tu
     told: list[str] = []
     opened = Opened()
     reader.safe_open = opened  # type: ignore[attr-defined]
-    found = saving.newest_valid(place, single_rank(), told.append)
+    found = newest_valid(place, single_rank(), told.append)
     assert found == before, (number, path.name, kind, found)
     assert len(told) == 1 and str(newest) in told[0] and before.name in told[0], told
     assert (place / f"{newest.name}.damaged-1").is_dir() and not newest.exists()

@@ -19,7 +19,8 @@ from megafp8.optim.fsdp import FsdpMasters
 from megafp8.parallel.mesh import Mesh, join, single_rank
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
-from megafp8.train import saving
+from megafp8.train import state_dict
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.parallel.matrix import INTERLEAVED, MODEL, ZERO, ZERO_BUBBLE
@@ -106,8 +107,8 @@ def case_of(
     return Case(compute, fp8, MODEL, num_microbatches=num, parallel=spec, optim=optim)
 
 
-def saver_at(folder: Path) -> saving.Saver:
-    return saving.Saver(folder, 1, {"config": {}, "data_fingerprint": ""})
+def saver_at(folder: Path) -> Saver:
+    return Saver(folder, 1, {"config": {}, "data_fingerprint": ""})
 
 
 def begin(precision: str, folder: Path) -> TrainState:
@@ -160,7 +161,7 @@ def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) 
     spec = replace(layout.spec, devices_per_node=layout.ranks)
     case = case_of(precision, spec, zero=layout.zero)
     state, told = case.build(mesh), list[str]()
-    saving.load(source / step_name(STEPS_BEFORE), state, told.append)
+    state_dict.load(source / step_name(STEPS_BEFORE), state, told.append)
     saver_at(target).save(state)
     return Leg(params_of(state), next_samples(state), train(state, case, STEPS_AFTER), told)
 

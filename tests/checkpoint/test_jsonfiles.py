@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
 from megafp8.errors import RunError
+from megafp8.files import read_json, write_json_atomically
 
 
 def test_json_round_trip_leaves_one_file(tmp_path: Path) -> None:

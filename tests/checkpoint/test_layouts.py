@@ -10,7 +10,7 @@ import torch
 from megafp8.checkpoint.layout import step_name
 from megafp8.checkpoint.reader import Reader
 from megafp8.parallel.mesh import single_rank
-from megafp8.train import saving
+from megafp8.train import state_dict
 from tests.checkpoint import layouts
 from tests.checkpoint.layouts import GLOBAL_BATCH, STEPS_AFTER, STEPS_BEFORE, Layout
 from tests.parallel.matrix import PERTURBATIONS, distance
@@ -56,7 +56,7 @@ def bound_of(precision: str, layout: Layout, expected: list[float], start: Path)
     for seed in range(PERTURBATIONS):
         case = layouts.case_of(precision)
         state = case.build(single_rank())
-        saving.load(start, state, print)
+        state_dict.load(start, state, print)
         perturb(state, seed)
         spread = max(spread, distance(layouts.train(state, case, STEPS_AFTER), expected))
     return 3 * spread

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.jsonfiles import read_json
 from megafp8.errors import CheckpointError, RunError
+from megafp8.files import read_json
 
 Save = Callable[[Path, int], Path]
 SHARD = "model-rank0.safetensors"

@@ -14,7 +14,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
 from megafp8.precision.scaling import ScalingState
-from megafp8.train import saving
+from megafp8.train import state_dict
 from megafp8.train.state import TrainState
 from tests.checkpoint import layouts
 from tests.checkpoint.layouts import STEPS_AFTER
@@ -28,13 +28,13 @@ def one_thread() -> None:
 
 def continued(precision: str, path: Path) -> tuple[TrainState, list[str]]:
     state, told = layouts.case_of(precision).build(single_rank()), list[str]()
-    saving.load(path, state, told.append)
+    state_dict.load(path, state, told.append)
     return state, told
 
 
 def assert_same_state(state: TrainState, reader: Reader) -> None:
     """Masters and moments are what the checkpoint has."""
-    mine = {p.name: p.tensor for p in saving.placements(state)}
+    mine = {p.name: p.tensor for p in state_dict.placements(state)}
     names = [name for name in reader.names() if name.startswith(("model/", "optimizer/"))]
     assert names and all(torch.equal(mine[name], reader.read(name)) for name in names)
 
@@ -103,7 +103,7 @@ def test_scales_that_differed_between_shards(tmp_path: Path) -> None:
     merged, told = continued("FP8", path)
     assert len(told) == 1 and "differed between the ranks that saved them" in told[0]
     assert_same_state(merged, first)
-    now = {p.name: p.tensor for p in saving.placements(merged)}
+    now = {p.name: p.tensor for p in state_dict.placements(merged)}
     assert smaller and all(torch.equal(now[name], smaller[name]) for name in smaller)
     before = assert_payloads_follow_specification(state)
     after = assert_payloads_follow_specification(merged)

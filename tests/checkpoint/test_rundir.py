@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.checkpoint import rundir
-from megafp8.checkpoint.rundir import RunChoice, RunLock, choose_run, is_locked
 from megafp8.errors import RunError
+from megafp8.runs import directory as rundir
+from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
 
 HERE = Path(__file__).parents[2]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megafp8.checkpoint.rundir import RunLock
+from megafp8.runs.directory import RunLock
 lock = RunLock.acquire(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -29,7 +29,7 @@ time.sleep(60)
 STARTER = """
 import sys
 from pathlib import Path
-from megafp8.checkpoint.rundir import choose_run
+from megafp8.runs.directory import choose_run
 print("ready", flush=True)
 sys.stdin.readline()
 choice = choose_run(Path(sys.argv[1]), None, "same", True, False)
@@ -81,7 +81,7 @@ def test_a_forked_helper_does_not_keep_the_lock(tmp_path: Path) -> None:
     script = """
 import os, sys, time
 from pathlib import Path
-from megafp8.checkpoint.rundir import RunLock
+from megafp8.runs.directory import RunLock
 lock = RunLock.acquire(Path(sys.argv[1]))
 if os.fork() == 0:
     print("alive", flush=True)

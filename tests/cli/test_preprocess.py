@@ -21,9 +21,10 @@ import pytest
 from megafp8.cli.preprocess import main
 from megafp8.data import preprocess as preprocess_module
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
+from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.opened import open_prefix
 from megafp8.data.text_sources import TextSource
-from megafp8.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
+from megafp8.data.tokenize import byte_tokenizer, train_tokenizer
 from tests.data.helpers import tiny_documents
 
 TEXTS = [document.text for document in tiny_documents(60)]

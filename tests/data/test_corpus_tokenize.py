@@ -13,7 +13,8 @@ import pytest
 
 from megafp8.data import corpus
 from megafp8.data.corpus import builtin_documents, builtin_key
-from megafp8.data.tokenize import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_tokenizer
+from megafp8.data.named_tokenizers import load_tokenizer
+from megafp8.data.tokenize import END_OF_DOCUMENT, Tokenizer, train_tokenizer
 from megafp8.errors import ConfigError, DataError
 from tests.data.helpers import tiny_documents
 

@@ -22,7 +22,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RECIPES, RecipeName
-from megafp8.train.precision_means import LAYOUTS_OF
+from megafp8.train.report.fp8 import LAYOUTS_OF
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
 from tests.spec import formats

@@ -17,11 +17,12 @@ from megafp8.precision.backends.te_trace import RecordedTeScaling, cast_sample
 from megafp8.precision.formats import E4M3
 from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe, RunSpec
-from megafp8.train import saving
+from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.evaluate import evaluate
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import gpt_spec, microbatch, run_spec
 
 pytestmark = pytest.mark.gpu
@@ -84,9 +85,9 @@ def test_a_checkpoint_moves_between_the_backends(order: tuple[str, str], tmp_pat
     source, target = (run(backend, DELAYED) for backend in order)
     for number in range(4):
         step(source, number)
-    saver = saving.Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
+    saver = Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
     notify: Callable[[str], None] = print
-    saving.load(saver.save(source), target, notify)
+    state_dict.load(saver.save(source), target, notify)
     for direction, table in source.scaling.tables.items():
         for field, tensor in table.tensors().items():
             other = target.scaling.tables[direction].tensors()[field]

@@ -20,8 +20,8 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.simulated import simulated_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.train.build import build
-from megafp8.train.description import precision_of
 from megafp8.train.generate import sample
+from megafp8.train.report.header import precision_of
 from megafp8.train.step import train_step
 from tests.tiny import SEQ, gpt_spec, microbatch, run_spec
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.files import to_json, write_atomically
 from megafp8.observe import MetricsFile, read_metrics
-from megafp8.observe.files import to_json, write_atomically
 
 
 def refuse_constant(word: str) -> float:

@@ -13,12 +13,13 @@ from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import LossScaleSpec, ParallelSpec
 from megafp8.train.build import build
-from megafp8.train.evaluate import evaluate
 from megafp8.train.nonfinite import first_nonfinite
-from megafp8.train.saving import Saver, load, placements
+from megafp8.train.report.header import StateBytes, bytes_of
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
-from megafp8.train.state_bytes import StateBytes, bytes_of
+from megafp8.train.state_dict import load, placements
 from megafp8.train.step import StepResult, train_step
+from megafp8.train.validate import evaluate
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank
 from tests.tiny import microbatch, run_spec

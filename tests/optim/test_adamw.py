@@ -16,7 +16,7 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec
-from megafp8.specs.placement import Piece, whole
+from megafp8.specs.geometry import Piece, whole
 from tests.tiny import build_run, optim_spec
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -12,7 +12,7 @@ from megafp8.optim import kernels
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import TORCH, choose_foreign, choose_kernel
 from megafp8.optim.masters import Masters
-from megafp8.specs.placement import whole
+from megafp8.specs.geometry import whole
 from tests.tiny import optim_spec
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
-from megafp8.specs.placement import rectangles_of_run
+from megafp8.specs.geometry import boxes_of_run
 from tests.optim.sharded_work import Job, Loaded, Run, load_all, run, save
 from tests.parallel.rank_work import Case
 from tests.parallel.test_tensor_parallel import assembled
@@ -273,7 +273,7 @@ def test_a_run_of_elements_is_at_most_three_rectangles(
 ) -> None:
     begin = data.draw(st.integers(0, rows * columns))
     end = data.draw(st.integers(begin, rows * columns))
-    found = rectangles_of_run((rows, columns), begin, end)
+    found = boxes_of_run((rows, columns), begin, end)
     assert len(found) <= 3
     numbers = torch.arange(rows * columns).view(rows, columns)
     order = []
@@ -281,7 +281,7 @@ def test_a_run_of_elements_is_at_most_three_rectangles(
         extent = [slice(o, o + s) for o, s in zip(r.offset, r.shape, strict=True)]
         order += numbers[tuple(extent)].flatten().tolist()
     assert order == list(range(begin, end))
-    vector = rectangles_of_run((rows * columns,), begin, end)
+    vector = boxes_of_run((rows * columns,), begin, end)
     assert [(r.offset, r.shape) for r in vector] == ([((begin,), (end - begin,))] * (end > begin))
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megafp8.parallel.collectives import Pending
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
+from megafp8.precision.scaling import Pending
 from megafp8.train.state import TrainState
 
 

@@ -12,7 +12,8 @@ from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.parts import linears_of
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import ParallelSpec
-from megafp8.train import saving
+from megafp8.train import state_dict
+from megafp8.train.saver import Saver, newest_valid
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, local_batch, train_step
 from tests.parallel.rank_work import Case, Piece, pieces
@@ -114,14 +115,14 @@ class Resumed:
 def train_save(case: Case, mesh: Mesh, folder: Path, steps: int) -> None:
     state = case.build(mesh)
     _train(state, case, range(steps))
-    saving.Saver(folder, 1, {"config": {}, "data_fingerprint": ""}).save(state)
+    Saver(folder, 1, {"config": {}, "data_fingerprint": ""}).save(state)
 
 
 def load_train(case: Case, mesh: Mesh, folder: Path, steps: int) -> Resumed:
     state = case.build(mesh)
-    newest = saving.newest_valid(folder, mesh, print)
+    newest = newest_valid(folder, mesh, print)
     assert newest is not None
-    saving.load(newest, state, print)
+    state_dict.load(newest, state, print)
     losses = _train(state, case, range(state.step, state.step + steps))
     weights = pieces(state, [param.detach() for param in state.masters.params])
     tables = {

@@ -18,10 +18,10 @@ from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, LossScaleSpec, OptimSpec, ParallelSpec
-from megafp8.train.evaluate import evaluate
-from megafp8.train.pieces import placements_of
 from megafp8.train.state import TrainState
+from megafp8.train.state_dict import placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from megafp8.train.validate import evaluate
 from tests.parallel import bugs
 from tests.ranks import Rank
 from tests.tiny import SEQ, build_run, gpt_spec, microbatch, optim_spec

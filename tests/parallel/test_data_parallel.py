@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from megafp8.parallel.collectives import Axis, Pending
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.scaling import Pending
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_sequence_pipeline import EXACT, assert_same_bits, staged
@@ -49,12 +50,11 @@ class Three:
         self.params = [self.a, self.b, self.c]
         self.flat = torch.full((9,), torch.nan)
         self.sink = MainGradSink()
-        self.noting = NotingSink(self.sink)
+        self.reducer = GradReducer(self.axis, dtype=dtype)
+        self.noting = NotingSink(self.sink, self.reducer)
         views = self.flat.split([3, 2, 4])
         self.sink.attach(zip(self.params, views, strict=True))
-        buckets = buckets_of(self.flat, self.params, bucket_bytes=20)
-        reducer = GradReducer(buckets, self.axis, dtype=dtype)
-        self.noting.reducer = self.reducer = reducer
+        self.reducer.attach(buckets_of(self.flat, self.params, bucket_bytes=20))
 
     def step(self, microbatches: int = 1, *, with_b: bool = True, extra: bool = False) -> list[str]:
         self.axis.events.clear()

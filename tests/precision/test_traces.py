@@ -14,8 +14,8 @@ from megafp8.errors import DataError
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.traces import RecordedScaling, Trace, replay
 from megafp8.specs import Fp8Recipe
-from megafp8.train.evaluate import evaluate
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import build_run, microbatch
 
 COMMITTED = sorted(Path(__file__).with_name("traces").glob("*.json"))

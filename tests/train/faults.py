@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from megafp8.checkpoint import disk, layout, manifest, store
+from megafp8 import files
+from megafp8.checkpoint import layout, manifest, store
 from megafp8.models.init import pieces_of
-from megafp8.train import background, loop, pretrain, saving, step
+from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
 
 def killed_in_write(number: int) -> None:
@@ -87,7 +88,7 @@ def _killed_after(module: Any, name: str) -> Callable[[Callable[[], bool]], None
 
 
 def _killed_in_copy(is_due: Callable[[], bool]) -> None:
-    placements = saving.placements
+    placements = state_dict.placements
 
     def some(state: Any) -> Any:
         dies = is_due()
@@ -96,7 +97,7 @@ def _killed_in_copy(is_due: Callable[[], bool]) -> None:
                 _dies()
             yield placement
 
-    saving.placements = some
+    state_dict.placements = some
 
 
 def _killed_in_durable(file_name: str) -> Callable[[Callable[[], bool]], None]:
@@ -141,15 +142,15 @@ def _killed_in_removal(is_due: Callable[[], bool]) -> None:
             for file in sorted(path.iterdir())[:1]:  # none in what a kill left at its very start
                 file.unlink()
             _dies()
-        disk.remove_tree(path)
+        files.remove_tree(path)
 
     layout.remove_tree = half
 
 
 POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
     "in the copy": _killed_in_copy,
-    "copied": _killed_before(saving.Saver, "write"),
-    "checked for NaN": _killed_after(saving, "first_known"),
+    "copied": _killed_before(saver.Saver, "write"),
+    "checked for NaN": _killed_after(saver, "first_known"),
     "staging made": _killed_after(store, "begin"),
     "tensors in the file": _killed_after(store, "write_safetensors"),
     "shard on the disk": _killed_after(store, "write_shard"),
@@ -165,15 +166,15 @@ POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
     "an old one is trash": _killed_at_rename(".trash-", after=True),
     "an old one half removed": _killed_in_removal,
     "pruned": _killed_after(store, "prune"),
-    "written": _killed_after(saving.Saver, "write"),
+    "written": _killed_after(saver.Saver, "write"),
 }
 """Named points of a save, in their order."""
 MAIN_RANKS = {name for name in list(POINTS)[6:-1]} | {"staging made"}
 """Only the main rank gets there."""
 ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
-    "asked for": _killed_before(background.BackgroundSaver, "start"),
-    "begun": _killed_after(background.BackgroundSaver, "start"),
-    "waited for": _killed_before(background.BackgroundSaver, "wait"),
+    "asked for": _killed_before(saver.BackgroundSaver, "start"),
+    "begun": _killed_after(saver.BackgroundSaver, "start"),
+    "waited for": _killed_before(saver.BackgroundSaver, "wait"),
     "told": _killed_after(loop, "settle"),
 }
 
@@ -245,8 +246,8 @@ def infinite_weight(name: str, at_step: int) -> None:
     """An optimizer step makes a weight infinite though its gradients are finite."""
     train_step = loop.train_step
 
-    def spoiled(state: Any, microbatches: Any) -> Any:
-        result = train_step(state, microbatches)
+    def spoiled(state: Any, *args: Any) -> Any:
+        result = train_step(state, *args)
         if state.step + 1 == at_step:
             _of(state, state.masters.masters, name).data.view(-1)[0] = torch.inf
             state.masters.write_back()
@@ -344,7 +345,7 @@ def environment(values: dict[str, str]) -> None:
 
 def signalled_in_validation(number: int, times: int) -> None:
     """This process gets a signal within its `times`-th validation."""
-    evaluate = loop.evaluate
+    evaluate = validate.evaluate
     left = times
 
     def wrapped(state: Any, batches: Any) -> Any:
@@ -354,7 +355,7 @@ def signalled_in_validation(number: int, times: int) -> None:
             os.kill(os.getpid(), number)
         return evaluate(state, batches)
 
-    loop.evaluate = wrapped
+    validate.evaluate = wrapped
 
 
 def signalled_in_stall(number: int, at_step: int, seconds: float) -> None:

@@ -11,9 +11,8 @@ import torch
 from megafp8.checkpoint.layout import step_name
 from megafp8.checkpoint.reader import Reader
 from megafp8.errors import CheckpointError, NonFiniteError
-from megafp8.train import saving
-from megafp8.train.background import BackgroundSaver
-from megafp8.train.snapshot import Snapshot
+from megafp8.train import state_dict
+from megafp8.train.saver import BackgroundSaver, Placement, Saver, Snapshot, store
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch
@@ -37,35 +36,35 @@ def one_step(state: TrainState) -> None:
     state.consumed_samples += 2
 
 
-def contents(placements: list[saving.Placement]) -> dict[str, torch.Tensor]:
+def contents(placements: list[Placement]) -> dict[str, torch.Tensor]:
     return {p.name: p.tensor.detach().clone() for p in placements}
 
 
-def saver_at(root: Path) -> saving.Saver:
-    return saving.Saver(root, 3, {"config": {}, "data_fingerprint": ""})
+def saver_at(root: Path) -> Saver:
+    return Saver(root, 3, {"config": {}, "data_fingerprint": ""})
 
 
 def test_a_snapshot_does_not_move_with_the_state() -> None:
     state = trained()
-    snapshot = Snapshot(saving.placements(state))
-    expected = contents(list(saving.placements(state)))
-    taken = snapshot.take(saving.placements(state))
+    snapshot = Snapshot(state_dict.placements(state))
+    expected = contents(list(state_dict.placements(state)))
+    taken = snapshot.take(state_dict.placements(state))
     addresses = [p.tensor.data_ptr() for p in taken]
     one_step(state)
-    now = contents(list(saving.placements(state)))
+    now = contents(list(state_dict.placements(state)))
     changed = [p.name for p in taken if not torch.equal(expected[p.name], now[p.name])]
     assert {"model/embedding.word.weight", "optimizer/exp_avg/final_norm.weight"} <= set(changed)
     assert all(torch.equal(p.tensor, expected[p.name]) for p in taken)
     assert snapshot.num_bytes == sum(t.nbytes for t in expected.values())
-    again = snapshot.take(saving.placements(state))
+    again = snapshot.take(state_dict.placements(state))
     assert [p.tensor.data_ptr() for p in again] == addresses, "its memory is used again"
     assert all(torch.equal(p.tensor, now[p.name]) for p in again)
 
 
 def test_replicas_are_not_copied() -> None:
     whole = torch.ones(3)
-    first = saving.Placement("a", (3,), (0,), whole)
-    second = saving.Placement("a", (3,), (0,), whole, replica=1)
+    first = Placement("a", (3,), (0,), whole)
+    second = Placement("a", (3,), (0,), whole, replica=1)
     snapshot = Snapshot([first, second])
     assert snapshot.num_bytes == whole.nbytes
     assert [p.name for p in snapshot.take([first, second])] == ["a"]
@@ -79,21 +78,21 @@ def test_what_is_written_is_the_state_of_the_request(
     import threading
 
     state, saver = trained(), saver_at(tmp_path)
-    expected = contents(list(saving.placements(state)))
+    expected = contents(list(state_dict.placements(state)))
     may_write = threading.Event()
-    write_shard = saving.store.write_shard
+    write_shard = store.write_shard
 
     def waits(*args: object) -> object:
         assert may_write.wait(60)
         return write_shard(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving.store, "write_shard", waits)
+    monkeypatch.setattr(store, "write_shard", waits)
     background = BackgroundSaver(saver, state)
     background.start(state)
     saver.metrics["val_loss"] = 1.0  # measured later
     one_step(state)
     assert not background.has_ended() and saver.last_step is None
-    assert saving.store.steps(tmp_path) == []
+    assert store.steps(tmp_path) == []
     with pytest.raises(AssertionError, match="overlap"):
         background.start(state)
     may_write.set()
@@ -175,4 +174,4 @@ def test_two_ranks_agree_apart_from_training(place: Place) -> None:
     assert "rank1.safetensors" in done.output and "ENOSPC" in done.output
     assert place.steps() == [2, 6, 8, 10, 12]
     for step in place.steps():
-        saving.store.verify(place.checkpoint(step))
+        store.verify(place.checkpoint(step))

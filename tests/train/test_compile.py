@@ -18,10 +18,10 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RECIPES, RecipeName
 from megafp8.train import compile as compile_module
 from megafp8.train.compile import CompileCounter, unavailable
-from megafp8.train.evaluate import evaluate
 from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import VOCAB, build_run, gpt_spec, microbatch
 
 if reason := unavailable(torch.device("cpu")):

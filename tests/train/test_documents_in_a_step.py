@@ -9,10 +9,10 @@ import torch
 
 from megafp8.data.document_rules import DocumentRules
 from megafp8.data.loader import Microbatch, microbatch
-from megafp8.train.evaluate import evaluate
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import SEQ, VOCAB, build_run
 
 

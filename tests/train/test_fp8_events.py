@@ -18,9 +18,9 @@ from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
-from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import build_run, gpt_spec, microbatch
 
 STEPS = 4

@@ -9,12 +9,7 @@ import pytest
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
-from megafp8.train.precision_share import (
-    LinearFlops,
-    precision_share,
-    require_fp8,
-    share_of_ranks,
-)
+from megafp8.train.report.fp8 import LinearFlops, precision_share, require_fp8, share_of_ranks
 from megafp8.train.step import train_step
 from tests.tiny import build_run, gpt_spec, microbatch
 

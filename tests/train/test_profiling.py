@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megafp8.specs import ProfileSpec
-from megafp8.train import profiling
-from megafp8.train.profiling import StepProfiler, memory_snapshot_on_oom
-from megafp8.train.runtime import prepare_process
+from megafp8.train.process import prepare_process
+from megafp8.train.report import profile as profiling
+from megafp8.train.report.profile import StepProfiler, memory_snapshot_on_oom
 
 CPU = torch.device("cpu")
 NUM_STEPS = 6

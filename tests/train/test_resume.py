@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from megafp8.train.garbage import Garbage
+from megafp8.train.process import Garbage
 from tests.train.runs import TIMING_KEYS, Place
 
 STEPS = ("trainer.max_steps=4", "trainer.val_check_interval=9")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.runs.preflight import num_more
 from megafp8.specs import CheckpointSpec
-from megafp8.train.room import num_more
 from tests.train.runs import TWO_RANKS, Done, Place
 
 CALLBACK = "exp_manager.checkpoint_callback_params"

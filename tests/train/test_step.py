@@ -8,13 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megafp8.data.loader import Microbatch
 from megafp8.optim.adamw import STATES
 from megafp8.specs import Fp8Recipe
-from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
@@ -248,3 +249,33 @@ def test_a_batch_without_counted_tokens_is_no_update() -> None:
     result = train_step(state, [empty])
     assert not result.is_finite and result.num_tokens == 0
     assert_same(everything(state), before)
+
+
+class CopiesToTheHost(TorchFunctionMode):
+    """Counts the calls that wait for a device and read numbers from it.
+
+    `__bool__` is left out: on a CPU alone, the loss looks whether any target is ignored.
+    """
+
+    NAMES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(function, "__name__", "")
+        if name in self.NAMES:
+            self.calls.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
+def test_a_step_copies_once_from_the_device(clip_grad_norm: float | None) -> None:
+    """Loss, norm, number of tokens and the flags that ranks agree by come together."""
+    state = build_run(optim=optim_spec(clip_grad_norm=clip_grad_norm))
+    train_step(state, [microbatch(1)])
+    with CopiesToTheHost() as copies:
+        result = train_step(state, [microbatch(2), microbatch(3)], lambda: (False, True))
+    assert copies.calls == ["tolist"]
+    assert result.raised == (False, True)

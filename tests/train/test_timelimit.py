@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import RunError
-from megafp8.train.restarts import check_progress
-from megafp8.train.timelimit import TimeLimit
+from megafp8.runs.restarts import check_progress
+from megafp8.train.process import TimeLimit
 from tests.train.runs import Done, Place
 
 

@@ -12,8 +12,9 @@ import pytest
 import transformers
 
 from megafp8.cli import export, generate, import_hf, preprocess
-from megafp8.data.tokenize import continuation, load_tokenizer
-from megafp8.train.tokenizer_files import copy_tokenizer, find_tokenizer, save_tokenizer
+from megafp8.data.named_tokenizers import load_tokenizer
+from megafp8.data.tokenize import continuation
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, save_tokenizer
 from tests.train.runs import Place
 
 TEXTS = [

@@ -19,9 +19,9 @@ from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
-from megafp8.train.tokenizer_files import find_tokenizer
 from megafp8.train.weights import check_fits, find_checkpoint, load_model, shape_of
 from tests.tiny import VOCAB, gpt_spec
 from tests.train.runs import Place

@@ -20,6 +20,7 @@ from torch import nn
 
 from megafp8.hardware import bf16
 from megafp8.precision.backends.planned import PlannedGemms
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Role
@@ -210,5 +211,5 @@ class TorchaoLinear(nn.Module):
         return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, "chosen by product")
 
     def _count(self, place: GemmName, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
-        wide = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        wide = DTYPE_NAMES[dtype]
         self.counter.add("fp8" if in_fp8 and place not in self._high else wide, place, flops)

@@ -22,12 +22,13 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
-from megafp8.train import saving
+from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.evaluate import evaluate
-from megafp8.train.precision_share import precision_share
+from megafp8.train.report.fp8 import precision_share
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
+from megafp8.train.validate import evaluate
 from tests.precision.backends.te_double import VERSIONS, Double, signature
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
@@ -250,7 +251,7 @@ def test_scales_follow_the_same_rule(double: Double, recipe: Fp8Recipe) -> None:
 
 def save(state: TrainState, root: Path) -> Path:
     meta = {"config": {}, "data_fingerprint": ""}
-    return saving.Saver(root, 1, meta).save(state)
+    return Saver(root, 1, meta).save(state)
 
 
 def tables_of(state: TrainState) -> dict[str, torch.Tensor]:
@@ -274,7 +275,7 @@ def test_a_checkpoint_moves_between_the_backends(
     source, target = (run(DELAYED, "bf16") for run in make)
     for number in range(3):
         step(source, number)
-    saving.load(save(source, tmp_path), target, no_notice)
+    state_dict.load(save(source, tmp_path), target, no_notice)
     assert tables_of(source).keys() == tables_of(target).keys()
     for name, tensor in tables_of(source).items():
         assert torch.equal(tensor, tables_of(target)[name]), name
@@ -300,7 +301,7 @@ def test_a_run_continues_bit_for_bit(double: Double, tmp_path: Path) -> None:
     for number in range(3):
         step(begun, number)
     path, continued = save(begun, tmp_path), te_run(DELAYED, "bf16")
-    saving.load(path, continued, no_notice)
+    state_dict.load(path, continued, no_notice)
     for number in range(3, 5):
         step(continued, number)
     for name, tensor in tables_of(whole).items():

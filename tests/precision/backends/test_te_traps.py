@@ -22,10 +22,10 @@ from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
-from megafp8.train import backends, saving
-from megafp8.train.evaluate import evaluate
+from megafp8.train import backends, state_dict
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.precision.backends.te_double import VERSIONS, Double
 from tests.precision.backends.test_te import (
     DELAYED,
@@ -111,7 +111,7 @@ def test_a_run_with_weights_in_fp8_continues_bit_for_bit(double: Double, tmp_pat
     steps_alone(double, whole, range(4))
     steps_alone(double, begun, range(2))
     path, continued = save(begun, tmp_path), weights_in_fp8(3)
-    saving.load(path, continued, no_notice)
+    state_dict.load(path, continued, no_notice)
     steps_alone(double, continued, range(2, 4))
     for name, tensor in tables_of(whole).items():
         assert torch.equal(tensor, tables_of(continued)[name]), name

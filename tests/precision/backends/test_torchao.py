@@ -22,12 +22,13 @@ from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.observe import HealthMode
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
-from megafp8.train import saving
+from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.evaluate import evaluate
-from megafp8.train.precision_share import precision_share, require_fp8
+from megafp8.train.report.fp8 import precision_share, require_fp8
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from megafp8.train.validate import evaluate
 from tests.tiny import SEQ, build_run, gpt_spec, microbatch, run_spec
 from tests.train.test_health import run as health_run
 
@@ -165,8 +166,8 @@ def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
         step(whole, number)
     for number in range(3):
         step(begun, number)
-    saver = saving.Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
-    saving.load(saver.save(begun), continued, print)
+    saver = Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
+    state_dict.load(saver.save(begun), continued, print)
     for number in range(3, 5):
         step(continued, number)
     for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):

@@ -25,7 +25,7 @@ from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
-from megafp8.train.precision_means import means_of
+from megafp8.train.report.fp8 import means_of
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
 from tests.precision.kernels.test_scaled_mm import exact

@@ -23,9 +23,9 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.train.evaluate import evaluate
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
+from megafp8.train.validate import evaluate
 from tests.precision.kernels.test_engine import hopper
 from tests.tiny import build_run, gpt_spec, microbatch
 

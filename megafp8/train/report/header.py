@@ -1,21 +1,22 @@
-"""What a run says of itself before its first step."""
+"""What a run reports before its first step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from megafp8.data.prepare import PreparedData
 from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
+from megafp8.optim.adamw import STATES
+from megafp8.precision.formats import DTYPES
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.train import backends
-from megafp8.train.build import COMPUTE_DTYPES
-from megafp8.train.precision_means import means_of
-from megafp8.train.precision_share import PrecisionShare
+from megafp8.train.report.fp8 import PrecisionShare, means_of
 from megafp8.train.state import TrainState
-from megafp8.train.state_bytes import bytes_of
 
 
 def describe(
@@ -126,7 +127,7 @@ def _formats_of(spec: RunSpec, state: TrainState) -> str:
     if spec.precision.backend != "native":
         what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
         return f"{what}; {backends.describe(spec, device)}"
-    work = COMPUTE_DTYPES[spec.precision.compute]
+    work = DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
         f"{means_of(recipe, state.scaling.engine, device, work)}"
@@ -138,6 +139,32 @@ def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
     recipe, device = spec.precision.fp8, state.mesh.device
     if spec.precision.backend != "native" or recipe is None:
         return backends.fp8_kernel(spec, device)
-    means = means_of(recipe, state.scaling.engine, device, COMPUTE_DTYPES[spec.precision.compute])
+    means = means_of(recipe, state.scaling.engine, device, DTYPES[spec.precision.compute])
     kinds = [kind for kind in ("tensor cores", "emulated") if kind in means]
     return f"native {' and '.join(kinds)}"
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """An FP32 weight that is its own master counts in both."""
+
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+
+
+def bytes_of(state: TrainState) -> StateBytes:
+    masters, optimizer = state.masters, state.optimizer
+    return StateBytes(
+        weights=storage_bytes(masters.held_params),
+        masters=storage_bytes(masters.masters),
+        moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
+        gradients=storage_bytes([*masters.own_grads, *masters.param_grads]),
+    )
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the memory behind them, padding included, each piece of it once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,8 @@
-"""Run directories `<exp_dir>/<name>/`: which one a process works in, and that it is alone there."""
+"""Run directories `<exp_dir>/<name>/`: which one a process works in, and that it is alone there.
+
+`enter` asks whether the settings of a run continue what the directory holds; `choose_run` knows
+nothing of settings.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
-from megafp8.checkpoint.runlock import RunLock, is_locked
-from megafp8.errors import RunError
+import yaml
 
-__all__ = [
-    "CHECKPOINTS_DIR",
-    "CONFIG_NAME",
-    "FINISHED",
-    "RECORD_NAME",
-    "RUNNING",
-    "RunChoice",
-    "RunLock",
-    "choose_run",
-    "is_locked",
-    "mark",
-    "read_json",
-    "write_json_atomically",
-]
+from megafp8.checkpoint.verification import check_structure
+from megafp8.config.resume import check_continues, full_identity
+from megafp8.data.tokenize import TOKENIZER_FILES
+from megafp8.errors import CheckpointError, RunError
+from megafp8.files import read_json, write_atomically, write_json_atomically
+from megafp8.observe.health import HEALTH_FILE
+from megafp8.runs.lock import LOCK_NAME, RunLock, is_locked
+from megafp8.runs.restarts import RECORD as RESTARTS_NAME
+from megafp8.runs.tokenizer import TOKENIZER_CONFIG
+from megafp8.specs import RunSpec
 
 RECORD_NAME = "run.json"
 CONFIG_NAME = "config.yaml"
@@ -38,13 +37,17 @@ _MAX_NAME_BYTES = 200  # file systems allow 255; checkpoints and logs add to it
 
 @dataclass(frozen=True)
 class RunChoice:
-    """Where to work. `lock` is held already: keep it for as long as the run lives."""
+    """Say where to work. `lock` is held already: keep it for as long as the run lives."""
 
     path: Path
     continues: bool  # an earlier process was here: look for checkpoints
     reason: str  # one line for people
     lock: RunLock | None  # None on ranks that only learned of the choice
     identity_changed: bool = False  # a named run whose settings are not those it began with
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process learns of the choice; the lock stays with the one that holds it."""
+        return type(self), (self.path, self.continues, self.reason, None, self.identity_changed)
 
     def release(self) -> None:
         """Give the directory up; an ended process does so by itself."""
@@ -55,11 +58,11 @@ class RunChoice:
 def choose_run(
     exp_dir: Path, name: str | None, identity: str, resume_if_exists: bool, is_sweep: bool
 ) -> RunChoice:
-    """Finds or makes the run directory and locks it in the same act; one process per job calls it.
+    """Find or make the run directory and lock it in the same act; one process per job calls it.
 
     With a name: that directory, whatever its state; `RunError` if another process is alive in it,
     or if it holds a run and `resume_if_exists` is off. Without: the newest unfinished run with the
-    same `identity` that nobody is working on, else a new one. Sweep jobs and other runs never meet.
+    same `identity` that no process works on, else a new one. Sweep jobs and other runs never meet.
     """
     if name is not None:
         path = exp_dir / checked_name(name)
@@ -80,7 +83,7 @@ def choose_run(
 
 
 def mark(run_dir: Path, status: str) -> None:
-    """Records how the run stands, e.g. `FINISHED`; anything else counts as unfinished."""
+    """Record how the run stands, e.g. `FINISHED`; anything else counts as unfinished."""
     record = read_json(run_dir / RECORD_NAME)
     write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
 
@@ -167,7 +170,7 @@ def _newest_first(exp_dir: Path) -> list[Path]:
 
 
 def _make_unnamed(exp_dir: Path) -> tuple[Path, RunLock]:
-    """Nobody else joins it before its lock is held: it has no record yet."""
+    """Make a directory that no process joins before its lock is held: it has no record yet."""
     try:
         exp_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -203,3 +206,108 @@ def _record(path: Path, identity: str, is_sweep: bool) -> None:
     created = datetime.now(UTC).isoformat(timespec="microseconds")
     fields = {"identity": identity, "status": RUNNING, "created": created, "sweep": is_sweep}
     write_json_atomically(path / RECORD_NAME, fields)
+
+
+LOGS = ("metrics.jsonl", HEALTH_FILE)
+MADE_AT_THE_START = (
+    CONFIG_NAME,
+    RECORD_NAME,
+    RESTARTS_NAME,
+    *TOKENIZER_FILES,
+    TOKENIZER_CONFIG,
+    "events.out.tfevents.*",
+    LOCK_NAME,
+)
+
+
+def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
+    """Find or make the run's directory and lock it; refuses settings that do not continue it.
+
+    Raises:
+        RunError: Somebody is working there, or it cannot be made.
+        ConfigError: It holds a run of another model, other data or another optimizer.
+    """
+    observe = spec.observe
+    if observe.explicit_log_dir is not None:
+        directory = Path(observe.explicit_log_dir).absolute()
+        root, name = directory.parent, str(directory.name)
+    else:
+        root, name = Path(observe.exp_dir), observe.name or ""
+    choice = choose_run(
+        root, name or None, full_identity(spec.resolved), observe.resume_if_exists, is_sweep
+    )
+    try:
+        if choice.continues and (old := recorded_config(choice.path)) is not None:
+            check_continues(old, spec.resolved, run=str(choice.path))
+        write_atomically(choice.path / CONFIG_NAME, yaml.safe_dump(spec.resolved, sort_keys=False))
+    except BaseException:
+        choice.release()
+        raise
+    return choice
+
+
+def withdraw(choice: RunChoice) -> None:
+    """Take a new run's directory away that was refused before its first step left anything.
+
+    Only what every run writes goes; with anything else in it the directory stays.
+    """
+    if choice.continues or choice.lock is None:  # not ours to take away
+        return
+    path = choice.path
+    checkpoints = path / CHECKPOINTS_DIR
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return
+    if any((path / name).exists() and (path / name).stat().st_size for name in LOGS):
+        return
+    try:
+        for pattern in (*LOGS, *MADE_AT_THE_START):
+            for file in path.glob(pattern):
+                file.unlink()
+        if checkpoints.is_dir():
+            checkpoints.rmdir()
+        path.rmdir()
+    except OSError:
+        pass  # somebody else's file is there
+    choice.release()
+
+
+def check(spec: RunSpec) -> None:
+    """Refuse what `enter` would refuse of a named run, without making a directory."""
+    observe = spec.observe
+    if observe.explicit_log_dir is not None:
+        path = Path(observe.explicit_log_dir).absolute()
+    elif observe.name:
+        path = Path(observe.exp_dir) / checked_name(observe.name)
+    else:
+        return
+    if not path.is_dir():
+        return
+    if is_locked(path):
+        raise RunError(f"{path} is in use by another process")
+    old = recorded_config(path)
+    if old is not None and not observe.resume_if_exists:
+        raise RunError(
+            f"{path} holds a run already. Set exp_manager.resume_if_exists=true to continue it, or "
+            "choose another name"
+        )
+    if old is not None:
+        check_continues(old, spec.resolved, run=str(path))
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any] | None:
+    """Return the configuration of the newest readable checkpoint, else that in the run's file."""
+    root = run_dir / CHECKPOINTS_DIR
+    for step_dir in sorted(root.glob("step_*"), reverse=True):
+        try:
+            config = check_structure(step_dir).meta["config"]
+        except (CheckpointError, KeyError):
+            continue  # reported when it is loaded
+        if isinstance(config, dict):
+            return config
+    try:
+        config = yaml.safe_load((run_dir / CONFIG_NAME).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RunError(f"{run_dir / CONFIG_NAME}: cannot be read ({error})") from error
+    return config if isinstance(config, dict) else None

@@ -6,29 +6,29 @@ import dataclasses
 from pathlib import Path
 
 from megafp8.checkpoint.best import Best
-from megafp8.checkpoint.rundir import CHECKPOINTS_DIR
 from megafp8.config.errors import SettingError
 from megafp8.data.prepare import PreparedData, prepare
-from megafp8.errors import UserError
 from megafp8.observe.console import Console
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker, open_trackers
+from megafp8.parallel.agreement import on_main
 from megafp8.parallel.mesh import Mesh
+from megafp8.runs import restarts
+from megafp8.runs.directory import CHECKPOINTS_DIR
+from megafp8.runs.preflight import require_room
+from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import restarts, resume, saving
-from megafp8.train.background import BackgroundSaver
+from megafp8.train import resume, state_dict
 from megafp8.train.build import build
-from megafp8.train.description import describe
-from megafp8.train.health import HealthLog
-from megafp8.train.loop import Run
-from megafp8.train.precision_share import share_of
-from megafp8.train.profiling import StepProfiler
-from megafp8.train.room import require_room
-from megafp8.train.signals import StopRequest
+from megafp8.train.process import StopRequest, TimeLimit
+from megafp8.train.report.fp8 import share_of
+from megafp8.train.report.header import describe
+from megafp8.train.report.health import HealthLog
+from megafp8.train.report.profile import StepProfiler
+from megafp8.train.run import Run
+from megafp8.train.saver import BackgroundSaver, Saver
 from megafp8.train.state import TrainState
-from megafp8.train.timelimit import TimeLimit
-from megafp8.train.tokenizer_files import save_tokenizer
 from megafp8.train.weights import start_from
 
 
@@ -48,7 +48,7 @@ def open_run(
     state = build(spec, mesh)
     share = share_of(spec, state)
     saver = _start(path, spec, state, data, console)
-    _check_progress_on_main(path, state)
+    on_main(mesh, lambda: restarts.check_progress(path, state.step))
     metrics, trackers = _open_logs(path, spec, state, data, console)
     files_of_health = path if mesh.is_main else None
     run = Run(
@@ -69,7 +69,15 @@ def open_run(
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     goes_back = spec.train.nonfinite_policy == "rollback" and saver.last_step is None
-    require_room(saver, spec.checkpoint, state, spec.train.max_steps, saves_at_once=goes_back)
+    require_room(
+        saver.root,
+        state_dict.placements(state),
+        mesh,
+        spec.checkpoint,
+        state.step,
+        spec.train.max_steps,
+        saves_at_once=goes_back,
+    )
     if spec.checkpoint.async_save and state.step < spec.train.max_steps:
         run.background = _saver_beside_training(saver, state)
     console.start(spec.train.max_steps, state.step)
@@ -84,12 +92,12 @@ def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
 
 def _start(
     path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
-) -> saving.Saver:
+) -> Saver:
     """Fill `state` from the run's own checkpoint or from what the settings name."""
     kept = spec.checkpoint
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
-    saver = saving.Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
+    saver = Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     resume.load_newest(saver, state, data, console)
     if saver.last_step is None and spec.resume_from_checkpoint is not None:
         named = Path(spec.resume_from_checkpoint)
@@ -99,7 +107,7 @@ def _start(
     return saver
 
 
-def _saver_beside_training(saver: saving.Saver, state: TrainState) -> BackgroundSaver:
+def _saver_beside_training(saver: Saver, state: TrainState) -> BackgroundSaver:
     try:
         return BackgroundSaver(saver, state)
     except (MemoryError, RuntimeError) as error:
@@ -123,15 +131,3 @@ def _open_logs(
         spec.observe, path, resume_step=state.step, config=spec.resolved, warn=console.warn
     )
     return metrics, trackers
-
-
-def _check_progress_on_main(path: Path, state: TrainState) -> None:
-    error: UserError | None = None
-    if state.mesh.is_main:
-        try:
-            restarts.check_progress(path, state.step)
-        except UserError as failure:
-            error = failure
-    error = saving.from_main(state.mesh, error)
-    if error is not None:
-        saving.raise_on_all(error)

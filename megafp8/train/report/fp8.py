@@ -1,4 +1,5 @@
-"""Which share of a step's GEMM FLOPs will be FP8, told from the model that was built.
+"""Which share of a step's GEMM FLOPs will be FP8, told from the model that was built, and which
+kernels run it: tensor cores or emulation, and who casts.
 
 Attention's two products are counted apart, never in FP8; see the counted share in summary.json.
 """
@@ -9,17 +10,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megafp8.errors import ConfigError
+from megafp8.parallel.agreement import gather
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.te_parts import TeLayer
 from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.backends.torchao_linear import TorchaoLinear
+from megafp8.precision.engine import Engine
+from megafp8.precision.gemm import wide_dtype
+from megafp8.precision.kernels.compile import library
+from megafp8.precision.kernels.scaled_mm import Layout
 from megafp8.precision.linear import Linear
-from megafp8.specs import GPTSpec, RunSpec
-from megafp8.specs.precision import GEMMS, Fp8Recipe
-from megafp8.train import saving
+from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, RecipeName
 from megafp8.train.state import TrainState
 
 
@@ -74,7 +80,7 @@ def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
     recipe = spec.precision.fp8
     if recipe is None:
         return None
-    parts = saving.gather(state.mesh, linear_flops(state.model, recipe))
+    parts = gather(state.mesh, linear_flops(state.model, recipe))
     share = share_of_ranks(parts, spec.model, state.mesh.data.size)
     require_fp8(share)
     return share
@@ -131,3 +137,38 @@ def _names(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{len(names)} linears, {names[0]} to {names[-1]}"
+
+
+LAYOUTS_OF: dict[RecipeName, tuple[Layout, ...]] = {
+    "delayed": ("tensor",),
+    "tensorwise": ("tensor",),
+    "rowwise": ("row",),
+    "rowwise_with_gw_hp": ("tensor", "row"),
+    "blockwise": ("block", "square"),
+}
+
+
+def means_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:
+    """`engine` is the scaling state's; `work` the dtype of the products' results."""
+    named = [recipe.name, *(rule.precision for rule in recipe.modules)]
+    recipes = [name for name in dict.fromkeys(named) if name != HIGH_PRECISION]
+    in_hardware = [
+        all(engine.multiplies(layout, work) for layout in LAYOUTS_OF[name]) for name in recipes
+    ]
+    wide = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide_dtype(device, work)]
+    cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over FP8 bytes"
+    if all(in_hardware):
+        products = cores
+    elif not any(in_hardware):
+        products = emulated
+    else:
+        mixed = zip(recipes, in_hardware, strict=True)
+        products = ", ".join(f"{name} on {cores}" for name, runs in mixed if runs)
+        products += f", the others {emulated}"
+    return f"{products}, casts in {_caster(engine, device)}"
+
+
+def _caster(engine: Engine, device: torch.device) -> str:
+    if engine.uses_triton:
+        return "Triton"
+    return "C" if device.type == "cpu" and library().lib is not None else "torch"

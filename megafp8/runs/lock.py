@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 0.005
 
 
 class RunLock:
-    """An exclusive `flock` on `<run_dir>/.lock`, held until `release` or death.
+    """Hold an exclusive `flock` on `<run_dir>/.lock` until `release` or death.
 
     Forgetting the object does not let go. The file stays: deleting it would let two processes
     lock two files of the same name.
@@ -34,7 +34,7 @@ class RunLock:
 
     @classmethod
     def acquire(cls, run_dir: Path) -> RunLock:
-        """Raises `RunError` naming host and process if another one is alive in `run_dir`."""
+        """Lock `run_dir`; raise `RunError` with host and process of another one that is alive."""
         path = run_dir / LOCK_NAME
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -14,10 +14,11 @@ from megafp8.data.tokenize import continuation
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
 from megafp8.specs import RunSpec
-from megafp8.train.description import fp8_kernel, precision_of
 from megafp8.train.generate import sample
-from megafp8.train.loop import Run, validate
-from megafp8.train.precision_share import share_of
+from megafp8.train.report.fp8 import share_of
+from megafp8.train.report.header import fp8_kernel, precision_of
+from megafp8.train.run import Run
+from megafp8.train.validate import validate
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 64

@@ -1,7 +1,7 @@
 """A job that is started again and again without getting further is stopped.
 
 Slurm, torchrun and our own launcher start jobs again and say how often they have.
-`restarts.json` in the run's directory counts. A start that a person makes begins anew.
+`restarts.json` in the run's directory counts. A start that a person makes begins a new count.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
 from megafp8.errors import RunError
+from megafp8.files import read_json, write_json_atomically
 from megafp8.observe.metrics import read_metrics
 from megafp8.parallel.launch import LAUNCHER
 from megafp8.parallel.slurm import restart_count
@@ -57,8 +57,10 @@ def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os
 
 
 def starter(environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """A name for the job that somebody starts again, and how often this has been done; None where
-    nobody would."""
+    """Return a name for the job that something starts again, and how often this has been done.
+
+    The name is None where nothing would start the job again.
+    """
     names, count = [], 0
     if "SLURM_JOB_ID" in environment:
         names.append(environment["SLURM_JOB_ID"])
@@ -81,7 +83,7 @@ def _last_logged(run_dir: Path) -> int:
 def _record(run_dir: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = read_json(run_dir / RECORD)
-    except RunError:  # not there, or half written by a foreign hand: count anew
+    except RunError:  # not there, or half written by a foreign hand: begin a new count
         return {}
     starts = record.get("starts")
     well_formed = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)

@@ -7,18 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.jsonfiles import read_json, write_json_atomically
+from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
 from megafp8.data.tiktoken_tokenizer import load_tiktoken
-from megafp8.data.tokenize import (
-    JSON_FILE,
-    SENTENCEPIECE_FILE,
-    TIKTOKEN_FILE,
-    Tokenizer,
-    load_json,
-    load_tokenizer,
-)
+from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
 from megafp8.errors import RunError
+from megafp8.files import read_json, write_json_atomically
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
@@ -50,8 +44,10 @@ _TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the tokenizer's file, and `tokenizer_config.json`: the end of a document, the longest
-    text, and what reads the file."""
+    """Write the tokenizer's file, and `tokenizer_config.json` beside it.
+
+    The latter has the end of a document, the longest text, and what reads the file.
+    """
     end = tokenizer.end_of_document
     config: dict[str, Any] = {
         "tokenizer_class": OWN_CLASSES.get(tokenizer.file_name, OF_TRANSFORMERS),
@@ -72,7 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a run's or a model's folder.
+    """Return the tokenizer in a run's or a model's folder.
 
     None if there is none; a `tokenizer.model` of others counts as none, because tokens that were
     added to it are not in that file.
@@ -125,7 +121,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def _kind_of(path: Path) -> str | None:
-    """Of which kind a `tokenizer.json` is: the kind's own file name; None if it is not there.
+    """Say of which kind a `tokenizer.json` is: the kind's own file name; None if it is not there.
 
     Versions before this one gave all three kinds this name.
     """

@@ -1,0 +1,100 @@
+"""How ranks agree: one rank's value on all of them, and one rank's error raised by all of them.
+
+Objects travel pickled between the processes of one job; nothing here reads a file. They are not
+counted in `Traffic`: a step of training sends none, unless it logs FP8's health.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megafp8.errors import UserError
+from megafp8.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def on_main(mesh: Mesh, act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `act` on the main rank alone and return its value on every rank.
+
+    The main rank gets the very object, the others a pickled copy. The ranks agree within `group`;
+    None stands for all ranks' own.
+
+    Raises:
+        UserError: What `act` raised, on every rank.
+    """
+    value, error = from_main(mesh, _tried(act) if mesh.is_main else None, group)
+    if error is not None:
+        raise_on_all(error)
+    result: T = value
+    return result
+
+
+def on_all(mesh: Mesh, act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call `act` on every rank and return all values, by rank.
+
+    Raises:
+        UserError: What `act` raised on the lowest rank that failed, on every rank.
+    """
+    tried = gather(mesh, _tried(act), group)
+    if (error := _cause([error for _, error in tried])) is not None:
+        raise_on_all(error)
+    return [value for value, _ in tried]
+
+
+def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the main rank's object on every rank of this job."""
+    if mesh.world.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's object, by rank."""
+    if mesh.world.size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world.size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def first_known(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the lowest rank's object that is not None, on every rank."""
+    return next((v for v in gather(mesh, value, group) if v is not None), None)
+
+
+def agree(mesh: Mesh, *flags: bool) -> list[bool]:
+    """Return by flag whether it is raised on any rank; so all ranks act in the same step."""
+    if mesh.world.size == 1:
+        return list(flags)
+    raised = torch.tensor([float(flag) for flag in flags], device=mesh.device)
+    return [bool(flag) for flag in mesh.world.all_reduce_max(raised).tolist()]
+
+
+def raise_on_all(error: UserError) -> NoReturn:
+    """Raise an error that every rank has learned of: the main rank alone prints it."""
+    error.is_shared = True
+    raise error
+
+
+def _tried(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    try:
+        return act(), None
+    except UserError as error:
+        return None, error
+
+
+def _cause(errors: list[UserError | None]) -> UserError | None:
+    """Return the lowest rank's error that is not a consequence of another rank's.
+
+    A rank that fails may remove the directory in which another is about to write.
+    """
+    found = [error for error in errors if error is not None]
+    own = [error for error in found if "ENOENT" not in str(error)]
+    return next(iter(own or found), None)

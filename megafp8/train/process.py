@@ -1,0 +1,163 @@
+"""What a training process does beside training: signals, its time limit, garbage collection and
+the settings that are made once at its start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import torch
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers the first signal; use as a context around training."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)  # as a shell reports a process that a signal ended
+        self.signal = signal.Signals(number)
+
+
+class TimeLimit:
+    """Due when the rest of this step, one more step and one save would not fit, each as slow as the
+    slowest so far; with a save under way beside training, that one has to end first.
+
+    `began` and `clock` are in seconds of the same clock; a step's time includes the validation and
+    the periodic save that came with it.
+    """
+
+    def __init__(
+        self, seconds: float | None, began: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seconds, self._began, self._clock = seconds, began, clock
+        self._last: float | None = None
+        self._longest_step = self._longest_save = self._longest_rest = 0.0
+
+    def start(self) -> None:
+        """The first step begins."""
+        self._last = self._clock()
+
+    def saved(self, seconds: float) -> None:
+        """A save took so long."""
+        self._longest_save = max(self._longest_save, seconds)
+
+    def is_due(self, under_way: float | None = None) -> bool:
+        """Call once in each step; `under_way`: seconds since a save beside training began."""
+        now = self._clock()
+        if self._last is not None:
+            self._longest_step = max(self._longest_step, now - self._last)
+        self._last = now
+        if self.seconds is None:
+            return False
+        one_save = max(self._longest_save, under_way or 0.0)
+        saves = one_save if under_way is None else 2 * one_save
+        return now - self._began + self._longest_rest + self._longest_step + saves >= self.seconds
+
+    def step_ended(self) -> None:
+        """The step in which `is_due` was called is over, with what came after it but for saves."""
+        assert self._last is not None, "no step has begun"
+        self._longest_rest = max(self._longest_rest, self._clock() - self._last)
+
+
+class Garbage:
+    """While it is entered, Python collects every `interval` steps and at no other time; with 0 as
+    it always does."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._was_enabled = gc.isenabled()
+
+    def __enter__(self) -> Garbage:
+        self._was_enabled = gc.isenabled()
+        if self._interval:
+            gc.collect()
+            gc.disable()
+        return self
+
+    def after_step(self, step: int) -> None:
+        if self._interval and step % self._interval == 0:
+            gc.collect()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._was_enabled:
+            gc.enable()
+
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep large freed blocks instead of giving them back to the kernel.
+
+    Every large tensor would otherwise be mapped and page-faulted anew: half of a CPU training step.
+    Returns whether it applies (Linux with glibc).
+    """
+    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL("libc.so.6")
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 << 20))
+    return all(libc.mallopt(option, value) == 1 for option, value in settings)
+
+
+def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = False) -> None:
+    """Settings that every run wants on this device."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(deterministic)
+    if device.type == "cpu":
+        keep_freed_memory()
+        if fp32:
+            choose_float32_precision()
+
+
+def choose_float32_precision() -> str:
+    """The fastest of torch's FP32 matmul settings that is still FP32: relative error below 1e-6.
+
+    "medium" is faster on some CPUs at FP32's own error; on CPUs with AMX it means BF16, and a probe
+    tells them apart.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(256, 512, generator=generator)
+    b = torch.randn(512, 256, generator=generator)
+    exact = a.double() @ b.double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("medium")
+    error = float((a @ b - exact).norm() / exact.norm())
+    if error >= 1e-6:
+        torch.set_float32_matmul_precision("highest")
+        return "highest"
+    return "medium"

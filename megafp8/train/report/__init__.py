@@ -1,0 +1,1 @@
+"""What a run reports: its header, its FP8 share and health, its summary, its profile."""

@@ -1,0 +1,195 @@
+"""What a checkpoint of a run holds, as pieces of logical tensors, and loading it.
+
+    model/<name>                     FP32 master weights, logical tensors
+    optimizer/<state>/<name>         AdamW's moments
+    scaling/<direction>/<field>/<tensor>[/shards]
+    rng/torch                        torch's default generator (ours are keyed and need no state)
+
+The manifest's meta keeps the scalars: step, samples, updates, configuration, data fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.reader import Reader
+from megafp8.errors import CheckpointError
+from megafp8.models.init import pieces_of
+from megafp8.optim.adamw import STATES
+from megafp8.optim.masters import Segment
+from megafp8.parallel.mesh import Mesh
+from megafp8.precision.backends.te_state import TeScaling
+from megafp8.precision.scaling import ScalingState
+from megafp8.specs.geometry import boxes_of_run
+from megafp8.train.state import TrainState
+
+
+def placements_of(
+    prefix: str, segment: Segment, tensor: torch.Tensor, mesh: Mesh, *, num_shards: int
+) -> Iterator[Placement]:
+    """The pieces that lie in a segment, with their values in `tensor` (any shape, in memory order).
+
+    `num_shards` consecutive replicas share out the parameters; those after them have the same.
+    """
+    shape, flat, begin = tuple(segment.param.shape), tensor.detach().view(-1), 0
+    for held in boxes_of_run(shape, segment.begin, segment.end):
+        values = flat[begin : begin + held.volume].view(held.shape)
+        begin += held.volume
+        for piece in pieces_of(segment.param):
+            local = piece.local_box
+            if (common := local.overlap(held)) is None:
+                continue
+            inside = zip(piece.offset, common.offset, local.offset, strict=True)
+            is_replica = mesh.data.rank >= num_shards
+            is_replica = is_replica or (mesh.tp.rank > 0 and not piece.is_sharded)
+            yield Placement(
+                prefix + piece.name,
+                piece.global_shape,
+                tuple(start + at - first for start, at, first in inside),
+                values[common.slices_within(held)],
+                replica=int(is_replica or piece.replica > 0),
+            )
+
+
+Notify = Callable[[str], None]
+
+
+def placements(state: TrainState) -> Iterator[Placement]:
+    """Every tensor of the state, as pieces of logical tensors."""
+    yield from _fixed_placements(state)
+    yield from _passing_placements(state)
+
+
+def _fixed_placements(state: TrainState) -> Iterator[Placement]:
+    """Of tensors that training writes into."""
+    yield from model_placements(state)
+    for name in STATES:
+        yield from _pieces(f"optimizer/{name}/", state, state.optimizer.state_tensors(name))
+
+
+def _passing_placements(state: TrainState) -> Iterator[Placement]:
+    """Of tensors that training makes anew."""
+    if isinstance(state.scaling, ScalingState):
+        yield from _scaling_placements(state)
+    if state.mesh.is_main:
+        rng = torch.get_rng_state()
+        yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
+
+
+class RepeatedPlacements:
+    """`placements`, again and again: where weights' and moments' pieces lie is found once, for as
+    long as their tensors stay in place."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._places: list[int] = []
+        self._fixed: list[Placement] = []
+
+    def now(self) -> list[Placement]:
+        state = self._state
+        moments = (state.optimizer.state_tensors(name) for name in STATES)
+        tensors = [*state.masters.masters, *(tensor for each in moments for tensor in each)]
+        places = [tensor.data_ptr() for tensor in tensors]
+        if places != self._places:
+            self._places, self._fixed = places, list(_fixed_placements(state))
+        return [*self._fixed, *_passing_placements(state)]
+
+
+def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
+    """Fill `state` from a verified checkpoint, whatever layout wrote it; returns its meta."""
+    reader = Reader(step_dir)
+    reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
+    if isinstance(state.scaling, ScalingState):
+        _load_scaling(reader, state, notify)
+        if isinstance(state.scaling, TeScaling):
+            state.scaling.push()
+    if "rng/torch" in reader.names():
+        torch.set_rng_state(reader.read("rng/torch"))
+    meta = reader.meta
+    state.step = reader.step
+    state.consumed_samples = int(meta["consumed_samples"])
+    state.num_skipped = int(meta["num_skipped"])
+    state.optimizer.set_num_updates(int(meta["num_updates"]))
+    if state.loss_scale is not None:
+        state.loss_scale.set_state(meta["loss_scale"])
+    state.masters.write_back()
+    return meta
+
+
+def model_placements(state: TrainState) -> Iterator[Placement]:
+    """The master weights."""
+    return _pieces("model/", state, state.masters.masters)
+
+
+def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> Iterator[Placement]:
+    """Of tensors that belong to the masters' segments."""
+    num_shards = state.masters.shards.size
+    for segment, tensor in zip(state.masters.segments, tensors, strict=True):
+        yield from placements_of(prefix, segment, tensor, state.mesh, num_shards=num_shards)
+
+
+def _scaling_placements(state: TrainState) -> Iterator[Placement]:
+    """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
+    assert isinstance(state.scaling, ScalingState)
+    stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
+    for name, row in _scaling_rows(state.scaling):
+        if is_synchronized:
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
+        else:
+            shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
+            yield Placement(f"{name}/shards", shape, offset, row[None])
+
+
+def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
+    for direction, table in scaling.tables.items():
+        for field, tensor in table.tensors().items():
+            for name, row in zip(table.names, tensor.unbind(0), strict=True):
+                yield f"scaling/{direction}/{field}/{name}", row
+
+
+def _is_synchronized(state: TrainState) -> bool:
+    assert isinstance(state.scaling, ScalingState)
+    mesh = state.mesh
+    is_over_all = state.scaling.recipe.reduce_amax and mesh.amax.size == mesh.stage.size
+    return is_over_all or mesh.stage.size == 1
+
+
+def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
+    """FP8 state as it was; shards of another layout are merged by the rule of a reduction."""
+    assert isinstance(state.scaling, ScalingState)
+    stored = set(reader.names())
+    own = list(_scaling_placements(state))
+    if own and not any(name.startswith("scaling/") for name in stored):
+        notify("the checkpoint was made without FP8: scales and amax histories begin anew")
+        return
+    same_layout = [
+        p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
+    ]
+    reader.load_into(same_layout)
+    loaded = {p.name for p in same_layout}
+    merged = 0
+    for placement in own:
+        if placement.name in loaded:
+            continue
+        base = placement.name.removesuffix("/shards")
+        source = base if base in stored else f"{base}/shards"
+        if source not in stored:
+            raise CheckpointError(
+                reader.path, f"lacks {base}", "Continue with the FP8 settings it was made with"
+            )
+        value = reader.read(source)
+        if source.endswith("/shards"):
+            field = base.split("/")[2]
+            value = value.amin(0) if field == "quant_scale" else value.amax(0)
+            merged += 1
+        placement.tensor.copy_(value.view_as(placement.tensor))
+    if merged:
+        notify(
+            f"{merged} FP8 scaling entries differed between the ranks that saved them "
+            "(reduce_amax=False): the larger amax and the smaller scale of each are used"
+        )

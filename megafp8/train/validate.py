@@ -1,0 +1,70 @@
+"""Validation: the loss over batches, leaving no trace in FP8 scales or weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from megafp8.data.loader import Microbatch, validation_batches
+from megafp8.observe.summary import bits_per_byte
+from megafp8.train.run import Run
+from megafp8.train.state import TrainState
+from megafp8.train.step import local_batch
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, int]:
+    """(nats per counted token, counted tokens) over all data-parallel ranks' batches."""
+    device = state.mesh.device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    state.model.eval()
+    with state.scaling.evaluation():
+        for batch in batches:
+            own = local_batch(batch, state.mesh)
+            totals[0] += state.model(own.tokens_BS, own.targets_BS, **own.documents)
+            totals[1] += (own.targets_BS >= 0).sum()
+    state.model.train()
+    state.mesh.pp.all_reduce_sum(totals[0])  # 0 but for the stage with the head
+    state.mesh.data.all_reduce_sum(totals)
+    return (totals[0] / totals[1]).item(), int(totals[1].item())
+
+
+def validate(run: Run, *, whole: bool = False) -> float:
+    """Nats per token over `limit_val_batches` global batches, or over all validation text."""
+    began = time.perf_counter()
+    train, mesh = run.spec.train, run.state.mesh
+    limit = None if whole else train.limit_val_batches * train.global_batch_size
+    drops_last = run.spec.data.validation_drop_last and not whole
+    batches = validation_batches(
+        run.data.validation if whole else run.data.periodic_validation,
+        train.micro_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        limit,
+        multiple_of=train.global_batch_size if drops_last else 1,
+        rules=run.data.rules,
+    )
+    val_loss, _ = evaluate(run.state, batches)
+    bits = bits_per_byte(val_loss, run.bytes_per_token)
+    values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
+    if run.metrics is not None:
+        # The whole validation ends a run, and is done again if the run is killed before it is over.
+        run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
+    run.trackers.log(run.state.step, values)
+    run.saver.metrics["val_loss"] = val_loss
+    seconds = time.perf_counter() - began
+    run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
+    return val_loss
+
+
+def check_validation(run: Run) -> None:
+    """A short validation before the first step: what would fail, or be too large, fails now."""
+    train, mesh = run.spec.train, run.state.mesh
+    limit = train.num_sanity_val_steps * train.global_batch_size
+    batches = validation_batches(
+        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+    )
+    val_loss, num_tokens = evaluate(run.state, batches)
+    run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")
