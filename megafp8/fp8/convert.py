@@ -291,9 +291,7 @@ def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
     """Return what starts a maximum over the ranks of a group, in place."""
 
     def start(amaxes: torch.Tensor) -> Pending:
-        work = dist.all_reduce(
-            amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True
-        )
+        work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None, "this rank is not in amax_group"
         return Pending(amaxes, work)
 
