@@ -112,7 +112,7 @@ def scaled_mm(
         _padded(b_NK, cols, inner).t(),
         scale_a=_scale(a_dequant_scale, a_layout, rows, inner),
         scale_b=_scale(b_dequant_scale, b_layout, cols, inner).t(),
-        bias=None if early_bias is None else F.pad(early_bias, (0, cols - num_cols)),
+        bias=None if early_bias is None else _extended(early_bias, (0, cols - num_cols)),
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
     )[:num_rows, :num_cols]
@@ -127,6 +127,11 @@ def _check_pair(a: Layout, b: Layout) -> None:
 
 def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+def _extended(x: torch.Tensor, more: tuple[int, ...], value: float = 0.0) -> torch.Tensor:
+    """Pad `x`, or return it where there is nothing to add: `F.pad` copies even then."""
+    return F.pad(x, more, value=value) if any(more) else x
 
 
 def _padded(payload: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
@@ -147,5 +152,5 @@ def _scale(scale: torch.Tensor, layout: Layout, rows: int, inner: int) -> torch.
         "square": (rows // BLOCK, inner // BLOCK),
     }[layout]
     more = (0, size[1] - scale.shape[1], 0, size[0] - scale.shape[0])
-    scale = F.pad(scale, more, value=1.0).contiguous()
-    return scale.t().contiguous().t() if layout == "block" else scale  # rows innermost
+    scale = _extended(scale, more, value=1.0)
+    return scale.t().contiguous().t() if layout == "block" else scale.contiguous()

@@ -14,6 +14,7 @@ from megafp8.precision.formats import E4M3, Fp8Format
 from megafp8.precision.kernels.triton_cast import (
     TILE_COLS,
     TILE_ROWS,
+    TILE_WARPS,
     outputs,
     partial_sums,
     pointers,
@@ -82,6 +83,7 @@ def activation_cast(
             HARDWARE=casts_in_hardware(x_MN.device),
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )
     return ActivationCast(*out, None if sums is None else sums.sum(0), plain)
 
@@ -137,6 +139,7 @@ def _activation_kernel(
         num_rows,
         num_cols,
         inside,
+        cols < num_cols,
         quant_scale,
         amax_bits,
         payload,

@@ -26,6 +26,7 @@ from megafp8.precision.kernels.triton_rounding import widened
 from megafp8.precision.kernels.triton_tile import emit_tile
 
 TILE_ROWS, TILE_COLS = 64, 128
+TILE_WARPS = 8  # 32 elements a thread: few enough registers for 32 warps an SM
 
 
 class Cast(NamedTuple):
@@ -72,6 +73,7 @@ def cast(
             HARDWARE=casts_in_hardware(x_MN.device),
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )
     return Cast(*out, None if sums is None else sums.sum(0))
 
@@ -88,6 +90,7 @@ def transpose_payload(payload_MN: torch.Tensor) -> torch.Tensor:
             num_cols,
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )
     return payload_t
 
@@ -160,6 +163,7 @@ def _cast_kernel(
         num_rows,
         num_cols,
         inside,
+        cols < num_cols,
         quant_scale,
         amax_bits,
         payload,

@@ -1,8 +1,9 @@
-"""Current scaling where one tensor has many scales: a row, a column, a block of 128 elements each.
+"""Current scaling: one scale for a tensor, or one for each row, column or block of 128 elements.
 
-Rows and columns take three launches: all amaxes from one read, all scales, both payloads from a
-second read. Blocks fit a tile, so amax, scale and payloads of both directions come from one read.
-A payload whose scales go along columns is written transposed, as a product on Hopper reads it.
+One scale for a tensor takes two launches before the cast: the amax, the two scales. Rows and
+columns take three launches: all amaxes from one read, all scales, both payloads from a second read.
+Blocks fit a tile, so amax, scale and payloads of both directions come from one read. A payload
+whose scales go along columns is written transposed, as a product on Hopper reads it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -19,6 +20,7 @@ from megafp8.precision.formats import E4M3, Fp8Format
 from megafp8.precision.kernels.triton_cast import (
     TILE_COLS,
     TILE_ROWS,
+    TILE_WARPS,
     outputs,
     pointers,
     tiles,
@@ -28,11 +30,13 @@ from megafp8.precision.kernels.triton_rounding import (
     dequant_of,
     fp8_codes,
     magnitude_bits,
+    raise_amax,
     scales_of_amax,
     widened,
 )
 
 BLOCK = 128
+BLOCK_WARPS = 16
 
 
 class Scaled(NamedTuple):
@@ -47,6 +51,33 @@ class BothWays(NamedTuple):
 
     rows: Scaled | None
     columns: Scaled | None
+
+
+def amax_of_matrix(x_MN: torch.Tensor) -> torch.Tensor:
+    """Return max|x| as a 0-d FP32 tensor: 0 for an empty matrix, +inf if there is a NaN."""
+    check_matrix("x_MN", x_MN)
+    amax = torch.zeros((), device=x_MN.device)
+    if x_MN.numel() > 0:
+        elements = TILE_ROWS * TILE_COLS
+        _tensor_amax_kernel[(-(-x_MN.numel() // elements),)](
+            x_MN, x_MN.numel(), amax.view(torch.int32), ELEMENTS=elements, num_warps=TILE_WARPS
+        )
+    return amax
+
+
+def scales_of(
+    amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool, torchao: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 0-d FP32 (quant_scale, dequant_scale) of a 0-d FP32 amax.
+
+    The rule is Transformer Engine's, or torchao's (precision/recipes/scales.py).
+    """
+    quant_scale, dequant_scale = torch.empty_like(amax), torch.empty_like(amax)
+    _scale_kernel[(1,)](
+        amax, quant_scale, dequant_scale, 1,
+        IS_E4M3=fmt is E4M3, TORCHAO=torchao, POWER_2=power_2, LANES=1, num_warps=1,
+    )  # fmt: skip
+    return quant_scale, dequant_scale
 
 
 def cast_rowwise(
@@ -70,7 +101,7 @@ def cast_rowwise(
     if x_MN.numel() > 0:
         _line_amax_kernel[grid](
             x_MN, num_rows, num_cols, amax.view(torch.int32), with_rows, with_columns,
-            TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
+            TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS, num_warps=TILE_WARPS,
         )  # fmt: skip
     if count > 0:  # of an empty matrix too
         _scale_lines(amax, quant_scale, dequant_scale, fmt, power_2)
@@ -79,6 +110,7 @@ def cast_rowwise(
             x_MN, num_rows, num_cols, quant_scale, *pointers((payload, payload_t), x_MN),
             IS_E4M3=fmt is E4M3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
             HARDWARE=casts_in_hardware(device), TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )  # fmt: skip
     of_rows, of_columns = dequant_scale[:num_rows, None], dequant_scale[num_rows:, None]
     return BothWays(
@@ -97,25 +129,27 @@ def cast_blocks(
 ) -> BothWays:
     """Transformer Engine's rule, one scale for 1 x 128 elements.
 
-    Scales: [M, ceil(N / 128)] of the rows, [N, ceil(M / 128)] of the columns.
+    Scales: [M, ceil(N / 128)] of the rows, [N, ceil(M / 128)] of the columns; both lie transposed
+    in memory, as the product on Hopper reads them.
     """
     check_matrix("x_MN", x_MN)
     num_rows, num_cols = x_MN.shape
     device = x_MN.device
     payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
     grid = (-(-num_rows // BLOCK), -(-num_cols // BLOCK))
-    of_rows = torch.empty(num_rows, grid[1], device=device)
-    of_columns = torch.empty(num_cols, grid[0], device=device)
+    of_rows = torch.empty(grid[1], num_rows, device=device)
+    of_columns = torch.empty(grid[0], num_cols, device=device)
     if x_MN.numel() > 0:
         _block_cast_kernel[grid](
             x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN),
             of_rows, of_columns,
             IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=False, WITH_ROWS=with_rows,
-            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK, num_warps=8,
+            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK,
+            num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return BothWays(
-        None if payload is None else Scaled(payload, of_rows),
-        None if payload_t is None else Scaled(payload_t, of_columns),
+        None if payload is None else Scaled(payload, of_rows.t()),
+        None if payload_t is None else Scaled(payload_t, of_columns.t()),
     )
 
 
@@ -141,7 +175,8 @@ def cast_square_blocks(
         _block_cast_kernel[grid](
             x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN), scale, scale,
             IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=True, WITH_ROWS=with_rows,
-            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK, num_warps=8,
+            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK,
+            num_warps=BLOCK_WARPS,
         )  # fmt: skip
     return BothWays(
         None if payload is None else Scaled(payload, scale),
@@ -161,6 +196,13 @@ def _scale_lines(
         amax, quant_scale, dequant_scale, amax.numel(),
         IS_E4M3=fmt is E4M3, TORCHAO=True, POWER_2=power_2, LANES=lanes,
     )  # fmt: skip
+
+
+@triton.jit
+def _tensor_amax_kernel(x, count, amax_bits, ELEMENTS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    magnitude = magnitude_bits(widened(tl.load(x + at, mask=at < count, other=0.0)))
+    raise_amax(amax_bits, tl.max(magnitude, axis=0))
 
 
 @triton.jit
@@ -278,12 +320,12 @@ def _block_cast_kernel(
             scale = scales_of_amax(amax, IS_E4M3, False, POWER_2)
             codes = fp8_codes(value * scale[:, None], IS_E4M3, HARDWARE)
             tl.store(payload + here, codes, mask=inside)
-            at = rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+            at = tl.program_id(1).to(tl.int64) * num_rows + rows
             tl.store(of_rows + at, dequant_of(scale), mask=rows < num_rows)
         if WITH_COLUMNS:
             amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
             scale = scales_of_amax(amax, IS_E4M3, False, POWER_2)
             codes = fp8_codes(value * scale[None, :], IS_E4M3, HARDWARE)
             tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
-            at = cols.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+            at = tl.program_id(0).to(tl.int64) * num_cols + cols
             tl.store(of_columns + at, dequant_of(scale), mask=cols < num_cols)

@@ -15,6 +15,7 @@ from megafp8.precision.kernels.triton_activation import ActivationCast, gelu
 from megafp8.precision.kernels.triton_cast import (
     TILE_COLS,
     TILE_ROWS,
+    TILE_WARPS,
     outputs,
     partial_sums,
     pointers,
@@ -75,6 +76,7 @@ def gated_cast(
             HARDWARE=casts_in_hardware(x_M2N.device),
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )
     return ActivationCast(*out, None if sums is None else sums.sum(0), plain)
 
@@ -118,27 +120,28 @@ def _gated_kernel(
         grad_at = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
         of_output = widened(tl.load(grad + grad_at, mask=inside, other=0.0))
         width = 2 * num_cols
-        # Columns past the gate's end are none of the up's: they are moved out of the matrix.
-        gate_cols = tl.where(cols < num_cols, cols, width)
+        # Columns past the gate's end are the up's: `inside` and `summed` leave them out. Other
+        # column numbers would hide from the compiler that the columns are neighbours.
+        summed = cols < num_cols
         up_cols = cols + num_cols
         emit_tile(
-            of_output * up * slope, rows, gate_cols, num_rows, width, inside, quant_scale,
-            amax_bits, payload, payload_t, plain, partial_sums,
+            of_output * up * slope, rows, cols, num_rows, width, inside, summed,
+            quant_scale, amax_bits, payload, payload_t, plain, partial_sums,
             DTYPE=x.dtype.element_ty, IS_E4M3=IS_E4M3, WITH_AMAX=WITH_AMAX, WITH_ROWS=WITH_ROWS,
             WITH_COLUMNS=WITH_COLUMNS, WITH_PLAIN=WITH_PLAIN, WITH_SUMS=WITH_SUMS,
             HARDWARE=HARDWARE,
         )  # fmt: skip
         emit_tile(
-            of_output * value, rows, up_cols, num_rows, width, inside, quant_scale,
-            amax_bits, payload, payload_t, plain, partial_sums,
+            of_output * value, rows, up_cols, num_rows, width, inside, summed,
+            quant_scale, amax_bits, payload, payload_t, plain, partial_sums,
             DTYPE=x.dtype.element_ty, IS_E4M3=IS_E4M3, WITH_AMAX=WITH_AMAX, WITH_ROWS=WITH_ROWS,
             WITH_COLUMNS=WITH_COLUMNS, WITH_PLAIN=WITH_PLAIN, WITH_SUMS=WITH_SUMS,
             HARDWARE=HARDWARE,
         )  # fmt: skip
     else:
         emit_tile(
-            value * up, rows, cols, num_rows, num_cols, inside, quant_scale,
-            amax_bits, payload, payload_t, plain, partial_sums,
+            value * up, rows, cols, num_rows, num_cols, inside, cols < num_cols,
+            quant_scale, amax_bits, payload, payload_t, plain, partial_sums,
             DTYPE=x.dtype.element_ty, IS_E4M3=IS_E4M3, WITH_AMAX=WITH_AMAX, WITH_ROWS=WITH_ROWS,
             WITH_COLUMNS=WITH_COLUMNS, WITH_PLAIN=WITH_PLAIN, WITH_SUMS=WITH_SUMS,
             HARDWARE=HARDWARE,

@@ -16,12 +16,21 @@ import triton
 import triton.language as tl
 
 from megafp8.precision.formats import E4M3, Fp8Format
-from megafp8.precision.kernels.triton_cast import TILE_COLS, TILE_ROWS, outputs, pointers, tiles
+from megafp8.precision.kernels.triton_cast import (
+    TILE_COLS,
+    TILE_ROWS,
+    TILE_WARPS,
+    outputs,
+    pointers,
+    tiles,
+)
 from megafp8.precision.kernels.triton_launch import amax_bits, casts_in_hardware, check_matrix
 from megafp8.precision.kernels.triton_rounding import rounded, widened
 from megafp8.precision.kernels.triton_tile import emit_tile
 
 BACKWARD_ROWS = 32  # rows whose weight gradient one program adds up
+WIDEST_ROW = 8192  # columns that one program's registers hold in backward
+CHUNK = 2048  # columns that a program holds at once where rows are wider
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -72,6 +81,7 @@ def norm_cast(
             epsilon,
             CENTRED=mean is not None,
             LANES=triton.next_power_of_2(num_cols),
+            num_warps=_row_warps(num_cols),
         )
         _normalize_kernel[tiles(num_rows, num_cols)](
             x_MD,
@@ -95,6 +105,7 @@ def norm_cast(
             HARDWARE=casts_in_hardware(x_MD.device),
             TILE_ROWS=TILE_ROWS,
             TILE_COLS=TILE_COLS,
+            num_warps=TILE_WARPS,
         )
     return NormCast(*out, plain, NormStatistics(mean, rstd))
 
@@ -112,29 +123,81 @@ def norm_backward(
     check_matrix("grad_MD", grad_MD)
     check_matrix("x_MD", x_MD)
     num_rows, num_cols = x_MD.shape
-    groups = -(-num_rows // BACKWARD_ROWS)
+    is_wide = num_cols > WIDEST_ROW
+    groups = -(-num_rows // (TILE_ROWS if is_wide else BACKWARD_ROWS))
     grad_x = torch.empty_like(x_MD)
     partial = torch.zeros(2, groups, num_cols, device=x_MD.device)
-    mean, rstd = statistics
     if x_MD.numel() > 0:
-        _backward_kernel[(groups,)](
-            grad_MD,
-            x_MD,
-            weight_D,
-            rstd if mean is None else mean,
-            rstd,
-            num_rows,
-            num_cols,
-            grad_x,
-            partial[0],
-            partial[1],
-            CENTRED=mean is not None,
-            HARDWARE=casts_in_hardware(x_MD.device),
-            ROWS=BACKWARD_ROWS,
-            LANES=triton.next_power_of_2(num_cols),
-        )
+        launch = _launch_wide_backward if is_wide else _launch_backward
+        launch(grad_MD, x_MD, weight_D, statistics, grad_x, partial)
     grad_weight, grad_bias = partial.sum(1)
     return grad_x, grad_weight, grad_bias
+
+
+def _row_warps(num_cols: int) -> int:
+    """Return the warps of a program that holds a whole row: up to 16 elements a thread of it."""
+    return min(16, max(4, triton.next_power_of_2(num_cols) // 512))
+
+
+def _launch_backward(
+    grad_MD: torch.Tensor,
+    x_MD: torch.Tensor,
+    weight_D: torch.Tensor,
+    statistics: NormStatistics,
+    grad_x: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Take one read of the input and of the gradient; a program holds whole rows."""
+    mean, rstd = statistics
+    num_rows, num_cols = x_MD.shape
+    _backward_kernel[(partial.shape[1],)](
+        grad_MD,
+        x_MD,
+        weight_D,
+        rstd if mean is None else mean,
+        rstd,
+        num_rows,
+        num_cols,
+        grad_x,
+        partial[0],
+        partial[1],
+        CENTRED=mean is not None,
+        HARDWARE=casts_in_hardware(x_MD.device),
+        ROWS=BACKWARD_ROWS,
+        LANES=triton.next_power_of_2(num_cols),
+        num_warps=_row_warps(num_cols),
+    )
+
+
+def _launch_wide_backward(
+    grad_MD: torch.Tensor,
+    x_MD: torch.Tensor,
+    weight_D: torch.Tensor,
+    statistics: NormStatistics,
+    grad_x: torch.Tensor,
+    partial: torch.Tensor,
+) -> None:
+    """Take two reads: the two means of each row, then tiles; any width fits the registers."""
+    mean, rstd = statistics
+    num_rows, num_cols = x_MD.shape
+    shared = (grad_MD, x_MD, weight_D, rstd if mean is None else mean, rstd, num_rows, num_cols)
+    row_means = torch.empty(2, num_rows, device=x_MD.device)
+    _row_means_kernel[(num_rows,)](
+        *shared, row_means[0], row_means[1], CENTRED=mean is not None, CHUNK=CHUNK
+    )
+    _tile_backward_kernel[tiles(num_rows, num_cols)](
+        *shared,
+        row_means[0],
+        row_means[1],
+        grad_x,
+        partial[0],
+        partial[1],
+        CENTRED=mean is not None,
+        HARDWARE=casts_in_hardware(x_MD.device),
+        TILE_ROWS=TILE_ROWS,
+        TILE_COLS=TILE_COLS,
+        num_warps=TILE_WARPS,
+    )
 
 
 @triton.jit
@@ -196,6 +259,7 @@ def _normalize_kernel(
         num_rows,
         num_cols,
         inside,
+        cols < num_cols,
         quant_scale,
         amax_bits,
         payload,
@@ -258,3 +322,81 @@ def _backward_kernel(
     at = tl.program_id(0).to(tl.int64) * num_cols + cols
     tl.store(grad_weight + at, of_weight, mask=inside)
     tl.store(grad_bias + at, of_bias, mask=inside)
+
+
+@triton.jit
+def _row_means_kernel(
+    grad,
+    x,
+    weight,
+    mean,
+    rstd,
+    num_rows,
+    num_cols,
+    of_product,
+    of_scaled,
+    CENTRED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """mean(g w xhat) of each row and, for LayerNorm, mean(g w)."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    deviation = tl.load(rstd + row)
+    average = tl.load(mean + row)
+    products = tl.zeros((CHUNK,), tl.float32)
+    scaled_sums = tl.zeros((CHUNK,), tl.float32)
+    for begin in range(0, num_cols, CHUNK):
+        cols = begin + tl.arange(0, CHUNK)
+        inside = cols < num_cols
+        here = row.to(tl.int64) * num_cols + cols
+        normal = widened(tl.load(x + here, mask=inside, other=0.0))
+        if CENTRED:
+            normal = tl.where(inside, normal - average, 0.0)
+        scaled = widened(tl.load(grad + here, mask=inside, other=0.0))
+        scaled *= widened(tl.load(weight + cols, mask=inside, other=0.0))
+        products += scaled * (normal * deviation)
+        scaled_sums += scaled
+    none = tl.zeros((1,), tl.float32)
+    tl.store(of_product + row, none + tl.sum(products, axis=0) / num_cols)
+    tl.store(of_scaled + row, none + tl.sum(scaled_sums, axis=0) / num_cols)
+
+
+@triton.jit
+def _tile_backward_kernel(
+    grad,
+    x,
+    weight,
+    mean,
+    rstd,
+    num_rows,
+    num_cols,
+    of_product,
+    of_scaled,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    CENTRED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr,
+):
+    """`_backward_kernel`'s formula, given the two means of each row."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
+    is_row, is_col = rows < num_rows, cols < num_cols
+    inside = is_row[:, None] & is_col[None, :]
+    here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    deviation = tl.load(rstd + rows, mask=is_row, other=0.0)[:, None]
+    normal = widened(tl.load(x + here, mask=inside, other=0.0))
+    if CENTRED:
+        normal = normal - tl.load(mean + rows, mask=is_row, other=0.0)[:, None]
+    normal = normal * deviation
+    of_output = widened(tl.load(grad + here, mask=inside, other=0.0))
+    at = tl.program_id(0).to(tl.int64) * num_cols + cols
+    tl.store(grad_weight + at, tl.sum(of_output * normal, axis=0), mask=is_col)
+    tl.store(grad_bias + at, tl.sum(of_output, axis=0), mask=is_col)
+    scaled = of_output * widened(tl.load(weight + cols, mask=is_col, other=0.0))[None, :]
+    result = scaled - normal * tl.load(of_product + rows, mask=is_row, other=0.0)[:, None]
+    if CENTRED:
+        result = result - tl.load(of_scaled + rows, mask=is_row, other=0.0)[:, None]
+    result = rounded(result * deviation, x.dtype.element_ty, HARDWARE)
+    tl.store(grad_x + here, result.to(x.dtype.element_ty), mask=inside)

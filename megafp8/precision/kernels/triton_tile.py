@@ -22,6 +22,7 @@ def emit_tile(
     num_rows,
     num_cols,
     inside,
+    summed,
     quant_scale,
     amax_bits,
     payload,
@@ -39,6 +40,7 @@ def emit_tile(
 ):
     """`value` [rows, cols] of a [num_rows, num_cols] matrix, rounded to DTYPE and then to FP8.
 
+    `inside` is the mask of the tile's values that are of the matrix, `summed` that of its columns.
     `partial_sums` [row tiles, num_cols] takes this tile's sum of each column.
     """
     value = tl.where(inside, rounded(value, DTYPE, HARDWARE), 0.0)
@@ -55,4 +57,4 @@ def emit_tile(
         tl.store(plain + here, value.to(DTYPE), mask=inside)
     if WITH_SUMS:
         at = tl.program_id(0).to(tl.int64) * num_cols + cols
-        tl.store(partial_sums + at, tl.sum(value, axis=0), mask=cols < num_cols)
+        tl.store(partial_sums + at, tl.sum(value, axis=0), mask=summed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.cast import amax_along, amax_of, quantize_scaled
+from megafp8.precision.cast import amax_along, quantize_scaled
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.recipes.base import (
     Need,
@@ -80,7 +80,11 @@ class RowwiseQuantizer(TensorQuantizer):
     ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
         """Return the same bits, with the second quantization laid out as its product reads it."""
         from megafp8.precision.kernels.triton_cast import cast
-        from megafp8.precision.kernels.triton_current import cast_rowwise
+        from megafp8.precision.kernels.triton_current import (
+            amax_of_matrix,
+            cast_rowwise,
+            scales_of,
+        )
 
         by_columns = need.first and not self.tensorwise_first
         rows, columns = cast_rowwise(
@@ -90,11 +94,12 @@ class RowwiseQuantizer(TensorQuantizer):
         if columns is not None:
             first = self._scaled(columns.payload.t(), columns.dequant_scale.t(), dim=0)
         elif need.first:
-            amax = amax_of(x_MN).view(1, 1)
-            quant_scale = scale_of_amax_torchao(amax, self.fmt, power_2=self.power_2)
+            quant_scale, dequant_scale = scales_of(
+                amax_of_matrix(x_MN), self.fmt, power_2=self.power_2, torchao=True
+            )
             payload_t = cast(
                 x_MN, quant_scale, self.fmt, with_rows=False, with_columns=True
             ).payload_t
             assert payload_t is not None
-            first = self._scaled(payload_t.t(), quant_scale.reciprocal(), dim=0)
+            first = self._scaled(payload_t.t(), dequant_scale.view(1, 1), dim=0)
         return None if rows is None else self._scaled(*rows, dim=1), first

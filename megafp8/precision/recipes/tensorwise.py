@@ -31,8 +31,12 @@ class TensorwiseQuantizer(TensorQuantizer):
         self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Compute the amax and the scale, then cast."""
-        scale, engine = self.scale_of(x_MN), self.state.engine
-        return cast_whole(x_MN, scale, self.fmt, need, engine, with_sum=with_sum)
+        engine = self.state.engine
+        x_MN = x_MN.contiguous() if engine.uses_triton else x_MN
+        scale, dequant_scale = self._scales(self._amax_of(x_MN))
+        return cast_whole(
+            x_MN, scale, self.fmt, need, engine, dequant_scale=dequant_scale, with_sum=with_sum
+        )
 
     def saved_form(self) -> SavedForm:
         """Return FP8 with one scale."""
@@ -40,10 +44,26 @@ class TensorwiseQuantizer(TensorQuantizer):
 
     def scale_of(self, x_MN: torch.Tensor) -> torch.Tensor:
         """Return the 0-d FP32 scale for `x_MN`, this rank's part of the tensor."""
-        return self.store_scale(amax_of(x_MN))[0]
+        return self.store_scale(self._amax_of(x_MN))[0]
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
         """Return the scale and format for a tensor whose amax on this rank is `amax`."""
+        return self._scales(amax)[0], self.fmt
+
+    def _amax_of(self, x_MN: torch.Tensor) -> torch.Tensor:
+        """Return the amax of this rank's part, by one kernel where Triton runs."""
+        if not self.state.engine.uses_triton:
+            return amax_of(x_MN)
+        from megafp8.precision.kernels.triton_current import amax_of_matrix
+
+        return amax_of_matrix(x_MN.contiguous())
+
+    def _scales(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (quant_scale, dequant_scale); the second one only where a kernel made it."""
         if self.reduce_max is not None:
             self.reduce_max(amax)
-        return scale_of_amax(amax, self.fmt, power_2=self.power_2), self.fmt
+        if not self.state.engine.uses_triton:
+            return scale_of_amax(amax, self.fmt, power_2=self.power_2), None
+        from megafp8.precision.kernels.triton_current import scales_of
+
+        return scales_of(amax, self.fmt, power_2=self.power_2)

@@ -19,14 +19,17 @@ def cast_whole(
     engine: Engine,
     *,
     amax: torch.Tensor | None = None,
+    dequant_scale: torch.Tensor | None = None,
     with_sum: bool = False,
 ) -> tuple[Operands, torch.Tensor | None]:
     """Cast `x_MN` with a 0-d FP32 `quant_scale`; `amax` works as in `cast.quantize`.
 
+    `dequant_scale` is the reciprocal of the scale, for a caller that has it already.
     The second result is the FP32 sum of each column of `x_MN` itself, [N], if `with_sum` is set.
     """
     if engine.uses_triton:
-        return _cast_by_triton(x_MN, quant_scale, fmt, need, engine, amax, with_sum)
+        scales = (quant_scale, dequant_scale)
+        return _cast_by_triton(x_MN, scales, fmt, need, engine, amax, with_sum)
     # The products that multiply this tensor's numbers work in its own dtype.
     total_N, grid_dtype = None, wide_dtype(x_MN.device, x_MN.dtype)
     if with_sum:
@@ -45,7 +48,7 @@ def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:
 
 def _cast_by_triton(
     x_MN: torch.Tensor,
-    quant_scale: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor | None],
     fmt: Fp8Format,
     need: Need,
     engine: Engine,
@@ -55,7 +58,7 @@ def _cast_by_triton(
     """Cast in one pass that writes each orientation that is needed, or one for both products."""
     from megafp8.precision.kernels.triton_cast import cast
 
-    orients = engine.orients("tensor")
+    orients, (quant_scale, dequant_scale) = engine.orients("tensor"), scales
     payload, payload_t, total_N = cast(
         x_MN.contiguous(),
         quant_scale,
@@ -65,7 +68,7 @@ def _cast_by_triton(
         with_columns=need.first and orients,
         with_sums=with_sum,
     )
-    last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need)
+    last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
     return operands_of(x_MN, last, first), total_N
 
 
@@ -75,13 +78,15 @@ def tensors_of_cast(
     quant_scale: torch.Tensor,
     fmt: Fp8Format,
     need: Need,
+    dequant_scale: torch.Tensor | None = None,
 ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
     """Return one cast as the products (along the last dim, along the first) read it.
 
     `payload` [M, N] serves both products where there is no `payload_t` [N, M]. None stands for a
     product that is not in FP8.
     """
-    dequant_scale = quant_scale.reciprocal()
+    if dequant_scale is None:
+        dequant_scale = quant_scale.reciprocal()
     last = None if payload is None else Fp8Tensor(payload, dequant_scale, fmt)
     if payload_t is not None:
         return last, Fp8Tensor(payload_t.t(), dequant_scale, fmt)

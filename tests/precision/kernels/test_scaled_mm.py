@@ -168,3 +168,30 @@ def test_a_short_row_is_what_it_is_said_to_be(inner: int) -> None:
         matmul=tensorcore_double,
     )  # fmt: skip
     assert_close(by_block, a, b, scale, square, None)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "row", "block"])
+def test_what_fits_is_not_copied(layout: Layout) -> None:
+    """Scales of blocks fit where they lie as the cast writes them: blocks innermost in memory."""
+    a, b = operands(32, 16, 256)
+    scales = [
+        {
+            "tensor": torch.rand(()),
+            "row": torch.rand(x.shape[0], 1),
+            "block": torch.rand(2, x.shape[0]).t(),
+        }[layout]
+        for x in (a, b)
+    ]
+    bias, given = torch.zeros(16, dtype=torch.bfloat16), {}
+
+    def matmul(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        given.update(options, a=a, b=b)
+        return torch.zeros(a.shape[0], b.shape[1])
+
+    scaled_mm(
+        a, b, *scales, layouts=(layout, layout), out_dtype=torch.bfloat16, bias_N=bias,
+        matmul=matmul,
+    )  # fmt: skip
+    pairs = [(given["a"], a), (given["b"], b), (given["bias"], bias)]
+    pairs += [(given["scale_a"], scales[0]), (given["scale_b"], scales[1])]
+    assert all(got.data_ptr() == own.data_ptr() for got, own in pairs)

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.precision import cast
 from megafp8.precision.formats import FORMATS
+from megafp8.precision.kernels import triton_current as current
 from megafp8.precision.kernels.triton_current import (
     BothWays,
     cast_blocks,
     cast_rowwise,
     cast_square_blocks,
 )
+from megafp8.precision.recipes.scales import scale_of_amax, scale_of_amax_torchao
 from tests.precision.kernels.helpers import SPEC, assert_payload, floats, hard_matrix
 from tests.spec.delayed import FLT_MAX, amax_of
 from tests.spec.formats import Floats32
@@ -90,8 +93,8 @@ def test_payloads_and_scales(
     power_2: bool,
 ) -> None:
     x = uneven(*shape, dtype).to(device)
-    cast = {"rowwise": cast_rowwise, "blocks": cast_blocks, "square": cast_square_blocks}[kind]
-    result: BothWays = cast(x, FORMATS[name], power_2=power_2, with_columns=True)
+    kernel = {"rowwise": cast_rowwise, "blocks": cast_blocks, "square": cast_square_blocks}[kind]
+    result: BothWays = kernel(x, FORMATS[name], power_2=power_2, with_columns=True)
     rule = scale_torchao if kind == "rowwise" else scale_te
     block = {"rowwise": (1, shape[1]), "blocks": (1, 128), "square": (128, 128)}[kind]
     block_t = {"rowwise": (1, shape[0]), "blocks": (1, 128), "square": (128, 128)}[kind]
@@ -108,12 +111,46 @@ def test_payloads_and_scales(
 
 def test_one_direction_alone_is_the_same(device: torch.device) -> None:
     x = hard_matrix(40, 200, torch.bfloat16, finite=True).to(device)
-    for cast in (cast_rowwise, cast_blocks, cast_square_blocks):
-        both = cast(x, FORMATS["e4m3"], power_2=False, with_columns=True)
-        rows = cast(x, FORMATS["e4m3"], power_2=False)
-        columns = cast(x, FORMATS["e4m3"], power_2=False, with_rows=False, with_columns=True)
+    for kernel in (cast_rowwise, cast_blocks, cast_square_blocks):
+        both = kernel(x, FORMATS["e4m3"], power_2=False, with_columns=True)
+        rows = kernel(x, FORMATS["e4m3"], power_2=False)
+        columns = kernel(x, FORMATS["e4m3"], power_2=False, with_rows=False, with_columns=True)
         assert rows.columns is None and columns.rows is None
         for alone, of_both in ((rows.rows, both.rows), (columns.columns, both.columns)):
             assert alone is not None and of_both is not None
             assert torch.equal(alone.dequant_scale, of_both.dequant_scale)
             assert torch.equal(alone.payload.view(torch.uint8), of_both.payload.view(torch.uint8))
+
+
+@pytest.mark.parametrize("power_2", [False, True])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("torchao", [False, True])
+@pytest.mark.parametrize(
+    "amax", [0.0, 1e-45, 1e-38, 1e-12, 0.3, 448.0, 3e38, float("inf")], ids=str
+)
+def test_scales_of_one_amax(
+    device: torch.device, amax: float, torchao: bool, name: str, power_2: bool
+) -> None:
+    """Bit for bit those of the recipes on other devices, and of the rule in NumPy."""
+    result = current.scales_of(
+        torch.tensor(amax, device=device), FORMATS[name], power_2=power_2, torchao=torchao
+    )
+    rule = scale_torchao if torchao else scale_te
+    expected = rule(np.float32(amax), SPEC[name].max, power_2)
+    by_torch = scale_of_amax_torchao if torchao else scale_of_amax
+    assert result[0].item() == expected
+    assert result[0].cpu() == by_torch(torch.tensor(amax), FORMATS[name], power_2=power_2)
+    with np.errstate(over="ignore", divide="ignore"):
+        assert result[1].item() == np.float32(1) / expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(67, 131), (3, 5), (128, 256)])
+def test_amax_of_a_matrix(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = hard_matrix(*shape, dtype, finite=True).to(device)
+    x[-1, -1] = -60000.0  # the largest magnitude of some, in the last program
+    assert current.amax_of_matrix(x).item() == cast.amax_of(x).item() == amax_of(floats(x))
+    for bad in (torch.nan, -torch.inf):
+        x[shape[0] // 2, 1] = bad
+        assert current.amax_of_matrix(x).item() == np.inf
+    assert current.amax_of_matrix(x[:0]).item() == 0

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.precision.formats import FORMATS
+from megafp8.precision.kernels import triton_norm
 from megafp8.precision.kernels.triton_norm import norm_backward, norm_cast
 from tests.precision.kernels.helpers import assert_payload, codes, floats
 from tests.spec.delayed import amax_of
@@ -85,10 +86,20 @@ def test_norm_and_its_cast(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_layernorm", [False, True])
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("shape", [(67, 131), (1, 40)])
 def test_backward(
-    device: torch.device, shape: tuple[int, int], is_layernorm: bool, dtype: torch.dtype
+    device: torch.device,
+    shape: tuple[int, int],
+    is_wide: bool,
+    is_layernorm: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`is_wide`: by the kernels of rows that no program's registers hold."""
+    if is_wide:
+        monkeypatch.setattr(triton_norm, "WIDEST_ROW", 32)
+        monkeypatch.setattr(triton_norm, "CHUNK", 64)
     x, weight, bias = inputs(shape, dtype, is_layernorm, device)
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
     one = torch.ones((), device=device)
