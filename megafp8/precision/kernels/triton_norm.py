@@ -136,7 +136,8 @@ def norm_backward(
 
 def _row_warps(num_cols: int) -> int:
     """Return the warps of a program that holds a whole row: up to 16 elements a thread of it."""
-    return min(16, max(4, triton.next_power_of_2(num_cols) // 512))
+    lanes: int = triton.next_power_of_2(num_cols)
+    return min(16, max(4, lanes // 512))
 
 
 def _launch_backward(
