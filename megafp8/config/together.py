@@ -298,6 +298,17 @@ TOGETHER = (
         f"Use trainer.precision=bf16, leave it out, {NO_FSDP}",
     ),
     Row(
+        {FSDP: True, RECIPE: some_recipe("blockwise")}, {PARAMS: True},
+        f"with {FSDP}=True ranks agree on one scale for each weight, and blockwise has many",
+        f"Use model.fp8_recipe=delayed or tensorwise, leave it out, {NO_FSDP}",
+    ),
+    Row(
+        {OPTIMIZER: "distributed_fused_adam", RECIPE: some_recipe("blockwise")}, {PARAMS: True},
+        "with {model.optim.name} ranks agree on one scale for each weight, and blockwise has many",
+        "Use model.fp8_recipe=delayed or tensorwise, leave it out, or use "
+        "model.optim.name=fused_adam",
+    ),
+    Row(
         {FSDP: True}, {OPTIMIZER: "distributed_fused_adam"},
         f"{FSDP}=True shares the optimizer's states out already",
         f"Use model.optim.name=fused_adam, {NO_FSDP}",
