@@ -133,7 +133,7 @@ project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 for line in project["dependencies"] + [line for name in sys.argv[1:] for line in extras[name]]:
     if re.match(r"[A-Za-z0-9_-]+", line).group() != "torch":
-        print(line)' ${extras:+"$extras"})
+        print(line)' te-cpu ${extras:+"$extras"})
     run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
     run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
     say "ready"
@@ -185,7 +185,11 @@ fi
 : >"$log"
 has_torch || install_torch
 say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
-run_logged "$py" -m pip install --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
+run_logged "$py" -m pip install --editable ".[te-cpu${extras:+,$extras}]" || give_up "the dependencies could not be installed"
+if [ -n "$extras" ]; then # tests run over it; they fetch it themselves where this could not
+    run_logged "$py" -m megafp8.backends.te.cpu \
+        || say "  Transformer Engine's Python could not be fetched: $(tail -n 1 "$log")"
+fi
 rm -f "$VENV"/.stamp-*
 touch "$VENV/$stamp${extras:+-$extras}"
 say "ready: $py, torch $("$py" -c 'import importlib.metadata as m; print(m.version("torch"))')"

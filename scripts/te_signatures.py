@@ -2,7 +2,7 @@
 
     python scripts/te_signatures.py 2.4.0 2.12.0 2.20.2
 
-downloads those versions' wheels (a few hundred kilobytes each: Python alone) into a cache, reads
+fetches those versions' wheels (a few hundred kilobytes each: Python alone) into their cache, reads
 parameter names, kinds and defaults with `ast` (nothing of them is run) and writes
 `tests/precision/backends/te_signatures.json`. Tests that need the real recipe classes look into
 the same cache: `$MEGAFP8_TE_SOURCES`, else `~/.cache/megafp8/te`.
@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
+
+from megafp8.backends.te.cpu.wheel import sources
 
 OUTPUT = Path(__file__).parents[1] / "tests/precision/backends/te_signatures.json"
 PACKAGE = "transformer_engine"
@@ -43,24 +41,6 @@ for _name in ("fp8_autocast", "fp8_model_init", "quantized_model_init"):
     FUNCTIONS[_name] = (QUANTIZATION, "", _name)
 FUNCTIONS["autocast"] = (QUANTIZATION, "autocast", "__init__")  # a class in later versions
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
-
-
-def cache_dir() -> Path:
-    """Where wheels are unpacked, one folder a version."""
-    given = os.environ.get("MEGAFP8_TE_SOURCES")
-    return Path(given) if given else Path.home() / ".cache/megafp8/te"
-
-
-def unpacked(version: str) -> Path:
-    """The sources of a version, downloaded if they are not there."""
-    target = cache_dir() / version
-    if not (target / PACKAGE).is_dir():
-        target.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(target)]
-        subprocess.run([*command, f"transformer-engine=={version}"], check=True)
-        with zipfile.ZipFile(next(target.glob("*.whl"))) as wheel:
-            wheel.extractall(target)
-    return target
 
 
 def parameters(node: ast.FunctionDef) -> list[dict[str, Any]]:
@@ -134,7 +114,7 @@ def as_text(table: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="+")
-    table = {v: signatures(unpacked(v)) for v in parser.parse_args().versions}
+    table = {v: signatures(sources(v).folder) for v in parser.parse_args().versions}
     OUTPUT.write_text(as_text(table), "utf-8")
     print(f"{OUTPUT}: {', '.join(table)}")
 

@@ -55,6 +55,13 @@ def main(argv: Sequence[str]) -> int:
         asked = loaded.cfg.trainer.accelerator
         spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
         directory.check(spec)
+        if spec.precision.backend == "te":
+            raise SettingError(
+                "model.fp8_backend",
+                "te",
+                "is not simulated: Transformer Engine's layers are made with memory",
+                "Use model.fp8_backend=native, which has the same shapes",
+            )
         backends.check(spec, torch.device("cpu"))
         if spec.parallel.fsdp is not None:
             raise SettingError(

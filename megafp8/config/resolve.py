@@ -21,7 +21,6 @@ from megafp8.config.schema import (
     schema_tree,
 )
 from megafp8.config.settings import read_value
-from megafp8.config.together import NATIVE
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     E4M3_RECIPES,
@@ -123,15 +122,15 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
     if values["trainer.accelerator"] == "cpu":
         _refuse_on_cpu(values)
+    elif values["model.te_version"] is not None:
+        reason = "on a GPU the installed Transformer Engine runs, whatever its version"
+        raise SettingError("model.te_version", values["model.te_version"], reason, "Leave it out")
     return _nested(values)
 
 
 def _refuse_on_cpu(values: Mapping[str, Any]) -> None:
     """Raise for the first setting that asks for a GPU."""
     keys = all_keys()
-    if values["model.fp8_backend"] == "te":
-        reason = "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
-        raise SettingError("model.fp8_backend", "te", reason, NATIVE)
     for path, reason in _GPU_ONLY.items():
         if values[path] != keys[path].default:
             raise SettingError(path, values[path], reason, "Leave it out")
@@ -248,6 +247,7 @@ def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
     )
     return PrecisionSpec(
         compute=compute,
+        te_version=model.te_version,
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,

@@ -215,6 +215,11 @@ TOGETHER = (
         "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
     ),
     Row(
+        {BACKEND: not_("te")}, {"model.te_version": not_(None)},
+        "says which Transformer Engine runs on a CPU, and {model.fp8_backend}",
+        "Leave it out, or use model.fp8_backend=te",
+    ),
+    Row(
         {BACKEND: not_("torchao")}, {GATHER: True},
         "is torchao's, and {model.fp8_backend}",
         "Leave it out; model.fp8_backend=native gathers FP8 with model.fp8_params=True",

@@ -12,8 +12,9 @@ import torch
 
 @dataclass(frozen=True)
 class Rotary:
-    """Holds the cosines and sines of the rotation angles, [S, R] or [B, 1, S, R], in FP32."""
+    """Holds the rotation angles, their cosines and sines, [S, R] or [B, 1, S, R], in FP32."""
 
+    angles: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -45,7 +46,7 @@ def rotary(
     angles = torch.cat((half, half), dim=-1)
     if positions.dim() == 2:
         angles = angles[:, None]
-    return Rotary(angles.cos(), angles.sin())
+    return Rotary(angles, angles.cos(), angles.sin())
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -16,8 +16,8 @@ from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.backends.planned import PlannedGemms
+from megafp8.precision.backends.te_products import observe_products
 from megafp8.precision.backends.te_state import TeGemm, TeRegion, TeScaling
-from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
@@ -62,7 +62,7 @@ def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
         return "its GELU is the tanh form: ask for that one (model.openai_gelu=True)"
     if spec.activation not in ACTIVATIONS:
         return f"its {spec.activation} is not ours"
-    if spec.position_embedding_type not in ("learned_absolute", "none"):
+    if spec.position_embedding_type not in ("learned_absolute", "rope", "none"):
         return f"positions by {spec.position_embedding_type} do not reach its layers yet"
     if spec.transformer_block_type != "pre_ln":
         return "its layers are pre-norm"
@@ -229,7 +229,7 @@ class TeLayer(nn.Module):
         self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
         self.count_attention_flops = parts.count_attention_flops
-        self.wide = DTYPE_NAMES[parts.dtype]
+        self.products = observe_products(parts.region.names.extension)
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """[B, S, D] -> [B, S, D], of S/tp tokens with sequence parallelism. It knows causal
@@ -239,18 +239,19 @@ class TeLayer(nn.Module):
             raise RuntimeError(
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )
+        self.products.counter = self.counter
         with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
-            out_BSD = self._run(x_BSD)
-        self._count(x_BSD, out_BSD)
+            out_BSD = self._run(x_BSD, rotary_arguments(context))
+        self._count_attention(x_BSD, out_BSD)
         return out_BSD
 
-    def _run(self, x_BSD: torch.Tensor) -> torch.Tensor:
+    def _run(self, x_BSD: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
         is_first = self.region.is_first_microbatch
         if not self.sequence_parallel:
-            out_BSD: torch.Tensor = self.layer(x_BSD, is_first_microbatch=is_first)
+            out_BSD: torch.Tensor = self.layer(x_BSD, is_first_microbatch=is_first, **more)
             return out_BSD
         x_SBD = x_BSD.transpose(0, 1).contiguous()
-        out_SBD: torch.Tensor = self.layer(x_SBD, is_first_microbatch=is_first)
+        out_SBD: torch.Tensor = self.layer(x_SBD, is_first_microbatch=is_first, **more)
         return out_SBD.transpose(0, 1).contiguous()
 
     @contextmanager
@@ -272,23 +273,32 @@ class TeLayer(nn.Module):
         fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
         return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
 
-    def _count(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
-        """The FLOPs of four linears and of causal attention on this rank, by their shapes."""
+    def _count_attention(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
+        """The FLOPs of causal attention on this rank, by its shapes; those of the linears are
+        counted where they run, for this layer in its backward pass too."""
         seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
-        tokens = x_BSD.shape[0] * seq
-        flops = tokens * self.planned().flops
-        causal = 2 * tokens * seq * self.spec.query_size // self.tp_size
-        precision = "fp8" if self.in_fp8 and self.region.in_fp8 else self.wide
-        self.counter.add(precision, "output", flops)
+        causal = 2 * x_BSD.shape[0] * seq * seq * self.spec.query_size // self.tp_size
         self.count_attention_flops(causal)
         if out_BSD.requires_grad:
 
-            def count_backward(grad: torch.Tensor) -> None:
-                self.counter.add(precision, "grad_input", flops)
-                self.counter.add(precision, "grad_weight", flops)
+            def begin_backward(grad: torch.Tensor) -> None:
+                self.products.counter = self.counter
                 self.count_attention_flops(2 * causal)
 
-            out_BSD.register_hook(count_backward)
+            out_BSD.register_hook(begin_backward)
+
+
+def rotary_arguments(context: AttentionContext | None) -> dict[str, torch.Tensor]:
+    """Our angles as Transformer Engine takes them, [S, 1, 1, R]: it pairs (i, i + R/2) as we do.
+
+    It knows one position for each place in a sequence; `backends.check` refuses others.
+    """
+    if context is None or context.rotary is None:
+        return {}
+    angles_SR = context.rotary.angles
+    if angles_SR.dim() != 2:
+        raise RuntimeError("Transformer Engine's layers got positions that differ by sample")
+    return {"rotary_pos_emb": angles_SR[:, None, None]}
 
 
 class HeadDropout:

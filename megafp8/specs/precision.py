@@ -92,5 +92,6 @@ class PrecisionSpec:
     compute: Literal["bf16", "fp16", "fp32"]
     fp8: Fp8Recipe | None
     backend: BackendName = "native"  # what runs the layers; never "auto", which is resolved before
+    te_version: str | None = None  # whose Python runs on a CPU; None means the default version
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # for FP16 only

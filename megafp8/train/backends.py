@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.backends.te import cpu
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
@@ -37,22 +38,15 @@ class Engine:
 
 
 def check(spec: RunSpec, device: torch.device) -> None:
-    """Raises `ConfigError` with the reason where the asked backend cannot run here."""
+    """Raises `ConfigError` with the reason where the asked backend cannot run here.
+
+    Transformer Engine's Python is loaded over its CPU kernels where that is what was asked for.
+    """
     asked = spec.precision.backend
     recipe = spec.precision.fp8
     reason: str | None = None
     if asked == "te":
-        reason = te_names.why_not(device, fp8=recipe is not None)
-        reason = reason or te_parts.why_not(spec.model, recipe)
-        if reason is None and not spec.precision.half_weights and spec.precision.compute != "fp32":
-            reason = "its layers have one dtype: use model.megatron_amp_O2=True"
-        if reason is None and recipe is not None and recipe.name == "delayed":
-            reason = te_names.why_not_here()
-        if reason is None and recipe is not None:
-            try:
-                te_recipe.make(recipe, te_names.load().recipe)
-            except ValueError as error:
-                reason = str(error)
+        reason = _why_not_te(spec, device)
     elif asked == "torchao":
         if recipe is None:
             reason = "torchao runs FP8 alone"
@@ -60,6 +54,39 @@ def check(spec: RunSpec, device: torch.device) -> None:
             reason = torchao_linear.why_not(recipe, device)
     if reason is not None:
         raise ConfigError(KEY, asked, reason, "model.fp8_backend=native runs on any device")
+
+
+def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
+    """What rules it out without the package comes first: on a CPU that may have to be fetched."""
+    precision = spec.precision
+    recipe = precision.fp8
+    if device.type != "cpu":
+        reason = te_names.why_not(device, fp8=recipe is not None)
+        if reason is not None:
+            return reason
+    if (reason := te_parts.why_not(spec.model, recipe)) is not None:
+        return reason
+    if spec.model.position_embedding_type == "rope" and spec.data.reset_position_ids:
+        return (
+            "its rotary positions do not begin anew with a document: use learned positions, or "
+            "model.data.reset_position_ids=False"
+        )
+    if not precision.half_weights and precision.compute != "fp32":
+        return "its layers have one dtype: use model.megatron_amp_O2=True"
+    if recipe is not None and recipe.name == "delayed":
+        reason = te_names.why_not_here()
+    if recipe is not None and reason is None:
+        reason = te_recipe.why_not(recipe)
+    if reason is not None:
+        return reason
+    if device.type == "cpu":
+        cpu.load(precision.te_version or cpu.DEFAULT_VERSION)
+    if recipe is not None:
+        try:
+            te_recipe.make(recipe, te_names.load().recipe)
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 def make(
@@ -156,14 +183,14 @@ def _torchao(
 def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
     """Backend and kernel of the FP8 products of another engine than our own."""
     backend = spec.precision.backend
-    in_hardware = backend == "te" or (backend == "torchao" and device.type != "cpu")
-    return f"{backend} {'tensor cores' if in_hardware else 'emulated'}"
+    return f"{backend} {'emulated' if device.type == 'cpu' else 'tensor cores'}"
 
 
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Which other engine runs, its version, and how: for a run's header and summary."""
     if spec.precision.backend == "te":
-        return f"Transformer Engine {te_names.load().version} layers"
+        on_cpu = device.type == "cpu" and cpu.loaded() is not None
+        return cpu.describe() if on_cpu else f"Transformer Engine {te_names.load().version} layers"
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
     version = torchao_linear.version()

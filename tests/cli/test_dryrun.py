@@ -96,6 +96,7 @@ def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixtu
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
         (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: is not simulated"),
+        (["model.fp8_backend=te"], "model.fp8_backend=te: is not simulated"),
         (["--rank=1"], "there are ranks 0 to 0"),
         (["--nonsense"], "--nonsense"),
     ],

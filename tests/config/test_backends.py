@@ -36,6 +36,7 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
          "model.override_linear_precision", "ignore it"),
         ([TE, FP8, "model.fp8_recipe=rowwise"], "model.fp8_recipe", "no rowwise recipe"),
         ([TE, FP8, "model.pad_inner_dim=True"], "model.pad_inner_dim", "do not pad"),
+        (["model.te_version=2.20.2"], "model.te_version", "fp8_backend=auto"),
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
         ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not show its casts"),
         ([TE, FP8, RECIPE, "model.fp8_health=scales"],
@@ -72,11 +73,17 @@ def test_who_runs(overrides: list[str], chosen: str) -> None:
 
 
 @pytest.mark.parametrize("overrides", [[TE], [TE, FP8], [TE, FP8, RECIPE]])
-def test_transformer_engine_is_for_bf16_too_and_for_gpus_alone(overrides: list[str]) -> None:
+def test_transformer_engine_is_for_bf16_too_and_for_cpus(overrides: list[str]) -> None:
+    for where in ([], ["trainer.accelerator=cpu"]):
+        assert run_spec(*overrides, *where).precision.backend == "te"
     assert run_spec(*overrides, gpu=True).precision.backend == "te"
-    for where in (["trainer.accelerator=cpu"], []):
-        (problem,) = problems(lambda where=where: run_spec(*overrides, *where))
-        assert problem.key == "model.fp8_backend" and "on a CPU" in problem.reason
+
+
+def test_its_version_is_chosen_on_a_cpu_alone() -> None:
+    version = "model.te_version=2.20.2"
+    assert run_spec(TE, version).precision.te_version == "2.20.2"
+    (problem,) = problems(lambda: run_spec(TE, version, gpu=True))
+    assert problem.key == "model.te_version" and "installed" in problem.reason
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.data.build import PREFIX, build_dataset
+from tests.backends.te.sources import need_sources
 from tests.data.helpers import tiny_corpus, tiny_documents
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,19 @@ def on_tiny_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("data")
     build_dataset(tiny_corpus(lambda: tiny_documents(400)), 300, folder)
     return [f"model.data.data_prefix={folder / PREFIX}"]
+
+
+def test_transformer_engine_runs_on_a_laptop() -> None:
+    """In a process of its own: loading it changes torch."""
+    need_sources(DEFAULT_VERSION)
+    first, *lines = run(
+        [sys.executable, str(ROOT / "examples/07_transformer_engine_on_a_laptop.py")]
+    ).splitlines()
+    assert first.endswith("its own Python; kernels emulated on the CPU")
+    rows = [line.split() for line in lines if line.split()[0] in "123"]
+    assert [float(row[1]) > 1 for row in rows] == [False, True, True]
+    errors = [float(row[-1].rstrip("%")) for row in rows] + [float(lines[-1].split()[-1][:-1])]
+    assert all(0.05 < error < 10 for error in errors)
 
 
 def test_primer_differs_from_fp32_by_the_rounding_of_operands_only(table: Table) -> None:

@@ -278,7 +278,12 @@ EFFECTS: dict[str, Effect] = {
     "model.reduce_amax": ShownBy(
         "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),
-    "model.fp8_backend": Refused("te"),
+    "model.fp8_backend": ShownBy(
+        "tests/train/test_transformer_engine.py::test_a_run_says_what_it_is"
+    ),
+    "model.te_version": ShownBy(
+        "tests/config/test_backends.py::test_its_version_is_chosen_on_a_cpu_alone"
+    ),
     "model.compile": ShownBy(
         "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
     ),

@@ -223,9 +223,15 @@ class Precision:
     fp8_backend: str = key(
         "auto",
         "Who runs the layers: `native` is our own, on any device; `te` (Transformer Engine, BF16 "
-        "too), `torchao`; `auto` is `native`.",
+        "too; on a CPU its own Python over emulated kernels), `torchao`; `auto` is `native`.",
         kind="layout",
         valid=one_of("auto", "native", "te", "torchao"),
+    )
+    te_version: str | None = key(
+        None,
+        "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python is fetched "
+        "and runs; null is 2.12.0. On a GPU the installed one runs.",
+        kind="layout",
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,

@@ -35,6 +35,7 @@ class TeNames:
     forward_index: Any
     backward_index: Any
     global_state: Any
+    extension: Any  # the compiled module transformer_engine_torch
     _autocast: Callable[..., AbstractContextManager[Any]]
     _autocast_is_new: bool
     _model_init: Callable[..., AbstractContextManager[Any]]
@@ -68,6 +69,7 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
         transformer_layer=pytorch.TransformerLayer,
         forward_index=extension.FP8FwdTensors,
         backward_index=extension.FP8BwdTensors,
+        extension=extension,
         global_state=pytorch.module.base.FP8GlobalStateManager,
         _autocast=pytorch.autocast if is_new else pytorch.fp8_autocast,
         _autocast_is_new=is_new,

@@ -121,10 +121,8 @@ def test_evaluation_opens_a_region_and_leaves_no_trace(double: Double) -> None:
 def test_evaluation_in_high_precision_if_asked(double: Double, in_fp8: bool) -> None:
     state = te_run(dataclasses.replace(DELAYED, fp8_in_evaluation=in_fp8))
     double.calls.clear()
-    state.counter.flops.clear()
     loss, _ = evaluate(state, [microbatch(9)])
     assert double.named("autocast")[0].arguments["enabled"] is in_fp8
-    assert (("fp8", "output") in state.counter.flops) is in_fp8
     plain, _ = evaluate(native_run(None), [microbatch(9)])
     assert (loss == pytest.approx(plain, rel=1e-6)) is not in_fp8
 
@@ -136,7 +134,6 @@ def test_bf16_layers_need_no_region(double: Double) -> None:
     assert not double.named("autocast", "init_fp8_meta_tensors")
     layers = double.named("TransformerLayer.forward")
     assert {call.arguments["is_first_microbatch"] for call in layers} == {None}
-    assert {precision for precision, _ in state.counter.flops} == {"bf16"}
 
 
 def test_a_layer_out_of_fp8_runs_in_a_region_of_its_own(double: Double) -> None:
@@ -147,13 +144,7 @@ def test_a_layer_out_of_fp8_runs_in_a_region_of_its_own(double: Double) -> None:
     regions = [call.arguments["enabled"] for call in double.named("autocast")]
     assert regions == [True, False, True, False]
     assert {name.split(".")[1] for name in state.scaling.tables["forward"].names} == {"0"}
-    flops = state.counter.flops
     share = precision_share(state.model, MODEL, DELAYED)
-    linears = 2 * (2 * 2 * 16) * (4 * 32 * 32 + 2 * 32 * 64)  # of one layer, two microbatches
-    assert flops["fp8", "output"] == linears
-    assert flops["fp32", "output"] == linears
-    gemms = sum(n for (_, place), n in flops.items() if place != "attention")
-    assert share.share == pytest.approx(3 * linears / gemms, rel=1e-9)
     assert any("layers.1 (output, grad_input, grad_weight, chosen" in t for t in share.higher)
 
 

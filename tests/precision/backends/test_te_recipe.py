@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from megafp8.backends.te.cpu import wheel
 from megafp8.precision.backends import te_recipe
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
+from tests.backends.te.sources import need_sources
 from tests.precision.backends.te_double import VERSIONS, MMParams, QParams, recipe_classes
 
 ROOT = Path(__file__).parents[3]
@@ -117,11 +119,10 @@ print("ok")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_real_classes(version: str) -> None:
     """In a process of its own: importing the package changes this one."""
-    cache = Path(os.environ.get("MEGAFP8_TE_SOURCES", Path.home() / ".cache/megafp8/te"))
-    if not (cache / version / "transformer_engine").is_dir():
-        pytest.skip(f"no sources of {version}: run `python scripts/te_signatures.py {version}`")
-    pytest.importorskip("pydantic")
-    path = os.pathsep.join((str(cache / version), str(ROOT)))
+    if version != wheel.DEFAULT_VERSION and not wheel.is_cached(version):
+        pytest.skip(f"not in the cache: run `python -m megafp8.backends.te.cpu {version}`")
+    need_sources(version)
+    path = os.pathsep.join((str(wheel.sources(version).folder), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "NVTE_BACKWARD_OVERRIDE": "high_precision",
                    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "0"}  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]

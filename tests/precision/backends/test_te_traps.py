@@ -221,7 +221,7 @@ def test_health_reads_the_tables(double: Double, length: int, tmp_path: Path) ->
     [
         ({"activation": "gelu"}, "tanh"),
         ({"activation": "geglu"}, "geglu"),
-        ({"position_embedding_type": "rope"}, "rope"),
+        ({"position_embedding_type": "alibi"}, "alibi"),
         ({"transformer_block_type": "post_ln"}, "pre-norm"),
         ({"fp32_residual_connection": True}, "residual"),
         ({"apply_query_key_layer_scaling": True}, "scaling"),
@@ -234,17 +234,20 @@ def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) 
     assert word in str(te_parts.why_not(dataclasses.replace(MODEL, **changes), DELAYED))
 
 
+def test_rotary_positions_that_begin_anew_are_refused() -> None:
+    """It has one position for each place of a sequence, and this is told before it is loaded."""
+    spec = spec_of(DELAYED, position_embedding_type="rope")
+    precision = dataclasses.replace(spec.precision, backend="te")
+    data = dataclasses.replace(spec.data, reset_position_ids=True)
+    spec = dataclasses.replace(spec, precision=precision, data=data)
+    with pytest.raises(backends.ConfigError, match="begin anew"):
+        backends.check(spec, torch.device("cpu"))
+
+
 def test_a_layer_is_in_fp8_as_a_whole_or_not_at_all() -> None:
     part = dataclasses.replace(DELAYED, modules=(ModuleRule("*.mlp.fc2", HIGH_PRECISION),))
     assert "layer 0 is in FP8 in part" in str(te_parts.why_not(MODEL, part))
     assert te_parts.why_not(MODEL, DELAYED) is None
-
-
-def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
-    spec = spec_of(DELAYED)
-    precision = dataclasses.replace(spec.precision, backend="te")
-    with pytest.raises(backends.ConfigError, match="NVIDIA GPUs alone"):
-        backends.check(dataclasses.replace(spec, precision=precision), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("version", "is_new_enough"), [

@@ -1,0 +1,7 @@
+"""`python -m megafp8.backends.te.cpu [VERSION …]` puts versions into the cache; see `wheel.py`."""
+
+import sys
+
+from megafp8.backends.te.cpu.wheel import main
+
+sys.exit(main(sys.argv[1:]))

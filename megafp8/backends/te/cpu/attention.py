@@ -1,0 +1,179 @@
+"""The fused softmaxes of unfused attention, and rotary positions.
+
+`scale_factor` multiplies the scores. A masked score is -10000, as in the kernels; a causally masked
+one contributes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megafp8.backends.te.cpu.enums import QkvFormat
+from megafp8.backends.te.cpu.missing import missing
+
+MASKED = -10000.0
+
+
+def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
+    return torch.softmax(input.float() * scale_factor, -1).to(input.dtype)
+
+
+def scaled_masked_softmax_forward(
+    input: torch.Tensor, mask: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """`mask` is 1 where a score does not count."""
+    scores = (input.float() * scale_factor).masked_fill(mask.bool(), MASKED)
+    return torch.softmax(scores, -1).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_forward(
+    input: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Causal attention over whole sequences, [attention batches, S, S]."""
+    return _causal_softmax(input, scale_factor, first_offset=0)
+
+
+def scaled_aligned_causal_masked_softmax_forward(
+    input: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Causal attention whose last query sees the last key."""
+    queries, keys = input.shape[-2:]
+    return _causal_softmax(input, scale_factor, first_offset=keys - queries)
+
+
+def _causal_softmax(
+    scores: torch.Tensor, scale_factor: float, *, first_offset: int
+) -> torch.Tensor:
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + first_offset)
+    scaled = (scores.float() * scale_factor).masked_fill(later, -torch.inf)
+    return torch.softmax(scaled, -1).to(scores.dtype)
+
+
+def scaled_softmax_backward(
+    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    """Return the gradient of the scores, whichever were masked: their share is 0."""
+    grad, share = output_grad_.float(), softmax_results_.float()
+    found = scale_factor * share * (grad - (grad * share).sum(-1, keepdim=True))
+    return found.to(output_grad_.dtype)
+
+
+def scaled_masked_softmax_backward(
+    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    return scaled_softmax_backward(output_grad_, softmax_results_, scale_factor)
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    return scaled_softmax_backward(output_grads_, softmax_results_, scale_factor)
+
+
+def scaled_aligned_causal_masked_softmax_backward(
+    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
+) -> torch.Tensor:
+    return scaled_softmax_backward(output_grad_, softmax_results_, scale_factor)
+
+
+def fused_rope_forward(
+    input: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Turn the first `freqs.shape[-1]` numbers of each head.
+
+    `freqs` has the angles [S, 1, 1, D], each for both halves of its pair.
+    """
+    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
+    return _turned(input.detach(), angles.cos(), angles.sin(), interleaved)
+
+
+def fused_rope_backward(
+    output_grads: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Return the transpose of a turn: the sine of the pair's other number, with its sign."""
+    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size)
+    sine = -_partner(angles.sin(), interleaved, signed=False)
+    return _turned(output_grads, angles.cos(), sine, interleaved)
+
+
+def fused_rope_backward_to_2_9(
+    output_grads: torch.Tensor,
+    freqs: torch.Tensor,
+    qkv_format: int,
+    interleaved: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Up to 2.9 the backward pass knew no `start_positions`."""
+    return fused_rope_backward(
+        output_grads, freqs, None, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank
+    )
+
+
+def _angles(
+    x: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    qkv_format: int,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+) -> torch.Tensor:
+    """FP32, so that they broadcast over [S, B, H, D] or [B, S, H, D]."""
+    if cp_size != 1 or cu_seqlens is not None:
+        raise missing("fused_rope", " with packed sequences or context parallelism")
+    if start_positions is not None:
+        raise missing("fused_rope", " with start positions (inference)")
+    width = freqs.shape[-1]
+    if int(qkv_format) == int(QkvFormat["NVTE_SBHD"]):
+        return freqs[: x.shape[0]].float().reshape(-1, 1, 1, width)
+    return freqs[: x.shape[1]].float().reshape(1, -1, 1, width)
+
+
+def _turned(
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    width = cosine.shape[-1]
+    first, rest = x[..., :width].float(), x[..., width:]
+    turned = first * cosine + _partner(first, interleaved, signed=True) * sine
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def _partner(x: torch.Tensor, interleaved: bool, *, signed: bool) -> torch.Tensor:
+    """Return for each number the other one of its pair: its neighbour, or half a width away.
+
+    With `signed` it is negative where that one is the second.
+    """
+    sign = -1.0 if signed else 1.0
+    if interleaved:
+        return torch.stack([sign * x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    half = x.shape[-1] // 2
+    return torch.cat([sign * x[..., half:], x[..., :half]], -1)
+
+
+KERNELS = (
+    scaled_softmax_forward,
+    scaled_softmax_backward,
+    scaled_masked_softmax_forward,
+    scaled_masked_softmax_backward,
+    scaled_upper_triang_masked_softmax_forward,
+    scaled_upper_triang_masked_softmax_backward,
+    scaled_aligned_causal_masked_softmax_forward,
+    scaled_aligned_causal_masked_softmax_backward,
+    fused_rope_forward,
+    fused_rope_backward,
+)

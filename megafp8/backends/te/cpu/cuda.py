@@ -1,0 +1,199 @@
+"""What of `torch.cuda` Transformer Engine's Python asks for, answered on a CPU.
+
+The patches hold for the whole process. Questions about a GPU (is one there, which one) are answered
+with an H100 to Transformer Engine's own code alone: everyone else still learns the truth. Two
+things change for everyone: `device="cuda"` and `.cuda()` mean the CPU, and what waits for a GPU
+(`synchronize`, streams, events) returns at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+CUDA_VERSION = "13.0"
+PROPERTIES = SimpleNamespace(
+    name="CPU in place of an H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+)
+
+
+class Stream:
+    """A CPU has no streams: everything has happened already."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return Event() if event is None else event
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """Records nothing; two events are 0 ms apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+_STREAM = Stream()
+
+
+@contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+# Answered so to Transformer Engine's code; the originals answer everyone else.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "_lazy_init": lambda: None,
+    "_lazy_call": lambda call, **kwargs: call(),
+    "is_available": lambda: True,
+    "is_bf16_supported": lambda *args, **kwargs: True,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+    "device_count": lambda: 1,
+    "get_device_properties": lambda device=None: PROPERTIES,
+    "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+    "get_device_name": lambda device=None: PROPERTIES.name,
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "manual_seed": lambda seed: torch.manual_seed(seed),
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+}
+# For everyone: they do nothing on a CPU, and fail without these.
+FOR_EVERYONE: dict[str, Any] = {
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "stream": _nothing,
+    "device": _nothing,
+    "synchronize": lambda device=None: None,
+    "is_current_stream_capturing": lambda: False,
+    "empty_cache": lambda: None,
+    "default_generators": (torch.default_generator,),
+}
+
+
+def install() -> None:
+    """Make the patches. They stay for as long as the process lives."""
+    for name, answer in ANSWERS.items():
+        setattr(torch.cuda, name, _to_transformer_engine(answer, getattr(torch.cuda, name)))
+    for name, value in FOR_EVERYONE.items():
+        setattr(torch.cuda, name, value)
+    for name in ("range", "range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+    _patch_cuda_version()
+    _patch_wrapper_tensors()
+    mode = CudaIsTheCpu()
+    _patch_backward(mode)
+    mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+
+def _asked_by_transformer_engine() -> bool:
+    """Whether the caller's caller is in one of Transformer Engine's files."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("transformer_engine")
+
+
+def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any]) -> Any:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        function = answer if _asked_by_transformer_engine() else real
+        return function(*args, **kwargs)
+
+    return asked
+
+
+def _patch_cuda_version() -> None:
+    """`torch.version.cuda`: a number to Transformer Engine, which reads it as one."""
+    real = torch.version.cuda
+
+    class Version(ModuleType):
+        @property
+        def cuda(self) -> str | None:
+            return CUDA_VERSION if _asked_by_transformer_engine() else real
+
+    torch.version.__class__ = Version
+
+
+def _patch_wrapper_tensors() -> None:
+    """Tensor subclasses are made below the level that `CudaIsTheCpu` sees."""
+    make = torch.Tensor._make_wrapper_subclass
+
+    def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = to_cpu(kwargs["device"])
+        made: torch.Tensor = make(*args, **kwargs)
+        return made
+
+    torch.Tensor._make_wrapper_subclass = staticmethod(make_on_cpu)  # type: ignore[assignment]
+
+
+def _patch_backward(mode: CudaIsTheCpu) -> None:
+    """`Tensor.backward` is itself a function that leaves the mode: what it runs comes back in."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    autograd._engine_run_backward = run_in_mode
+
+
+def to_cpu(device: Any) -> Any:
+    """Return the CPU for any name of a CUDA device (an index is one); other devices as they are."""
+    is_index = type(device) is int
+    is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
+    is_device = isinstance(device, torch.device) and device.type == "cuda"
+    return CPU if is_index or is_name or is_device else device
+
+
+class CudaIsTheCpu(TorchFunctionMode):
+    """Puts what is asked for on a CUDA device onto the CPU.
+
+    `is_cuda` is true to Transformer Engine's code alone.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__self__", None) is _IS_CUDA and _asked_by_transformer_engine():
+            return True
+        if func is _CUDA:
+            return args[0]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": to_cpu(kwargs["device"])}
+        if func is _TO and len(args) > 1 and type(args[1]) is not int:
+            args = (args[0], to_cpu(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+
+_IS_CUDA, _CUDA, _TO = torch.Tensor.is_cuda, torch.Tensor.cuda, torch.Tensor.to

@@ -1,0 +1,169 @@
+"""Imports Transformer Engine's Python over the stand-in for its compiled extension."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megafp8.backends.te.cpu import cuda, wheel
+from megafp8.backends.te.cpu.extension import make_extension
+from megafp8.backends.te.cpu.missing import FromAbsentPackage
+from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION, PACKAGE, Sources
+from megafp8.errors import ConfigError
+
+EXTENSION = "transformer_engine_torch"
+NEEDED = ("einops", "packaging", "pydantic")
+# What decides how attention runs: plain torch operations, which a CPU has.
+LASTING = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_TORCH_COMPILE": "0"}
+# Transformer Engine's own switches against looking for compiled libraries while it is imported.
+WHILE_IMPORTING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FRAMEWORK": "none"}
+# Imported at the top of files that are not needed here: kernels in Triton, export to ONNX.
+OPTIONAL = (
+    "triton",
+    "triton.language",
+    "triton.language.core",
+    "triton.language.standard",
+    "onnx",
+    "onnxscript",
+)
+
+
+def loaded() -> Sources | None:
+    """Return what `load` has loaded in this process; None before."""
+    found = getattr(sys.modules.get(EXTENSION), "sources", None)
+    return found if isinstance(found, Sources) else None
+
+
+def describe() -> str:
+    """Return what runs, for a run's header: "Transformer Engine 2.12.0, its own Python; …"."""
+    sources = loaded()
+    assert sources is not None, "load() comes first"
+    unknown = "" if sources.is_known else " (a version that is not among the tried ones)"
+    return (
+        f"Transformer Engine {sources.version}{unknown}, its own Python; "
+        "kernels emulated on the CPU"
+    )
+
+
+def load(version: str = DEFAULT_VERSION) -> ModuleType:
+    """`transformer_engine.pytorch` of `version`, on the CPU; a second call returns the same module.
+
+    Raises:
+        ConfigError: The version cannot be had, another one is imported already, or a package that
+            it needs is missing.
+    """
+    if (already := loaded()) is not None:
+        if already.version != version:
+            reason = f"{already.version} is loaded in this process already"
+            raise ConfigError(PACKAGE, version, reason, "Use one version in a process")
+        return importlib.import_module("transformer_engine.pytorch")
+    if "transformer_engine" in sys.modules:
+        reason = "an installed transformer_engine has been imported in this process already"
+        raise ConfigError(PACKAGE, version, reason, "Load the CPU's first, or in another process")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise ConfigError(
+            PACKAGE,
+            version,
+            f"its Python needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
+            "not installed",
+            f"Run `pip install {names}`, or install megafp8 with the extra te-cpu",
+        )
+    sources = wheel.sources(version)
+    try:
+        return _import(sources)
+    except (ImportError, AttributeError, AssertionError, TypeError, RuntimeError) as error:
+        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+            del sys.modules[name]
+        first = next(iter(str(error).splitlines()), "")
+        reason = f"its Python cannot be loaded here ({type(error).__name__}: {first})"
+        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}") from error
+
+
+def _import(sources: Sources) -> ModuleType:
+    os.environ.update(LASTING)
+    importlib.import_module("torch._dynamo")  # it must see which packages there really are
+    sys.path.insert(0, str(sources.folder))  # its files ask importlib.metadata for their version
+    cuda.install()
+    quiet = warnings.catch_warnings()
+    with _environment(WHILE_IMPORTING), quiet, _optional_packages(), _no_compiled_functions():
+        warnings.simplefilter("ignore")
+        common: Any = importlib.import_module("transformer_engine.common")
+        common.load_framework_extension = lambda framework: None
+        sys.modules[EXTENSION] = make_extension(sources)
+        return importlib.import_module("transformer_engine.pytorch")
+
+
+@contextmanager
+def _no_compiled_functions() -> Iterator[None]:
+    """Leave functions as they are where `torch.jit.script` would compile them at import.
+
+    Compiled functions change their roundings after a few calls, when they have been profiled, so a
+    run that continues in a new process would not continue bit for bit.
+    """
+    script = torch.jit.script
+    jit: Any = torch.jit
+    jit.script = lambda function, *args, **kwargs: function
+    try:
+        yield
+    finally:
+        jit.script = script
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _optional_packages() -> Iterator[None]:
+    """Stand in for packages that are absent while files are imported that name them at their top.
+
+    What they would have done is an error that names them when it is used. They are gone afterwards,
+    so nobody else takes them for installed.
+    """
+    absent = {name.split(".")[0] for name in OPTIONAL}
+    absent = {name for name in absent if importlib.util.find_spec(name) is None}
+    made = [name for name in OPTIONAL if name.split(".")[0] in absent]
+    for name in made:
+        sys.modules[name] = _absent_package(name)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def _absent_package(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = []
+    module.__dict__["__version__"] = "0"
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+
+    def attribute(key: str) -> FromAbsentPackage:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return FromAbsentPackage(f"{name}.{key}")
+
+    module.__dict__["__getattr__"] = attribute
+    return module

@@ -1,0 +1,104 @@
+"""Names that the stand-in lacks: they can be imported and passed on, and using one is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megafp8.errors import UserError
+
+# What leads to functions that are not here: the beginning of a name, and the setting.
+SETTINGS = {
+    "fused_attn": "cuDNN's attention (NVTE_FUSED_ATTN=1, or FP8 attention: fp8_dpa, fp8_mha)",
+    "get_fused_attn_backend": "cuDNN's attention (NVTE_FUSED_ATTN=1)",
+    "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
+    "thd_": "packed sequences (qkv_format='thd') with context parallelism",
+    "copy_to_kv_cache": "inference with a KV cache (InferenceParams)",
+    "convert_": "packed sequences (qkv_format='thd')",
+    "moe_": "mixture of experts",
+    "fused_topk": "mixture of experts",
+    "fused_score": "mixture of experts",
+    "fused_moe": "mixture of experts",
+    "te_general_grouped_gemm": "GroupedLinear (mixture of experts)",
+    "_num_cublas_streams": "GroupedLinear (mixture of experts)",
+    "split_quantize": "GroupedLinear (mixture of experts)",
+    "fused_multi_row": "padding for mixture of experts",
+    "fused_qkv_rope": "fused rotary positions on interleaved QKV (fused_qkv_rope)",
+    "CommOverlap": "overlapping communication with products (ub_tp_comm_overlap)",
+    "bulk_overlap": "overlapping communication with products (ub_tp_comm_overlap)",
+    "multi_tensor_adam_": "FusedAdam with states other than FP32, or capturable=True",
+    "multi_tensor_sgd": "FusedSGD",
+    "mxfp8": "the MXFP8 recipe, which needs a Blackwell GPU",
+    "nvfp4": "the NVFP4 recipe, which needs a Blackwell GPU",
+    "clamped_": "the clamped SwiGLU activation",
+    "dropout_": "dropout in FP8 attention",
+    "init_nvshmem": "NVSHMEM",
+}
+
+
+class MissingKernelError(UserError, NotImplementedError):
+    """A function of Transformer Engine's compiled extension that does not exist on the CPU."""
+
+
+def missing(name: str, detail: str = "") -> MissingKernelError:
+    """Return the error for `name`, with the setting that leads there where it is known."""
+    reason = next((setting for start, setting in SETTINGS.items() if name.startswith(start)), "")
+    led_by = f" It comes from {reason}." if reason else ""
+    return MissingKernelError(
+        f"transformer_engine_torch.{name}{detail}: the CPU stand-in for Transformer Engine's "
+        f"kernels does not have it.{led_by} Leave that setting out, or run on an NVIDIA GPU"
+    )
+
+
+class Missing:
+    """A name of the compiled extension that is not supplied.
+
+    Types are annotations only, so it takes part in unions and comparisons.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise missing(self._name)
+
+    def __index__(self) -> int:
+        raise missing(self._name)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return Missing(f"{self._name}.{key}")
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __or__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Missing) and other._name == self._name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+
+class FromAbsentPackage:
+    """What a package that is not installed would have defined.
+
+    Decorators and constructors run at import, so a call gives another such object; launching a
+    kernel is the error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return FromAbsentPackage(self._name)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return FromAbsentPackage(f"{self._name}.{key}")
+
+    def __getitem__(self, grid: Any) -> Any:
+        package = self._name.split(".")[0]
+        raise MissingKernelError(f"{self._name}: the package {package} is not installed")

@@ -1,0 +1,200 @@
+"""Transformer Engine's quantized tensors as its compiled code makes and reads them.
+
+An H100 multiplies FP8 in one orientation alone: along the dim that is innermost in both operands.
+So a tensor has row-wise bytes [..., K] for products along K, column-wise bytes [K, ...] for the
+others, or both; which, its quantizer says (`rowwise_usage`, `columnwise_usage`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megafp8.backends.te.cpu.enums import FORMATS
+from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.precision import BLOCK
+
+Quantizer = Any  # of transformer_engine.pytorch.tensor
+
+
+def kind_of(quantizer: Quantizer) -> str:
+    return type(quantizer).__name__
+
+
+def is_blockwise(quantizer: Quantizer) -> bool:
+    return kind_of(quantizer) == "Float8BlockQuantizer"
+
+
+def is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "_fp8_dtype")
+
+
+def _column_shape(shape: Sequence[int]) -> list[int]:
+    return [shape[-1], *shape[:-1]]
+
+
+def _row_shape(column_shape: Sequence[int]) -> list[int]:
+    return [*column_shape[1:], column_shape[0]]
+
+
+def _bytes(shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=torch.uint8)
+
+
+def create(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """Return a tensor of `shape` with room for what the quantizer's usages ask for.
+
+    `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
+    """
+    shape = list(shape)
+    if is_blockwise(quantizer):
+        made, names = _block_arguments(quantizer, shape), ("Float8BlockwiseQTensor",) * 2
+        module = importlib.import_module(
+            "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
+        )
+    else:
+        made, names = _whole_arguments(quantizer, shape), ("Float8Tensor", "Float8Tensor")
+        module = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    if quantizer.internal:
+        found = vars(module)
+        storage = found.get(f"{names[0]}Storage") or found[f"{names[0]}Base"]  # its older name
+        return storage(**made)
+    return getattr(module, names[1])(shape=shape, dtype=dtype, **made)
+
+
+def _whole_arguments(quantizer: Quantizer, shape: list[int]) -> dict[str, Any]:
+    return {
+        "data": _bytes(shape) if quantizer.rowwise_usage else None,
+        "data_transpose": _bytes(_column_shape(shape)) if quantizer.columnwise_usage else None,
+        "fp8_scale_inv": torch.empty(1),
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+    }
+
+
+def _block_arguments(quantizer: Quantizer, shape: list[int]) -> dict[str, Any]:
+    rows, columns = block_scale_shapes(quantizer, shape)
+    by_row, by_column = quantizer.rowwise_usage, quantizer.columnwise_usage
+    return {
+        "rowwise_data": _bytes(shape) if by_row else None,
+        "rowwise_scale_inv": torch.zeros(rows) if by_row else None,
+        "columnwise_data": _bytes(_column_shape(shape)) if by_column else None,
+        "columnwise_scale_inv": torch.zeros(columns) if by_column else None,
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+        "is_2D_scaled": quantizer.block_scaling_dim == 2,
+    }
+
+
+def block_scale_shapes(
+    quantizer: Quantizer, shape: Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the row-wise and the column-wise scales of a tensor, padded as cuBLASLt wants them.
+
+    1 x 128 blocks are stored [blocks, rows]; 128 x 128 blocks [blocks of rows, blocks].
+    """
+    k = shape[-1]
+    m = int(torch.Size(shape[:-1]).numel())
+    k_blocks, m_blocks = -(-k // BLOCK), -(-m // BLOCK)
+    if quantizer.block_scaling_dim == 2:
+        return (m_blocks, _up_to_4(k_blocks)), (k_blocks, _up_to_4(m_blocks))
+    return (k_blocks, _up_to_4(m)), (m_blocks, _up_to_4(k))
+
+
+def _up_to_4(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+def coerce(quantizer: Quantizer, tensor: Any) -> Any:
+    """Give a tensor that is to be written the room that the quantizer's usages ask for now."""
+    assert quantizer.rowwise_usage or quantizer.columnwise_usage, "a quantizer without a usage"
+    if is_blockwise(quantizer):
+        return _coerce_blocks(quantizer, tensor)
+    assert tensor._data is not None or tensor._transpose is not None, "a Float8Tensor without data"
+    if tensor._transpose is not None:
+        shape = _row_shape(tensor._transpose.shape)
+    else:
+        shape = list(tensor._data.shape)
+    if not quantizer.rowwise_usage:
+        tensor._data = None
+    elif tensor._data is None:
+        tensor._data = _bytes(shape)
+    if not quantizer.columnwise_usage:
+        tensor._transpose = None
+    elif tensor._transpose is None:
+        tensor._transpose = _bytes(_column_shape(shape))
+    tensor._transpose_invalid = not quantizer.columnwise_usage
+    tensor._fp8_dtype = quantizer.dtype
+    return tensor
+
+
+def _coerce_blocks(quantizer: Quantizer, tensor: Any) -> Any:
+    if tensor._rowwise_data is not None:
+        shape = list(tensor._rowwise_data.shape)
+    else:
+        shape = _row_shape(tensor._columnwise_data.shape)
+    for name, fresh in _block_arguments(quantizer, shape).items():
+        if name.startswith(("rowwise", "columnwise")):
+            old = getattr(tensor, f"_{name}")
+            setattr(tensor, f"_{name}", old if old is not None and fresh is not None else fresh)
+    return tensor
+
+
+def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
+    """Return a quantized tensor as the matrix [M, K] that a product reads.
+
+    It is made of the row-wise bytes or of the column-wise ones. They must be there: the hardware
+    has no other way to that orientation.
+    """
+    fmt = FORMATS[tensor._fp8_dtype]
+    side = "column" if by_column else "row"
+    if hasattr(tensor, "_is_2D_scaled"):
+        data = tensor._columnwise_data if by_column else tensor._rowwise_data
+        assert data is not None, f"this product needs {side}-wise blocks, which are not there"
+        return _block_operand(tensor, data, by_column=by_column)
+    data = tensor._transpose if by_column else tensor._data
+    is_stale = by_column and getattr(tensor, "_transpose_invalid", False)
+    assert data is not None and not is_stale, f"this product needs {side}-wise FP8 bytes"
+    payload_MK = _matrix(data, by_column=by_column).view(fmt.dtype)
+    payload_MK = payload_MK.t() if by_column else payload_MK
+    return Fp8Tensor(payload_MK, tensor._scale_inv.reshape(()), fmt)
+
+
+def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Tensor:
+    fmt = FORMATS[tensor._fp8_dtype]
+    scale = tensor._columnwise_scale_inv if by_column else tensor._rowwise_scale_inv
+    payload = _matrix(data, by_column=by_column).view(fmt.dtype)
+    rows, columns = payload.shape
+    if tensor._is_2D_scaled:
+        block, scale = (BLOCK, BLOCK), scale[:, : -(-columns // BLOCK)]
+    else:
+        block, scale = (1, BLOCK), scale[:, :rows].t()
+    if by_column:
+        payload, scale, block = payload.t(), scale.t(), (block[1], block[0])
+    layout = "square" if tensor._is_2D_scaled else "block"
+    is_power_2 = bool((scale.frexp().mantissa == 0.5).all())
+    return Fp8Tensor(payload, scale, fmt, block=block, is_power_2=is_power_2, layout=layout)  # type: ignore[arg-type]
+
+
+def _matrix(data: torch.Tensor, *, by_column: bool) -> torch.Tensor:
+    """[..., K] as [M, K]; column-wise [K, ...] as [K, M]."""
+    return data.reshape(data.shape[0], -1) if by_column else data.reshape(-1, data.shape[-1])
+
+
+def transposed(data: torch.Tensor) -> torch.Tensor:
+    """[..., K] -> [K, ...], contiguous."""
+    return data.permute(data.dim() - 1, *range(data.dim() - 1)).contiguous()
+
+
+def row_shape(tensor: Any) -> torch.Size:
+    """Return the logical shape of any operand of a product."""
+    if not is_quantized(tensor):
+        return torch.Size(tensor.shape)
+    if hasattr(tensor, "_is_2D_scaled"):
+        data, columns = tensor._rowwise_data, tensor._columnwise_data
+    else:
+        data, columns = tensor._data, tensor._transpose
+    return torch.Size(data.shape if data is not None else _row_shape(columns.shape))

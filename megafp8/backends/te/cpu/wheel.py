@@ -1,0 +1,213 @@
+"""Transformer Engine's Python, fetched once as a wheel and kept in a cache of its own.
+
+The wheel `transformer-engine` holds all Python and no compiled code. It never goes into
+site-packages, where other packages would find it and try to use it.
+
+    python -m megafp8.backends.te.cpu [VERSION …]
+
+fills the cache: `$MEGAFP8_TE_SOURCES`, else `megafp8/te` in `$XDG_CACHE_HOME` or `~/.cache`, with
+one folder for each version. Each folder has the wheel and, unpacked in `sources`, its files.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megafp8.errors import ConfigError
+
+PACKAGE = "transformer-engine"
+DEFAULT_VERSION = "2.12.0"
+OLDEST = (2, 4)
+# SHA-256 of PyPI's wheels, by version. Only these versions are tried by the tests.
+KNOWN_HASHES = {
+    "2.4.0": "c2a845e433fcf81497cbc53334c99725bd2faa361e7548342e95398acb06e8ce",
+    "2.12.0": "5d0539c520c39445c62feab9d1fab774ed2e27a576d0feac2086ce86e0bff7c4",
+    "2.20.2": "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094",
+}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The unpacked Python of one version.
+
+    `is_known` says whether its wheel has the hash that is listed here; other versions have none.
+    """
+
+    version: str
+    folder: Path
+    is_known: bool
+
+
+def cache_folder() -> Path:
+    """Where the versions are kept."""
+    if given := os.environ.get("MEGAFP8_TE_SOURCES"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megafp8/te"
+
+
+def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
+    """Return the Python of `version`, downloaded if the cache lacks it and `fetch` allows that.
+
+    Every call compares the wheel's hash with the known one and every unpacked file with the
+    wheel's own record; damaged files are unpacked anew.
+
+    Raises:
+        ConfigError: The version is malformed or too old, cannot be fetched, or has another hash.
+    """
+    _check_version(version)
+    folder = cache_folder() / version
+    if (wheel := _wheel_in(folder)) is None or not _is_intact(folder / "sources", wheel):
+        with _locked(folder, version):
+            wheel = _wheel_in(folder)  # another process may have brought it meanwhile
+            if wheel is None:
+                if not fetch:
+                    raise _absent(version, folder, "downloads are off here")
+                wheel = _download(version, folder)
+            _check_hash(version, wheel)
+            if not _is_intact(folder / "sources", wheel):
+                _unpack(wheel, folder / "sources")
+    _check_hash(version, wheel)
+    return Sources(version, folder / "sources", version in KNOWN_HASHES)
+
+
+def is_cached(version: str = DEFAULT_VERSION) -> bool:
+    """Whether `sources` would need no network."""
+    return _wheel_in(cache_folder() / version) is not None
+
+
+def fill_command(version: str = DEFAULT_VERSION) -> str:
+    """Return the shell command that puts a version into the cache."""
+    folder = cache_folder() / version
+    return f"pip download --no-deps -d {folder} {PACKAGE}=={version}"
+
+
+def _check_version(version: str) -> None:
+    if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version):
+        reason = "is no whole version, such as 2.12.0"
+        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}, or leave it out")
+    if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        reason = f"the CPU stand-in for its kernels serves {oldest} and later"
+        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}")
+
+
+def _wheel_in(folder: Path) -> Path | None:
+    """Return the wheel of the version that the folder is named after."""
+    return next(iter(sorted(folder.glob(f"transformer_engine-{folder.name}-*.whl"))), None)
+
+
+def _check_hash(version: str, wheel: Path) -> None:
+    known = KNOWN_HASHES.get(version)
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if known is not None and found != known:
+        reason = f"{wheel} has the SHA-256 {found}, and PyPI's wheel of this version has {known}"
+        raise ConfigError(PACKAGE, version, reason, "Delete the file, and it is fetched again")
+
+
+def _is_intact(folder: Path, wheel: Path) -> bool:
+    """Whether every file of the wheel's record lies in `folder` with the recorded hash."""
+    if not folder.is_dir():
+        return False
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            record = next(n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
+            rows = list(csv.reader(io.StringIO(archive.read(record).decode())))
+        return all(
+            _record_hash(folder / path) == recorded for path, recorded, *_ in rows if recorded
+        )
+    except (OSError, zipfile.BadZipFile, StopIteration):
+        return False
+
+
+def _record_hash(file: Path) -> str:
+    """As a wheel's RECORD writes it (PEP 376): unpadded URL-safe base64."""
+    digest = hashlib.sha256(file.read_bytes()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    """Unpack beside `target`, then put the whole in its place."""
+    fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix="unpacking-"))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(fresh)
+        if target.exists():
+            shutil.rmtree(target)
+        fresh.chmod(0o755)
+        fresh.rename(target)
+    except (OSError, zipfile.BadZipFile) as error:
+        reason = f"{wheel} cannot be unpacked ({error})"
+        raise ConfigError(PACKAGE, target.parent.name, reason, "Delete the file") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _download(version: str, folder: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="downloading-") as fresh:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", "--retries", "1", "--timeout", "15", "--dest", fresh]
+        done = subprocess.run(
+            [*command, f"{PACKAGE}=={version}"], capture_output=True, text=True, check=False
+        )
+        wheel = next(iter(Path(fresh).glob(f"transformer_engine-{version}-*.whl")), None)
+        if done.returncode != 0 or wheel is None:
+            lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+            raise _absent(version, folder, (lines or ["pip download found no wheel"])[-1].strip())
+        _check_hash(version, wheel)
+        return wheel.rename(folder / wheel.name)
+
+
+def _absent(version: str, folder: Path, why: str) -> ConfigError:
+    return ConfigError(
+        PACKAGE,
+        version,
+        f"its Python is not in {folder} and could not be fetched ({why})",
+        f"Fill the cache with `{fill_command(version)}` (on another machine, and copy the folder, "
+        "if this one has no network), or use model.fp8_backend=native",
+    )
+
+
+@contextmanager
+def _locked(folder: Path, version: str) -> Iterator[None]:
+    """One process at a time fills `folder`; ranks that start together wait for each other."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        reason = f"its cache cannot be written ({error})"
+        way_out = "Name another folder with MEGAFP8_TE_SOURCES"
+        raise ConfigError(PACKAGE, version, reason, way_out) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main(versions: Sequence[str]) -> int:
+    """Fetch versions and say where they are."""
+    for version in versions or (DEFAULT_VERSION,):
+        try:
+            print(f"{PACKAGE} {version}: {sources(version).folder}")
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

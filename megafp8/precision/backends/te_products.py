@@ -1,0 +1,82 @@
+"""Counts Transformer Engine's matrix products where they run.
+
+That is the one function which its Python calls for all of them,
+`transformer_engine_torch.generic_gemm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megafp8.precision.gemm import GemmCounter
+from megafp8.specs.precision import GemmName
+
+# By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
+# input.
+PLACES: dict[tuple[bool, bool], GemmName] = {
+    (True, False): "output",
+    (False, False): "grad_input",
+    (False, True): "grad_weight",
+}
+WIDE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
+BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
+
+
+class CountedProducts:
+    """Stands before `generic_gemm` and adds what runs to `counter`.
+
+    A layer sets that to its own when its forward or backward pass begins.
+    """
+
+    def __init__(self, generic_gemm: Callable[..., Any]) -> None:
+        self._run = generic_gemm
+        self.counter: GemmCounter | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self._run(*args, **kwargs)
+        if self.counter is not None:
+            a, trans_a, b, trans_b = args[:4]
+            place = PLACES[bool(trans_a), bool(trans_b)]
+            self.counter.add(_precision(a, b), place, _flops(a, b, results[0]))
+        return results
+
+
+def observe_products(extension: Any) -> CountedProducts:
+    """Return the observer of this process, put before the extension at the first call."""
+    found = extension.generic_gemm
+    if not isinstance(found, CountedProducts):
+        found = extension.generic_gemm = CountedProducts(found)
+    return found
+
+
+def _precision(a: Any, b: Any) -> str:
+    if _bytes_of(a) is not None and _bytes_of(b) is not None:
+        return "fp8"
+    return WIDE[a.dtype if _bytes_of(a) is None else b.dtype]
+
+
+def _flops(a: Any, b: Any, out: Any) -> int:
+    """2 M N K: the sizes of the three matrices are MK, KN and MN."""
+    sizes = [_size(x) for x in (a, b, out)]
+    return 2 * math.isqrt(math.prod(sizes))
+
+
+def _size(x: Any) -> int:
+    found = _bytes_of(x)
+    return int((x if found is None else found).numel())
+
+
+def _bytes_of(x: Any) -> torch.Tensor | None:
+    """Return the bytes of a quantized tensor; None for one in high precision."""
+    if not hasattr(x, "_fp8_dtype"):
+        return None
+    for name in BYTES:
+        if (found := getattr(x, name, None)) is not None:
+            assert isinstance(found, torch.Tensor)
+            return found
+    return None

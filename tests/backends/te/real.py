@@ -1,0 +1,71 @@
+"""Transformer Engine's own classes for the tests in `real_*.py`, which run in a process of their
+own (`test_real.py` starts it): loading them patches torch for the whole process.
+
+    python -m pytest tests/backends/te/real_layers.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megafp8.backends.te import cpu
+from megafp8.parallel.mesh import Mesh, single_rank
+from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec
+from megafp8.train.build import build
+from megafp8.train.state import TrainState
+from megafp8.train.step import StepResult, train_step
+from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
+
+VARIABLE = "MEGAFP8_TESTED_TE"
+VERSION = os.environ.get(VARIABLE, cpu.DEFAULT_VERSION)
+DELAYED = Fp8Recipe(amax_history_len=4)
+te: Any = cpu.load(VERSION)
+recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+
+
+def autocast(recipe: object, enabled: bool = True) -> AbstractContextManager[Any]:
+    """The FP8 region by the name that this version has for it."""
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=enabled, recipe=recipe)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+
+
+def spec_of(
+    backend: str,
+    fp8: Fp8Recipe | None,
+    compute: str = "fp32",
+    parallel: ParallelSpec | None = None,
+    **changes: Any,
+) -> RunSpec:
+    """A tiny GPT; Adam's eps is large, so that roundings of tiny gradients do not matter."""
+    model = gpt_spec(**({"activation": "gelu-tanh"} | changes))
+    optim = optim_spec(eps=1e-2)
+    spec = run_spec(compute=compute, fp8=fp8, model=model, optim=optim, parallel=parallel)
+    precision = dataclasses.replace(spec.precision, backend=backend)  # type: ignore[arg-type]
+    return dataclasses.replace(spec, precision=precision)
+
+
+def run_of(
+    backend: str, fp8: Fp8Recipe | None, *args: Any, mesh: Mesh | None = None, **changes: Any
+) -> TrainState:
+    return build(spec_of(backend, fp8, *args, **changes), mesh or single_rank())
+
+
+def step(state: TrainState, number: int, *, replica: int = 0, replicas: int = 1) -> StepResult:
+    """Two microbatches a replica: so an update of scales is in between."""
+    first = 2 * (number * replicas + replica)
+    result = train_step(state, [microbatch(first), microbatch(first + 1)])
+    state.step += 1
+    return result
+
+
+def tables_of(state: TrainState) -> dict[str, Any]:
+    return {
+        f"{direction}/{name}": tensor.clone()
+        for direction, table in state.scaling.tables.items()
+        for name, tensor in table.tensors().items()
+    }

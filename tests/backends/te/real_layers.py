@@ -1,0 +1,229 @@
+"""Transformer Engine's layers on a CPU against plain torch in FP64: outputs and all gradients."""
+
+# B batch  S sequence  D model width  H heads  G groups of heads  E head width
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafp8.backends.te import cpu
+from megafp8.backends.te.cpu.missing import MissingKernelError
+from megafp8.errors import ConfigError
+from tests.backends.te.real import VERSION, autocast, recipes, te
+
+WIDTH, FFN, HEADS, SIZE = 32, 64, 4, 8
+ACTIVATIONS: dict[str, Any] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x).square(),
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "reglu": lambda x: torch.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
+}
+
+
+def make_layer(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    given = {
+        "num_gqa_groups": HEADS, "kv_channels": SIZE, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "self_attn_mask_type": "causal", "params_dtype": dtype,
+        "fuse_qkv_params": True, "qkv_weight_interleaved": False, "attn_input_format": "bshd",
+    }  # fmt: skip
+    layer = te.TransformerLayer(WIDTH, FFN, HEADS, **(given | changes))
+    with torch.no_grad():
+        for param in layer.parameters():  # no norm's weight is 1, no bias 0
+            param.add_(0.1 * torch.randn_like(param))
+    return layer
+
+
+def exact_layer(
+    weights: dict[str, torch.Tensor],
+    x_BSD: torch.Tensor,
+    *,
+    activation: str,
+    norm: str,
+    num_groups: int,
+    angles: torch.Tensor | None,
+    alibi: bool,
+) -> torch.Tensor:
+    """What the layer is documented to compute, written down once more; `angles` [S, pairs]."""
+
+    def normed(x: torch.Tensor, path: str) -> torch.Tensor:
+        weight = weights[f"{path}.layer_norm_weight"]
+        if norm == "RMSNorm":
+            return F.rms_norm(x, (WIDTH,), weight, 1e-5)
+        return F.layer_norm(x, (WIDTH,), weight, weights[f"{path}.layer_norm_bias"], 1e-5)
+
+    def linear(x: torch.Tensor, path: str) -> torch.Tensor:
+        bias = weights.get(f"{path}bias")
+        return F.linear(x, weights[f"{path}weight"], bias)
+
+    def heads(x: torch.Tensor, count: int) -> torch.Tensor:
+        return x.unflatten(-1, (count, SIZE)).transpose(1, 2)
+
+    def turned(x_BHSE: torch.Tensor) -> torch.Tensor:
+        if angles is None:
+            return x_BHSE
+        first, second = x_BHSE.unflatten(-1, (2, -1)).unbind(-2)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        found = torch.complex(first, second) * turn
+        return torch.cat((found.real, found.imag), -1)
+
+    qkv = linear(normed(x_BSD, "self_attention.layernorm_qkv"), "self_attention.layernorm_qkv.")
+    sizes = [HEADS * SIZE, num_groups * SIZE, num_groups * SIZE]
+    q, k, v = (heads(t, t.shape[-1] // SIZE) for t in qkv.split(sizes, -1))
+    q, k = turned(q), turned(k)
+    k, v = (t.repeat_interleave(HEADS // num_groups, 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) / SIZE**0.5
+    seq = x_BSD.shape[1]
+    if alibi:
+        slopes = 2.0 ** (-8.0 / HEADS * torch.arange(1, HEADS + 1, dtype=torch.float64))
+        places = torch.arange(seq, dtype=torch.float64)
+        scores = scores + slopes[:, None, None] * (places[None, :] - places[:, None])
+    later = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    attended = torch.softmax(scores.masked_fill(later, -torch.inf), -1) @ v
+    x_BSD = x_BSD + linear(attended.transpose(1, 2).flatten(2), "self_attention.proj.")
+    hidden = linear(normed(x_BSD, "layernorm_mlp"), "layernorm_mlp.fc1_")
+    return x_BSD + linear(ACTIVATIONS[activation](hidden), "layernorm_mlp.fc2_")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"activation": name} for name in ACTIVATIONS},
+    "rmsnorm": {"normalization": "RMSNorm"},
+    "groups of heads": {"num_gqa_groups": 2},
+    "no bias": {"bias": False},
+    "llama": {"num_gqa_groups": 2, "bias": False, "normalization": "RMSNorm",
+              "activation": "swiglu", "rope": True},
+    "rope": {"rope": True},
+    "gelu fused into the product": {"fused_gelu": True},
+    "alibi": {"alibi": True},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _forget_recomputation() -> Iterator[None]:
+    """Transformer Engine remembers for the whole process how it recomputed last; in one of the two
+    ways it fuses GELU into the product from then on."""
+    yield
+    te.distributed._USE_REENTRANT_ACTIVATION_RECOMPUTE = True
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_a_layer_computes_what_it_is_documented_to(changes: dict[str, Any]) -> None:
+    """FP32: outputs and gradients within 2e-6 of the largest number."""
+    changes = dict(changes)
+    te.distributed._USE_REENTRANT_ACTIVATION_RECOMPUTE = not changes.pop("fused_gelu", False)
+    has_rope, alibi = changes.pop("rope", False), changes.pop("alibi", False)
+    activation = changes.setdefault("activation", "gelu")
+    layer = make_layer(**changes)
+    x = torch.randn(2, 32, WIDTH, requires_grad=True)
+    grad, more = torch.randn(2, 32, WIDTH), {}
+    angles = None
+    if has_rope:
+        more["rotary_pos_emb"] = te.RotaryPositionEmbedding(SIZE)(32)
+        frequencies = 10000.0 ** (-torch.arange(0, SIZE, 2, dtype=torch.float64) / SIZE)
+        angles = torch.arange(32, dtype=torch.float64)[:, None] * frequencies
+    if alibi:
+        more["core_attention_bias_type"] = "alibi"
+    out = layer(x, **more)
+    out.backward(grad)
+    weights = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    exact_x = x.detach().double().requires_grad_()
+    exact = exact_layer(
+        weights, exact_x, activation=activation, norm=changes.get("normalization", "LayerNorm"),
+        num_groups=changes.get("num_gqa_groups", HEADS), angles=angles, alibi=alibi,
+    )  # fmt: skip
+    exact.backward(grad.double())
+    pairs = {"output": (out.detach(), exact.detach()), "input": (x.grad, exact_x.grad)}
+    pairs |= {name: (p.grad, weights[name].grad) for name, p in layer.named_parameters()}
+    for name, (found, wanted) in pairs.items():
+        error = (found.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < 2e-6, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_a_layer_in_fp8_is_near_the_exact_one(kind: str) -> None:
+    """E4M3 keeps 3 bits: half a unit of the last is 1/16 of a number, and such errors are
+    independent, so a sum's relative error is about that of one product of two, 2**-4 * sqrt(2/3).
+    The layer stays below twice that, and does not equal the high-precision one."""
+    if not hasattr(recipes, kind):
+        pytest.skip(f"Transformer Engine {VERSION} has no {kind}")
+    layer = make_layer(torch.bfloat16)
+    x = torch.randn(4, 32, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad():
+        plain = layer(x).float()
+    recipe = getattr(recipes, kind)()
+    found = x.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for _ in range(2):  # delayed scaling's first scales are 1
+            with autocast(recipe):
+                out = layer(found)
+            out.sum().backward()
+    part = (plain - x.float()).norm()
+    error = (out.detach().float() - plain).norm() / part
+    assert 1e-3 < error < 0.11
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_everyone_else_still_learns_the_truth_about_this_machine() -> None:
+    """Only Transformer Engine's code is told that there is a GPU."""
+    assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
+    assert torch.version.cuda is None
+    x = torch.zeros(3, device="cuda")
+    assert x.device.type == "cpu" and not x.is_cuda and x.cuda() is x
+    assert torch.nn.Linear(2, 2).to("cuda").weight.device.type == "cpu"
+    available = te.is_fp8_available(return_reason=True) if hasattr(te, "is_fp8_available") else None
+    assert available is None or available[0] is True
+
+
+def test_the_loaded_version_is_told_and_stays() -> None:
+    assert cpu.load(VERSION) is te
+    wanted = f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
+    assert cpu.describe() == wanted
+    other = "2.20.2" if VERSION != "2.20.2" else "2.12.0"
+    with pytest.raises(ConfigError, match="is loaded in this process already"):
+        cpu.load(other)
+
+
+def test_what_is_missing_is_named_where_it_is_used() -> None:
+    grouped = te.GroupedLinear(2, 16, 16, params_dtype=torch.float32)
+    with pytest.raises(MissingKernelError, match="mixture of experts"):
+        grouped(torch.randn(32, 16), [16, 16])
+
+
+def test_sizes_that_the_hardware_does_not_take_are_an_error() -> None:
+    linear = te.Linear(16, 24, params_dtype=torch.float32)
+    with pytest.raises((ValueError, AssertionError), match="16|divisible"):
+        with warnings.catch_warnings(), autocast(recipes.DelayedScaling()):
+            warnings.simplefilter("ignore", DeprecationWarning)
+            linear(torch.randn(32, 16, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_changes_nothing(reentrant: bool) -> None:
+    """`te.checkpoint` around a layer in FP8: outputs, gradients and scales bit for bit."""
+    found = []
+    for is_recomputed in (False, True):
+        layer = make_layer()
+        for number in range(3):
+            x = torch.randn(2, 32, WIDTH, generator=torch.Generator().manual_seed(number))
+            x.requires_grad_()
+            with warnings.catch_warnings(), autocast(recipes.DelayedScaling(amax_history_len=4)):
+                warnings.simplefilter("ignore")
+                if is_recomputed:
+                    out = te.checkpoint(layer, x, use_reentrant=reentrant)
+                else:
+                    out = layer(x)
+            out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        meta = layer.layernorm_mlp.fp8_meta
+        found[-1] += [meta[k].scale for k in ("scaling_fwd", "scaling_bwd")]
+        te.module.base.FP8GlobalStateManager.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

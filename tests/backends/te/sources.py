@@ -1,0 +1,30 @@
+"""Transformer Engine's Python for tests: fetched where it is missing, else the test is skipped with
+the command that fetches it. In CI that is a failure."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from megafp8.backends.te.cpu import wheel
+from megafp8.errors import ConfigError
+
+
+@functools.cache
+def _why_not(version: str) -> str:
+    try:
+        wheel.sources(version)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def need_sources(version: str) -> None:
+    """One attempt in a process."""
+    reason = _why_not(version)
+    if reason and os.environ.get("CI"):
+        pytest.fail(reason)
+    elif reason:
+        pytest.skip(reason)

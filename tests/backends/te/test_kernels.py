@@ -1,0 +1,227 @@
+"""The kernels that stand in for Transformer Engine's, each against plain torch in FP64.
+
+They need none of Transformer Engine's files. Bounds: FP32 arithmetic inside, so a few times 2**-24
+of the largest number of a result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafp8.backends.te.cpu import activations, attention, norms, quantize, updates
+from megafp8.backends.te.cpu.enums import DType, QkvFormat
+from megafp8.backends.te.cpu.extension import kernels, make_extension
+from megafp8.backends.te.cpu.missing import MissingKernelError
+from megafp8.backends.te.cpu.wheel import Sources
+
+FP32 = DType.kFloat32
+E4M3 = DType.kFloat8E4M3
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found: torch.Tensor, exact: torch.Tensor, *, ulps: float = 16) -> None:
+    bound = ulps * 2**-24 * exact.abs().max().item()
+    assert (found.double() - exact.double()).abs().max().item() <= bound
+
+
+def gradients(function: Callable[..., torch.Tensor], grad: torch.Tensor, *inputs: torch.Tensor):
+    exact = [x.double().requires_grad_() for x in inputs]
+    out = function(*exact)
+    return out.detach(), torch.autograd.grad(out, exact, grad.double())
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norms(kind: str, zero_centered: bool) -> None:
+    x, weight, bias = normal(3, 5, 24), normal(24, seed=1), normal(24, seed=2)
+    grad, plus = normal(3, 5, 24, seed=3), 1.0 if zero_centered else 0.0
+    common = (0, zero_centered)
+    if kind == "layernorm":
+        out, mean, inverse = norms.layernorm_fwd(x, weight, bias, 1e-5, None, None, FP32, *common)
+        found = norms.layernorm_bwd(grad, x, mean, inverse, weight, *common)
+
+        def exact_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, (24,), w + plus, b, 1e-5)
+
+        exact, grads = gradients(exact_norm, grad, x, weight, bias)
+    else:
+        out, mean, inverse = norms.rmsnorm_fwd(x, weight, 1e-5, None, None, FP32, *common)
+        assert mean is None
+        found = norms.rmsnorm_bwd(grad, x, inverse, weight, *common)
+        exact, grads = gradients(lambda x, w: F.rms_norm(x, (24,), w + plus, 1e-5), grad, x, weight)
+    assert inverse.shape == (15,)
+    assert_near(out, exact)
+    for one, other in zip(found, grads, strict=True):
+        assert_near(one, other, ulps=64)
+
+
+EXACT = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "srelu": lambda x: torch.relu(x) ** 2,
+    "silu": F.silu,
+}
+GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *GATED])
+def test_activations(name: str) -> None:
+    by_name = {kernel.__name__: kernel for kernel in activations.KERNELS}
+    x = normal(4, 6, 16) * 3
+    grad = normal(4, 6, 8 if name in GATED else 16, seed=1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if name not in GATED:
+            return EXACT[name](x)
+        gate, up = x.chunk(2, -1)
+        return EXACT[GATED[name]](gate) * up
+
+    exact, (exact_grad,) = gradients(function, grad, x)
+    assert_near(by_name[name](x, None), exact)
+    assert_near(by_name[f"d{name}"](grad, x, None), exact_grad)
+    if name in EXACT:
+        bias, found = by_name[f"dbias_d{name}"](grad, x, None)
+        assert_near(found, exact_grad)
+        assert_near(bias, exact_grad.sum((0, 1)), ulps=64)
+
+
+@pytest.mark.parametrize("kind", ["", "masked_", "upper_triang_masked_", "aligned_causal_masked_"])
+def test_softmaxes(kind: str) -> None:
+    by_name = {kernel.__name__: kernel for kernel in attention.KERNELS}
+    scores, grad, scale = normal(2, 3, 8, 8), normal(2, 3, 8, 8, seed=1), 0.3
+    masked = torch.ones(8, 8, dtype=torch.bool).triu(1) if kind else torch.zeros(8, 8).bool()
+    exact, (exact_grad,) = gradients(
+        lambda x: torch.softmax((x * scale).masked_fill(masked, -torch.inf), -1), grad, scores
+    )
+    more = (masked.expand(2, 1, 8, 8),) if kind == "masked_" else ()
+    found = by_name[f"scaled_{kind}softmax_forward"](scores, *more, scale)
+    assert_near(found, exact)
+    assert_near(by_name[f"scaled_{kind}softmax_backward"](grad, found, scale), exact_grad)
+
+
+@pytest.mark.parametrize("layout", ["NVTE_SBHD", "NVTE_BSHD"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [8, 4])
+def test_rotary_positions(layout: str, interleaved: bool, width: int) -> None:
+    """A number and its partner are a complex number that is turned; the rest of a head stays."""
+    seq, batch, heads, size = 6, 2, 3, 8
+    x, grad = normal(seq, batch, heads, size), normal(seq, batch, heads, size, seed=1)
+    angles = torch.arange(seq)[:, None] / 10.0 ** torch.arange(width // 2)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        first, rest = x[..., :width], x[..., width:]
+        pairs = first.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+        real, imaginary = pairs.unbind(-1 if interleaved else -2)
+        turned = (
+            torch.complex(real, imaginary)
+            * torch.polar(torch.ones_like(angles).double(), angles.double())[:, None, None]
+        )
+        pairs = torch.stack((turned.real, turned.imag), -1 if interleaved else -2)
+        return torch.cat([pairs.flatten(-2), rest], -1)
+
+    exact, (exact_grad,) = gradients(turn, grad, x)
+    both = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    arguments = (both[:, None, None], None, QkvFormat[layout], interleaved, None, 1, 0)
+    dims = (0, 1) if layout == "NVTE_SBHD" else (1, 0)
+    found = attention.fused_rope_forward(x.movedim((0, 1), dims), *arguments)
+    assert_near(found.movedim(dims, (0, 1)), exact)
+    found = attention.fused_rope_backward(grad.movedim((0, 1), dims), *arguments)
+    assert_near(found.movedim(dims, (0, 1)), exact_grad)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_adam(decoupled: bool, has_masters: bool) -> None:
+    """Five steps beside torch's Adam and AdamW."""
+    start = normal(7, 3)
+    exact = torch.nn.Parameter(start.double())
+    cls = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = cls([exact], lr=0.1, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.1)
+    dtype = torch.bfloat16 if has_masters else torch.float32
+    param, master = start.to(dtype), start.clone()
+    moments = torch.zeros_like(start), torch.zeros_like(start)
+    for number in range(1, 6):
+        grad = normal(7, 3, seed=number)
+        exact.grad = grad.double()
+        reference.step()
+        lists = [[grad], [param], [moments[0]], [moments[1]], *([[master]] if has_masters else [])]
+        updates.multi_tensor_adam(
+            65536, torch.zeros(1), lists, 0.1, 0.9, 0.98, 1e-6, number, int(decoupled), 1, 0.1
+        )
+    assert_near(master if has_masters else param, exact.detach(), ulps=256)
+    if has_masters:
+        assert torch.equal(param, master.bfloat16())
+
+
+def test_histories_and_scales_by_hand() -> None:
+    """Five tensors: cast as always, not cast, infinite, overflowing, never yet cast."""
+    history = torch.tensor([[9.0, 0, 0, 0, 0], [4, 4, 4, 0, 0], [2, 2, 2, 0, 0], [1, 1, 1, 0, 0]])
+    scale = torch.full((5,), 7.0)
+    reduced = torch.tensor([8.0, 0, torch.inf, 1e-40, 0])
+    updates.fused_amax_and_scale_update_after_reduction(
+        reduced, [history], [scale], "max", E4M3, 1.0
+    )
+    assert history[:, 0].tolist() == [0, 2, 1, 8]
+    assert history[:, 1].tolist() == [0, 4, 2, 1]  # stays: slot 0 is what was staged, nothing
+    assert history[:, 2].tolist() == [0, 2, 1, torch.inf]
+    largest = torch.finfo(torch.float32).max
+    assert scale.tolist() == [224 / 8, 7, 7, largest, 7]
+    updates.fused_amax_and_scale_update_after_reduction(
+        torch.tensor([1.0, 0, 1, 1, 0]), [history], [scale], "most_recent", E4M3, 0.0
+    )
+    assert scale.tolist() == [448, 7, 448, 448, 7]
+
+
+class Float8Quantizer:
+    """The attributes of Transformer Engine's that a cast reads."""
+
+    def __init__(self, scale: float) -> None:
+        self.dtype, self.scale, self.amax = E4M3, torch.tensor([scale]), torch.zeros(1)
+
+
+def test_a_cast_passes_over_nan_and_saturates() -> None:
+    """The amax by `fmaxf`: our own rule makes a NaN infinite, Transformer Engine's kernels do not.
+    Zeros, subnormals, infinities and what is too large beside it."""
+    x = torch.tensor([0.0, -0.0, 1e-45, 3.0, 1e6, -torch.inf, torch.nan, 2.0**-10])
+    out = SimpleNamespace(
+        _data=torch.empty(8, dtype=torch.uint8), _transpose=None, _scale_inv=torch.empty(1)
+    )
+    quantizer = Float8Quantizer(2.0)
+    quantize.fill(quantizer, x, out)
+    values = out._data.view(torch.float8_e4m3fn).float()
+    assert values[:6].tolist() == [0, 0, 0, 6, 448, -448] and values[6].isnan()
+    assert values[7] == 2.0**-9 and out._scale_inv == 0.5
+    assert quantizer.amax == torch.inf
+    quantizer.amax.zero_()
+    quantize.fill(quantizer, torch.tensor([torch.nan] + [3.0] * 7), out)
+    assert quantizer.amax == 3
+
+
+def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
+    extension = make_extension(Sources("2.12.0", None, True))  # type: ignore[arg-type]
+    with pytest.raises(MissingKernelError, match=r"fused_attn_fwd.*NVTE_FUSED_ATTN"):
+        extension.fused_attn_fwd(1, 2)
+    with pytest.raises(MissingKernelError, match=r"moe_permute_fwd.*mixture of experts"):
+        extension.moe_permute_fwd()
+    with pytest.raises(MissingKernelError, match=r"some_new_function"):
+        extension.some_new_function()
+    with pytest.raises(MissingKernelError, match="packed sequences"):
+        x, freqs = torch.zeros(4, 2, 4), torch.zeros(4, 1, 1, 4)
+        extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 1, 0)
+    assert extension.CommOverlap | None  # an annotation
+
+
+def test_each_version_has_its_own_signatures() -> None:
+    old, new = (kernels(version)["fused_rope_backward"] for version in ((2, 9), (2, 10)))
+    assert "start_positions" not in inspect.signature(old).parameters
+    assert "start_positions" in inspect.signature(new).parameters

@@ -1,0 +1,93 @@
+"""Transformer Engine's own Python in processes of its own: `real_*.py` under pytest, and ranks.
+
+Its sources are fetched where they are missing. In CI, missing sources are a failure; elsewhere the
+tests are skipped with the command that fetches them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.backends.te.cpu import DEFAULT_VERSION
+from tests.backends.te.sources import need_sources
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[3]
+FOLDER = Path(__file__).parent.relative_to(ROOT)
+VERSIONS = [
+    DEFAULT_VERSION,
+    pytest.param("2.4.0", marks=pytest.mark.slow),
+    pytest.param("2.20.2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("file", ["real_layers.py", "real_training.py"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_in_its_own_process(version: str, file: str) -> None:
+    """Warnings are errors there as here, and no test is skipped for another reason than that the
+    version lacks what it tests."""
+    need_sources(version)
+    environment = os.environ | {"MEGAFP8_TESTED_TE": version, "OMP_NUM_THREADS": "1"}
+    for name in [name for name in environment if name.startswith("PYTEST_")]:
+        del environment[name]  # this is no worker of the outer session
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert version != DEFAULT_VERSION or " skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("tp", [2, 1], ids=["tensor parallel", "replicas"])
+def test_two_ranks_train_as_ours_do(tp: int) -> None:
+    """FP8 in FP32 over gloo. Delayed scaling, tensor-parallel with and without sequence parallelism
+    and as replicas: the first step's loss and norm, the scales and histories that it leaves and the
+    FLOPs that each rank has counted are our engine's, and amaxes are reduced once a direction and
+    microbatch. With `tensorwise`, where Transformer Engine leaves each tensor-parallel rank its own
+    amax and ours share one, losses differ by less than 1e-3."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks("tests.backends.te.rank_work:train", 2, {"tp": tp, "steps": 2})
+    for by_run in ranks:
+        tensorwise = by_run.pop("tensorwise", None)
+        assert len(by_run) == (2 if tp > 1 else 1)
+        for found in by_run.values():
+            theirs, ours = found["te"], found["native"]
+            assert theirs.results[0] == pytest.approx(ours.results[0], rel=1e-6)
+            assert theirs.results[1] == pytest.approx(ours.results[1], rel=1e-3)
+            assert theirs.flops == ours.flops and theirs.maxima == [2] * 4
+            assert theirs.tables.keys() == ours.tables.keys()
+            for name, table in theirs.tables.items():
+                torch.testing.assert_close(
+                    table, ours.tables[name], rtol=2e-6, atol=1e-30, msg=name
+                )
+        if tensorwise is not None:
+            assert tensorwise["te"].results[0] == pytest.approx(
+                tensorwise["native"].results[0], rel=1e-3
+            )
+    for name, found in ranks[0].items():
+        assert found["te"].results == ranks[1][name]["te"].results
+
+
+def test_without_sources_a_run_ends_with_the_command(tmp_path: Path) -> None:
+    """No cache and no index: one error, exit code 2, and no traceback."""
+    environment = os.environ | {
+        "MEGAFP8_TE_SOURCES": str(tmp_path / "cache"),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+    }
+    command = [sys.executable, "pretrain_gpt.py", "model.fp8=True", "model.fp8_backend=te"]
+    command += ["model.openai_gelu=True", "trainer.accelerator=cpu"]
+    command += [f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"pip download --no-deps -d {tmp_path / 'cache' / DEFAULT_VERSION}" in done.stderr
+    assert not (tmp_path / "run").exists()

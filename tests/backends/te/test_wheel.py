@@ -1,0 +1,140 @@
+"""The cache of Transformer Engine's Python: what is fetched, checked, mended and refused."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megafp8.backends.te.cpu import wheel
+from megafp8.errors import ConfigError
+
+VERSION = "2.12.0"
+CODE = "transformer_engine/common/__init__.py"
+
+
+def make_wheel(folder: Path, text: str = "A = 1\n") -> Path:
+    """A wheel with one module, and its record."""
+    info = f"transformer_engine-{VERSION}.dist-info"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"transformer_engine-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(CODE, text)
+        archive.writestr(f"{info}/RECORD", f"{CODE},sha256={digest},{len(text)}\n{info}/RECORD,,\n")
+    return file
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, a package index with one wheel whose hash is the known one."""
+    monkeypatch.setenv("MEGAFP8_TE_SOURCES", str(tmp_path / "cache"))
+    served = make_wheel(tmp_path / "index")
+    known = {VERSION: hashlib.sha256(served.read_bytes()).hexdigest()}
+    monkeypatch.setattr(wheel, "KNOWN_HASHES", known)
+    run = subprocess.run
+
+    def download(command: list[str], **options: object) -> object:
+        assert command[1:4] == ["-m", "pip", "download"] and command[0] == sys.executable
+        where = f"import shutil, sys; shutil.copy({str(served)!r}, sys.argv[1])"
+        target = command[command.index("--dest") + 1]
+        return run([sys.executable, "-S", "-c", where, target], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", download)
+    return tmp_path / "cache"
+
+
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        error = "WARNING: retrying\nERROR: No matching distribution found for transformer-engine"
+        return subprocess.CompletedProcess(command, 1, "", error)
+
+    monkeypatch.setattr(subprocess, "run", failing)
+
+
+def test_it_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not wheel.is_cached(VERSION)
+    found = wheel.sources(VERSION)
+    assert found.is_known and (found.folder / CODE).read_text() == "A = 1\n"
+    assert found.folder == cache / VERSION / "sources" and wheel.is_cached(VERSION)
+    no_network(monkeypatch)
+    assert wheel.sources(VERSION) == found
+    assert not list((cache / VERSION).glob("*ing-*")), "temporary folders are left"
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_damaged_files_are_unpacked_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Whoever edits the cache does not run something else under Transformer Engine's name."""
+    file = wheel.sources(VERSION).folder / CODE
+    no_network(monkeypatch)
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_text("A = 2\n")
+    assert (wheel.sources(VERSION).folder / CODE).read_text() == "A = 1\n"
+
+
+def test_a_foreign_wheel_is_refused(cache: Path) -> None:
+    wheel.sources(VERSION)
+    foreign = make_wheel(cache / VERSION, "A = 3\n")
+    with pytest.raises(ConfigError, match=r"SHA-256.*Delete the file") as error:
+        wheel.sources(VERSION)
+    assert str(foreign) in error.value.reason
+
+
+def test_a_wheel_that_arrives_damaged_is_not_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "KNOWN_HASHES", {VERSION: "0" * 64})
+    with pytest.raises(ConfigError, match="SHA-256"):
+        wheel.sources(VERSION)
+    assert not wheel.is_cached(VERSION)
+
+
+def test_a_version_without_a_known_hash_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheel, "KNOWN_HASHES", {})
+    assert not wheel.sources(VERSION).is_known
+
+
+def test_without_network_the_command_is_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_network(monkeypatch)
+    with pytest.raises(ConfigError, match="No matching distribution") as error:
+        wheel.sources(VERSION)
+    command = f"pip download --no-deps -d {cache / VERSION} transformer-engine=={VERSION}"
+    assert command in error.value.way_out
+    assert wheel.main([VERSION]) == 2
+    assert command in capsys.readouterr().err
+
+
+def test_what_the_command_downloads_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheel(cache / VERSION)
+    no_network(monkeypatch)
+    assert wheel.sources(VERSION).is_known
+
+
+@pytest.mark.parametrize(
+    ("version", "word"),
+    [("newest", "whole"), ("../..", "whole"), ("2.12", "whole"), ("2.3.0", "2.4")],
+)
+def test_versions_that_cannot_be(cache: Path, version: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        wheel.sources(version)
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGAFP8_TE_SOURCES", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="MEGAFP8_TE_SOURCES"):
+        wheel.sources(VERSION)

@@ -1,0 +1,59 @@
+"""Whole runs with Transformer Engine's own Python on a CPU, each a process of its own."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megafp8.backends.te.cpu import DEFAULT_VERSION
+from tests.backends.te.sources import need_sources
+from tests.train.runs import TWO_RANKS, Place, assert_same
+
+TE = ("model.fp8_backend=te", "model.openai_gelu=True", "model.ffn_dropout=0.0")
+WHAT = f"Transformer Engine {DEFAULT_VERSION}, its own Python; kernels emulated on the CPU"
+
+
+@pytest.fixture(autouse=True)
+def _sources() -> None:
+    need_sources(DEFAULT_VERSION)
+
+
+@pytest.mark.parametrize("ranks", [[], pytest.param(TWO_RANKS, marks=pytest.mark.slow)])
+def test_a_run_says_what_it_is(place: Place, ranks: list[str]) -> None:
+    """In its header and in its summary; the share of FP8 is what was counted at the products."""
+    done = place.run(*TE, *ranks, "trainer.max_steps=4")
+    assert done.code == 0, done.output
+    assert f"; {WHAT}" in done.output and "te emulated" in done.output
+    summary = place.summary()
+    assert summary["precision"].endswith(WHAT)
+    planned, counted = summary["fp8_share_planned"], summary["fp8_share_of_gemm_flops"]
+    assert summary["fp8_share_by_kernel"] == {"te emulated": counted}
+    assert counted == pytest.approx(planned, rel=1e-6) and planned > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [["killed_in_write", 3], ["signalled", int(signal.SIGTERM), 5]])
+def test_a_run_that_ends_early_continues_bit_for_bit(
+    place: Place, tmp_path_factory: pytest.TempPathFactory, fault: list[object]
+) -> None:
+    """With dropout, whose generators are in the checkpoint's place of the run."""
+    undisturbed = Place(place.driver, place.data, tmp_path_factory.mktemp("undisturbed"))
+    assert undisturbed.run(*TE).code == 0
+    assert place.run(*TE, fault=fault).code != 0
+    done = place.run(*TE)
+    assert done.code == 0, done.output
+    assert_same(place, undisturbed)
+
+
+def test_a_model_that_its_layers_do_not_make_is_refused_before_they_are_loaded(
+    place: Place,
+) -> None:
+    done = place.run(TE[0], TE[2], "model.openai_gelu=False", "model.te_version=9.9.9")
+    assert done.code == 2 and "tanh form" in done.output
+
+
+def test_a_version_that_is_not_there_is_named(place: Place) -> None:
+    done = place.run(*TE, "model.te_version=2.3.0")
+    assert done.code == 2 and "transformer-engine=2.3.0" in done.output
+    assert not place.dir().exists()
