@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.specs.precision import GemmName
 
@@ -22,7 +23,6 @@ PLACES: dict[tuple[bool, bool], GemmName] = {
     (False, False): "grad_input",
     (False, True): "grad_weight",
 }
-WIDE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
 BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
@@ -57,7 +57,7 @@ def observe_products(extension: Any) -> CountedProducts:
 def _precision(a: Any, b: Any) -> str:
     if _bytes_of(a) is not None and _bytes_of(b) is not None:
         return "fp8"
-    return WIDE[a.dtype if _bytes_of(a) is None else b.dtype]
+    return DTYPE_NAMES[a.dtype if _bytes_of(a) is None else b.dtype]
 
 
 def _flops(a: Any, b: Any, out: Any) -> int:

@@ -13,10 +13,11 @@ import torch
 from megafp8.precision.backends.te_state import TeScaling
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
-from megafp8.train import backends, saving
-from megafp8.train.evaluate import evaluate
-from megafp8.train.precision_share import share_of
+from megafp8.train import backends, state_dict
+from megafp8.train.report.fp8 import share_of
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
+from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, run_of, spec_of, step, tables_of, te
 from tests.tiny import microbatch
 
@@ -138,7 +139,7 @@ def test_bf16_layers_are_counted_as_bf16() -> None:
 
 
 def save(state: TrainState, root: Path) -> Path:
-    return saving.Saver(root, 1, {"config": {}, "data_fingerprint": ""}).save(state)
+    return Saver(root, 1, {"config": {}, "data_fingerprint": ""}).save(state)
 
 
 def no_notice(text: str) -> None:
@@ -153,7 +154,7 @@ def test_a_run_continues_bit_for_bit(compute: str, tmp_path: Path) -> None:
         step(begun, number)
     path = save(begun, tmp_path)
     continued = run_of("te", DELAYED, compute)
-    saving.load(path, continued, no_notice)
+    state_dict.load(path, continued, no_notice)
     assert [step(continued, number).loss for number in (3, 4)] == losses[3:]
     assert_same_tables(whole, continued, 0)
     for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):
@@ -167,8 +168,8 @@ def test_a_checkpoint_goes_to_our_engine_and_back(tmp_path: Path) -> None:
     for number in range(3):
         step(first, number)
     native, last = run_of("native", DELAYED, "bf16"), run_of("te", DELAYED, "bf16")
-    saving.load(save(first, tmp_path / "te"), native, no_notice)
-    saving.load(save(native, tmp_path / "native"), last, no_notice)
+    state_dict.load(save(first, tmp_path / "te"), native, no_notice)
+    state_dict.load(save(native, tmp_path / "native"), last, no_notice)
     assert_same_tables(first, native, 0)
     assert_same_tables(first, last, 0)
     assert step(first, 3) == step(last, 3)
