@@ -17,6 +17,7 @@ from tests.train.runs import ROOT, make_dataset
 SMALL = [
     "trainer.accelerator=cpu",
     "model.micro_batch_size=2",
+    "model.global_batch_size=32",
     "model.num_layers=4",
     "model.hidden_size=64",
     "model.ffn_hidden_size=128",

@@ -329,7 +329,7 @@ def test_index_builds_what_a_job_will_read(
     said = capsys.readouterr().out
     maps = [path for path in (tmp_path / "maps").iterdir() if path.is_dir()]
     epochs = [path for path in maps if path.name.startswith("epoch")]
-    assert f"index maps of {len(epochs)} epochs for 1280 samples" in said and epochs
+    assert f"index maps of {len(epochs)} epochs for 320 samples" in said and epochs
     assert run("index", *job) == 0
     assert "computed" not in capsys.readouterr().out
     assert run("index", f"model.data.data_prefix={tmp_path / 'nope'}") == 2

@@ -266,7 +266,7 @@ def test_the_key_reaches_the_layout() -> None:
     assert (parallel.cp, parallel.dp) == (2, 1)
     with_others = ("trainer.devices=16", "model.tensor_model_parallel_size=2")
     pipeline = ("model.pipeline_model_parallel_size=2", "model.sequence_parallel=False")
-    parallel = run_spec(*ON_TWO, *with_others, *pipeline).parallel
+    parallel = run_spec(*ON_TWO, *with_others, *pipeline, "model.global_batch_size=16").parallel
     assert (parallel.tp, parallel.cp, parallel.pp, parallel.dp) == (2, 2, 2, 2)
 
 

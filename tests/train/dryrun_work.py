@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8.parallel.mesh import join
@@ -22,7 +23,9 @@ def alive() -> dict[int, int]:
     """Bytes by the address of each storage that some Python object refers to."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]
+    # What a compilation in the same process has left has no memory.
+    real = [each for each in tensors if not issubclass(type(each), FakeTensor)]
+    storages = [each.untyped_storage() for each in real if each.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 

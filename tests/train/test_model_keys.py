@@ -87,7 +87,7 @@ def test_keys_of_the_tensors(before: list[str], key: str) -> None:
     ("before", "key"),
     [
         ([], "model.activation=squared-relu"),
-        ([], "model.openai_gelu=True"),
+        ([], "model.openai_gelu=False"),
         ([ROPE], "model.rotary_percentage=0.5"),
         ([ROPE], "model.rotary_base=100.0"),
         ([ROPE], "model.seq_len_interpolation_factor=2.0"),
