@@ -29,7 +29,7 @@ REPORT_SECONDS = 3.0  # time for the other ranks to notice and report
 LINGER_SECONDS = 1.0  # rank 0 may serve the store that other ranks still read
 WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
 _WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
-_READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "evaluate", "signals"))
+_READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "validate", "process"))
 _READING += ("torch/cuda/",)  # here a rank reads a result that a GPU still computes
 
 
@@ -84,6 +84,8 @@ class Watchdog:
         if rank == min(reports):
             print(describe(reports, self.mesh.world.size, self.timeout_seconds), file=sys.stderr)
             sys.stderr.flush()
+        else:  # the reporting rank would fail on a lost connection before it has reported
+            time.sleep(LINGER_SECONDS)
         if rank == 0:
             time.sleep(LINGER_SECONDS)
         os._exit(int(ExitCode.HUNG))
