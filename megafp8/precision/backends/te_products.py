@@ -61,7 +61,7 @@ def _precision(a: Any, b: Any) -> str:
 
 
 def _flops(a: Any, b: Any, out: Any) -> int:
-    """2 M N K: the sizes of the three matrices are MK, KN and MN."""
+    """Return 2 M N K: the sizes of the three matrices are MK, KN and MN."""
     sizes = [_size(x) for x in (a, b, out)]
     return 2 * math.isqrt(math.prod(sizes))
 

@@ -1,4 +1,4 @@
-"""`python -m megafp8.backends.te.cpu [VERSION …]` puts versions into the cache; see `wheel.py`."""
+"""Put versions into the cache: `python -m megafp8.backends.te.cpu [VERSION …]`; see `wheel.py`."""
 
 import sys
 

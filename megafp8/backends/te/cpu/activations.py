@@ -38,7 +38,7 @@ FUNCTIONS: tuple[tuple[str, str, Function], ...] = (
 
 
 def _gated(function: Function) -> Function:
-    """[..., 2 N] -> [..., N]: the function of the first half, times the second."""
+    """Map [..., 2 N] to [..., N]: the function of the first half is multiplied by the second."""
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)

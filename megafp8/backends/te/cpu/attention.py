@@ -1,4 +1,4 @@
-"""The fused softmaxes of unfused attention, and rotary positions.
+"""Compute the fused softmaxes of unfused attention, and rotary positions.
 
 `scale_factor` multiplies the scores. A masked score is -10000, as in the kernels; a causally masked
 one contributes nothing.
@@ -133,7 +133,7 @@ def _angles(
     cu_seqlens: torch.Tensor | None,
     cp_size: int,
 ) -> torch.Tensor:
-    """FP32, so that they broadcast over [S, B, H, D] or [B, S, H, D]."""
+    """Return the angles in FP32, shaped to broadcast over [S, B, H, D] or [B, S, H, D]."""
     if cp_size != 1 or cu_seqlens is not None:
         raise missing("fused_rope", " with packed sequences or context parallelism")
     if start_positions is not None:

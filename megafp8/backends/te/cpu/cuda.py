@@ -1,4 +1,4 @@
-"""What of `torch.cuda` Transformer Engine's Python asks for, answered on a CPU.
+"""Answer on a CPU what Transformer Engine's Python asks of `torch.cuda`.
 
 The patches hold for the whole process. Questions about a GPU (is one there, which one) are answered
 with an H100 to Transformer Engine's own code alone: everyone else still learns the truth. Two
@@ -131,7 +131,7 @@ def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any])
 
 
 def _patch_cuda_version() -> None:
-    """`torch.version.cuda`: a number to Transformer Engine, which reads it as one."""
+    """Give `torch.version.cuda` a version to Transformer Engine, which reads it as numbers."""
     real = torch.version.cuda
 
     class Version(ModuleType):

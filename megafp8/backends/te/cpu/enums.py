@@ -1,4 +1,4 @@
-"""The enumerations of `transformer_engine_torch`, with the numbers of its C headers."""
+"""Define the enumerations of `transformer_engine_torch`, with the numbers of its C headers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ ScalingMode: type[IntEnum] = IntEnum(  # type: ignore[misc]
 
 
 def fused_attention_backends(version: tuple[int, ...]) -> type[IntEnum]:
-    """None of them runs here. Later versions check that the members are exactly theirs."""
+    """Return the backends of fused attention, none of which runs here.
+
+    Later versions check that the members are exactly theirs.
+    """
     members = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
     if version < (2, 16):
         members["NVTE_F16_max512_seqlen"] = 0
@@ -93,7 +96,7 @@ def fused_attention_backends(version: tuple[int, ...]) -> type[IntEnum]:
 
 
 def enumerations(version: tuple[int, ...]) -> dict[str, object]:
-    """All of them by the names that the extension gives them."""
+    """Return all enumerations by the names that the extension gives them."""
     made = (
         DType,
         FP8FwdTensors,

@@ -1,4 +1,4 @@
-"""The module that stands in for `transformer_engine_torch`."""
+"""Make the module that stands in for `transformer_engine_torch`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LIBRARY: tuple[Callable[..., Any], ...] = (
 
 
 def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
-    """All functions by name, as this version calls them."""
+    """Return all functions by name, as this version calls them."""
     topics = (quantize, gemm, norms, activations, attention, updates)
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}

@@ -41,7 +41,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """[D, gradient of the bias, what went into GELU, None]; every sum is precise on a CPU.
+    """Return [D, gradient of the bias, what went into GELU, None]; sums are precise on a CPU.
 
     cuBLAS counts columns first, so in rows this is D = op(B) @ op(A), with op(A) = A^T for
     `transA`: output = input @ weight^T ("TN"), the input's gradient = grad_output @ weight ("NN"),
@@ -78,7 +78,7 @@ def generic_gemm(
 def _product(
     a: Any, trans_a: bool, b: Any, trans_b: bool, dtype: torch.dtype, bias: Any, alpha: float
 ) -> torch.Tensor:
-    """[rows, columns] in `dtype`, with one rounding to it."""
+    """Return the product [rows, columns] in `dtype`, with one rounding to it."""
     if is_quantized(a) and is_quantized(b):
         left, right = operand(b, by_column=trans_b), operand(a, by_column=not trans_a)
         _check_alignment(a)

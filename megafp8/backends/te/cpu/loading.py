@@ -56,7 +56,7 @@ def describe() -> str:
 
 
 def load(version: str = DEFAULT_VERSION) -> ModuleType:
-    """`transformer_engine.pytorch` of `version`, on the CPU; a second call returns the same module.
+    """Return `transformer_engine.pytorch` of `version`, on the CPU; each call returns one module.
 
     Raises:
         ConfigError: The version cannot be had, another one is imported already, or a package that
@@ -140,7 +140,7 @@ def _optional_packages() -> Iterator[None]:
     """Stand in for packages that are absent while files are imported that name them at their top.
 
     What they would have done is an error that names them when it is used. They are gone afterwards,
-    so nobody else takes them for installed.
+    so no other code takes them for installed.
     """
     absent = {name.split(".")[0] for name in OPTIONAL}
     absent = {name for name in absent if importlib.util.find_spec(name) is None}

@@ -82,7 +82,7 @@ class Missing:
 
 
 class FromAbsentPackage:
-    """What a package that is not installed would have defined.
+    """Stand for what a package that is not installed would have defined.
 
     Decorators and constructors run at import, so a call gives another such object; launching a
     kernel is the error.

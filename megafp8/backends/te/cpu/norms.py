@@ -22,7 +22,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[output, mean [rows], 1/deviation [rows]]."""
+    """Return [output, mean [rows], 1/deviation [rows]]."""
     x = input.detach().float()
     mean = x.mean(-1, keepdim=True)
     inverse = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + eps)
@@ -42,7 +42,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """[output, None, 1/root of the mean square [rows]]."""
+    """Return [output, None, 1/root of the mean square [rows]]."""
     x = input.detach().float()
     inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     out = x * inverse * _gain(weight, zero_centered_gamma)

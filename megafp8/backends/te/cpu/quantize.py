@@ -126,7 +126,7 @@ def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
 
 
 def _current_scale(quantizer: Quantizer, x: torch.Tensor) -> torch.Tensor:
-    """From the tensor's own amax, or the largest of a group of ranks."""
+    """Return the scale of the tensor's own amax, or of the largest of a group of ranks."""
     workspace = getattr(quantizer, "amax", None)  # later versions keep none
     amax = torch.zeros(1) if workspace is None else workspace
     if not getattr(quantizer, "use_existing_amax", False):

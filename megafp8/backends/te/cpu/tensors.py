@@ -45,7 +45,7 @@ def _bytes(shape: Sequence[int]) -> torch.Tensor:
 
 
 def create(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Return a tensor of `shape` with room for what the quantizer's usages ask for.
+    """Return a tensor of `shape` with memory for what the quantizer's usages ask for.
 
     `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
     """
@@ -92,7 +92,7 @@ def _block_arguments(quantizer: Quantizer, shape: list[int]) -> dict[str, Any]:
 def block_scale_shapes(
     quantizer: Quantizer, shape: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the row-wise and the column-wise scales of a tensor, padded as cuBLASLt wants them.
+    """Return the shapes of a tensor's row-wise and column-wise scales, padded for cuBLASLt.
 
     1 x 128 blocks are stored [blocks, rows]; 128 x 128 blocks [blocks of rows, blocks].
     """
@@ -109,7 +109,7 @@ def _up_to_4(size: int) -> int:
 
 
 def coerce(quantizer: Quantizer, tensor: Any) -> Any:
-    """Give a tensor that is to be written the room that the quantizer's usages ask for now."""
+    """Give a tensor that is to be written the memory that the quantizer's usages ask for now."""
     assert quantizer.rowwise_usage or quantizer.columnwise_usage, "a quantizer without a usage"
     if is_blockwise(quantizer):
         return _coerce_blocks(quantizer, tensor)
@@ -180,12 +180,12 @@ def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Te
 
 
 def _matrix(data: torch.Tensor, *, by_column: bool) -> torch.Tensor:
-    """[..., K] as [M, K]; column-wise [K, ...] as [K, M]."""
+    """Return [..., K] as [M, K], and column-wise [K, ...] as [K, M]."""
     return data.reshape(data.shape[0], -1) if by_column else data.reshape(-1, data.shape[-1])
 
 
 def transposed(data: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [K, ...], contiguous."""
+    """Return [..., K] as [K, ...], contiguous."""
     return data.permute(data.dim() - 1, *range(data.dim() - 1)).contiguous()
 
 

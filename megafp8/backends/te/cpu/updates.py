@@ -1,4 +1,4 @@
-"""What happens between steps: delayed scaling's histories and scales, and Adam's update."""
+"""Do what happens between steps: delayed scaling's histories and scales, and Adam's update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: int,
     margin: float,
 ) -> None:
-    """Shift each tensor's history [length, tensors] by one update and make its scale anew.
+    """Shift each tensor's history [length, tensors] by one update and make its new scale.
 
     Slot 0 is where the next amax is staged, slots 1 and on are past updates, oldest first. A
     tensor whose reduced amax is 0 has not been cast and keeps what it has staged; where that is 0

@@ -43,7 +43,7 @@ KNOWN_HASHES = {
 
 @dataclass(frozen=True)
 class Sources:
-    """The unpacked Python of one version.
+    """Hold the unpacked Python of one version.
 
     `is_known` says whether its wheel has the hash that is listed here; other versions have none.
     """
@@ -54,7 +54,7 @@ class Sources:
 
 
 def cache_folder() -> Path:
-    """Where the versions are kept."""
+    """Return the folder in which the versions are kept."""
     if given := os.environ.get("MEGAFP8_TE_SOURCES"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -65,7 +65,7 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
     """Return the Python of `version`, downloaded if the cache lacks it and `fetch` allows that.
 
     Every call compares the wheel's hash with the known one and every unpacked file with the
-    wheel's own record; damaged files are unpacked anew.
+    wheel's own record; damaged files are unpacked again.
 
     Raises:
         ConfigError: The version is malformed or too old, cannot be fetched, or has another hash.
@@ -136,7 +136,7 @@ def _is_intact(folder: Path, wheel: Path) -> bool:
 
 
 def _record_hash(file: Path) -> str:
-    """As a wheel's RECORD writes it (PEP 376): unpadded URL-safe base64."""
+    """Return a hash as a wheel's RECORD writes it (PEP 376): unpadded URL-safe base64."""
     digest = hashlib.sha256(file.read_bytes()).digest()
     return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
@@ -185,7 +185,7 @@ def _absent(version: str, folder: Path, why: str) -> ConfigError:
 
 @contextmanager
 def _locked(folder: Path, version: str) -> Iterator[None]:
-    """One process at a time fills `folder`; ranks that start together wait for each other."""
+    """Let one process at a time fill `folder`; ranks that start together wait for each other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
