@@ -56,8 +56,14 @@ class LossScale:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.scale = float(state["scale"])
-        assert math.isfinite(self.scale) and self.scale > 0, state
+        """Restore what `state` returned.
+
+        Raises:
+            ValueError: The scale is not a positive finite number.
+        """
+        scale = float(state["scale"])
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"a loss scale of {scale} is no positive finite number")
+        self.scale = scale
         self.num_finite = int(state["num_finite"])
         self.num_overflows = int(state["num_overflows"])

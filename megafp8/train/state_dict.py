@@ -116,7 +116,11 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     state.num_skipped = int(meta["num_skipped"])
     state.optimizer.set_num_updates(int(meta["num_updates"]))
     if state.loss_scale is not None:
-        state.loss_scale.set_state(meta["loss_scale"])
+        try:
+            state.loss_scale.set_state(meta["loss_scale"])
+        except ValueError as error:
+            hint = "Continue from another checkpoint: model.resume_from_checkpoint"
+            raise CheckpointError(step_dir, str(error), hint) from error
     state.masters.write_back()
     return meta
 

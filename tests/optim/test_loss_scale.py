@@ -85,6 +85,14 @@ def test_a_restored_scale_goes_on_as_it_would_have(before: list[bool], after: li
         assert restored.state() == whole.state()
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", 0, -1])
+def test_a_scale_that_cannot_be_is_refused(value: object) -> None:
+    scale = LossScale(LossScaleSpec(init_scale=2.0))
+    with pytest.raises(ValueError, match="no positive finite number"):
+        scale.set_state({**scale.state(), "scale": value})
+    assert scale.scale == 2.0
+
+
 def test_minimum() -> None:
     scale = LossScale(LossScaleSpec(init_scale=2.0, hysteresis=1))
     assert not scale.is_at_minimum
