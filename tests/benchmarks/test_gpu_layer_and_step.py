@@ -90,10 +90,13 @@ def test_a_variant_that_dies_keeps_the_others_rows(tmp_path: Path) -> None:
     """As where Transformer Engine is not installed: any error, not only one of a user's."""
     script = f"""
 import gpu_layer
+from megafp8.errors import ConfigError
 plain = gpu_layer.measure
 def measure(args, device, name, settings):
     if "model.fp8_recipe=tensorwise" in settings:
         raise ModuleNotFoundError("No module named 'a_backend'")
+    if "model.fp8_backend=te" in settings:
+        raise ConfigError("model.fp8_backend", "te", "it cannot run here", "use another")
     return plain(args, device, name, settings)
 gpu_layer.measure = measure
 sys.argv[1:] = ["--tiny", "--results", {str(tmp_path)!r}, "--variants", "bf16",
@@ -106,8 +109,7 @@ gpu_layer.main()
     found = json.loads(path.read_text())
     assert list(found["rows"]) == ["bf16", "fp8 delayed"]
     assert "a_backend" in found["failed"]["fp8 tensorwise"]
-    if not torch.cuda.is_available():
-        assert "model.fp8_backend=te" in found["skipped"]["te bf16"]
+    assert "model.fp8_backend=te" in found["skipped"]["te bf16"]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     keys = [line["key"] for line in lines]
     assert keys == ["bf16", "te bf16", "fp8 tensorwise", "fp8 delayed"], "as they come"
