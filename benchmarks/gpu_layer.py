@@ -31,11 +31,11 @@ from gpu_common import (
     timed,
 )
 
+from megafp8.backends import choose
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
-from megafp8.train import backends
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 
@@ -77,7 +77,7 @@ def state_of(
     )
     spec = resolve(cfg, torch.cuda.is_available)
     spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=128))
-    backends.check(spec, device)
+    choose.check(spec, device)
     return build(spec, single_rank(device))
 
 

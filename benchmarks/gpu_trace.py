@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 import megafp8
+from megafp8.backends import choose
+from megafp8.backends.te.state import TeScaling
+from megafp8.backends.te.trace import RecordedTeScaling, cast_sample
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import ConfigError
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.backends.te_state import TeScaling
-from megafp8.precision.backends.te_trace import RecordedTeScaling, cast_sample
 from megafp8.precision.formats import FORMATS
 from megafp8.precision.traces import RecordedScaling, Trace, replay
 from megafp8.specs import RunSpec
-from megafp8.train import backends
 from megafp8.train.build import build
 from megafp8.train.step import train_step
 
@@ -91,7 +91,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     spec = spec_of(args)
     try:
-        backends.check(spec, device)
+        choose.check(spec, device)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     state = build(spec, single_rank(device))

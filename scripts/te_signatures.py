@@ -4,7 +4,7 @@
 
 fetches those versions' wheels (a few hundred kilobytes each: Python alone) into their cache, reads
 parameter names, kinds and defaults with `ast` (nothing of them is run) and writes
-`tests/precision/backends/te_signatures.json`. Tests that need the real recipe classes look into
+`tests/backends/te/te_signatures.json`. Tests that need the real recipe classes look into
 the same cache: `$MEGAFP8_TE_SOURCES`, else `~/.cache/megafp8/te`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from megafp8.backends.te.cpu.wheel import sources
 
-OUTPUT = Path(__file__).parents[1] / "tests/precision/backends/te_signatures.json"
+OUTPUT = Path(__file__).parents[1] / "tests/backends/te/te_signatures.json"
 PACKAGE = "transformer_engine"
 
 # name in the JSON: (files that may hold it, class, function); the first that is there counts

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from megafp8.backends import choose
 from megafp8.cli.job import report, resolved_table
 from megafp8.cli.options import parse_options
 from megafp8.config.errors import SettingError
@@ -24,7 +25,7 @@ from megafp8.observe.units import format_bytes
 from megafp8.runs import directory
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import backends, dryrun
+from megafp8.train import dryrun
 from megafp8.train.dryrun import Layout, RankShare
 from megafp8.train.report.fp8 import require_fp8, share_of_ranks
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
                 "is not simulated: Transformer Engine's layers are made with memory",
                 "Use model.fp8_backend=native, which has the same shapes",
             )
-        backends.check(spec, torch.device("cpu"))
+        choose.check(spec, torch.device("cpu"))
         if spec.parallel.fsdp is not None:
             raise SettingError(
                 "model.fsdp",

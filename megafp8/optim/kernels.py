@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.precision.backends import te_adam
+from megafp8.backends.te import adam as te_adam
 from megafp8.specs import OptimSpec
 
 Groups = list[dict[str, Any]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megafp8.backends import choose
+from megafp8.backends.te.parts import stores_of as te_stores
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
@@ -17,7 +19,6 @@ from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
-from megafp8.parallel.te_parts import stores_of as te_stores
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink, MainGradSink
@@ -25,7 +26,6 @@ from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
-from megafp8.train import backends
 from megafp8.train.compile import compile_layers
 from megafp8.train.state import TrainState
 
@@ -36,7 +36,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     counter = GemmCounter()
     sinks = make_sinks(spec, mesh)
-    backend = backends.make(spec, mesh, streams, sinks.outer, counter)
+    backend = choose.make(spec, mesh, streams, sinks.outer, counter)
     model = make_model(spec, mesh, backend)
     compiled = compile_layers(model, mesh.device) if spec.train.compile == "block" else None
     masters = make_masters(spec, mesh, model)
@@ -83,7 +83,7 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     return Sinks(main, outer, reducer, deferring)
 
 
-def make_model(spec: RunSpec, mesh: Mesh, backend: backends.Engine) -> GPT | PipelinedGPT:
+def make_model(spec: RunSpec, mesh: Mesh, backend: choose.Backend) -> GPT | PipelinedGPT:
     """The GPT, or this rank's stage of it, on its device with the scaling state of its tensors."""
     parts = backend.parts
     model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)

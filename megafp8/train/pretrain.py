@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megafp8.backends import choose
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console, open_console
 from megafp8.observe.summary import write_summary
@@ -15,7 +16,6 @@ from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.runs import directory
 from megafp8.runs.directory import FINISHED, RunChoice, mark
 from megafp8.specs import RunSpec
-from megafp8.train import backends
 from megafp8.train.loop import save, train
 from megafp8.train.process import StopRequest, prepare_process
 from megafp8.train.report.profile import memory_snapshot_on_oom
@@ -46,7 +46,7 @@ def pretrain(
     mesh = join(spec.parallel)  # a signal ends what still waits for others: nothing has begun
     with StopRequest() as stop:
         try:
-            backends.check(spec, mesh.device)
+            choose.check(spec, mesh.device)
             prepare_process(
                 mesh.device,
                 fp32=spec.precision.compute == "fp32",

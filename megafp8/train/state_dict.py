@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megafp8.backends.te.state import TeScaling
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
 from megafp8.errors import CheckpointError
@@ -23,7 +24,6 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.backends.te_state import TeScaling
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs.geometry import boxes_of_run
 from megafp8.train.state import TrainState

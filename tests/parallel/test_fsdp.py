@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.backends.torchao.parts import first_and_last
 from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values
-from megafp8.parallel.torchao_parts import first_and_last
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName

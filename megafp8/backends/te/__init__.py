@@ -1,0 +1,1 @@
+"""Build a model of the layers of Transformer Engine, on a GPU or on a CPU."""

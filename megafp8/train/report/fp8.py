@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8.backends.planned import PlannedGemms
+from megafp8.backends.te.parts import TeLayer
+from megafp8.backends.torchao.linear import TorchaoLinear
 from megafp8.errors import ConfigError
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.parts import linears_of
-from megafp8.parallel.te_parts import TeLayer
-from megafp8.precision.backends.planned import PlannedGemms
-from megafp8.precision.backends.torchao_linear import TorchaoLinear
 from megafp8.precision.engine import Engine
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.kernels.compile import library

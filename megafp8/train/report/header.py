@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.backends import choose
 from megafp8.data.prepare import PreparedData
 from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.precision.formats import DTYPES
 from megafp8.specs import RunSpec, TrainSpec
-from megafp8.train import backends
 from megafp8.train.report.fp8 import PrecisionShare, means_of
 from megafp8.train.state import TrainState
 
@@ -120,13 +120,13 @@ def _formats_of(spec: RunSpec, state: TrainState) -> str:
     recipe = spec.precision.fp8
     if recipe is None:
         if spec.precision.backend == "te":
-            return f"{compute}; {backends.describe(spec, state.mesh.device)}"
+            return f"{compute}; {choose.describe(spec, state.mesh.device)}"
         return compute
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     device = state.mesh.device
     if spec.precision.backend != "native":
         what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
-        return f"{what}; {backends.describe(spec, device)}"
+        return f"{what}; {choose.describe(spec, device)}"
     work = DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
@@ -138,7 +138,7 @@ def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
     """Backend and kernel of the FP8 products: `native emulated`, `te tensor cores`, …"""
     recipe, device = spec.precision.fp8, state.mesh.device
     if spec.precision.backend != "native" or recipe is None:
-        return backends.fp8_kernel(spec, device)
+        return choose.fp8_kernel(spec, device)
     means = means_of(recipe, state.scaling.engine, device, DTYPES[spec.precision.compute])
     kinds = [kind for kind in ("tensor cores", "emulated") if kind in means]
     return f"native {' and '.join(kinds)}"

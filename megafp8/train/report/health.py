@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megafp8.backends.te.state import TeScaling
 from megafp8.files import Warn
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.precision.backends.te_state import TeScaling
 from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import HealthSpec

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.precision.backends.te_state import TeScaling
+from megafp8.backends import choose
+from megafp8.backends.te.state import TeScaling
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
-from megafp8.train import backends, state_dict
+from megafp8.train import state_dict
 from megafp8.train.report.fp8 import share_of
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
@@ -181,7 +182,7 @@ def test_check_loads_it_and_says_what_runs() -> None:
         spec, precision=dataclasses.replace(spec.precision, te_version=VERSION)
     )
     device = torch.device("cpu")
-    backends.check(spec, device)
-    text = backends.describe(spec, device)
+    choose.check(spec, device)
+    text = choose.describe(spec, device)
     assert text == f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
-    assert backends.fp8_kernel(spec, device) == "te emulated"
+    assert choose.fp8_kernel(spec, device) == "te emulated"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.backends.planned import PlannedGemms
 from megafp8.hardware import bf16
-from megafp8.precision.backends.planned import PlannedGemms
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.quantizer import LinearQuantizer

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megafp8.precision.backends.te_names import TeNames
+from megafp8.backends.te.names import TeNames
 from megafp8.precision.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
 

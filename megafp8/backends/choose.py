@@ -1,6 +1,7 @@
-"""Who runs the layers: our own engine, Transformer Engine or torchao; or why the asked one cannot.
+"""Choose who computes the layers: our own FP8 linears, Transformer Engine or torchao.
 
-Neither package is imported before it was chosen.
+A backend that cannot run what was asked for is refused with the reason. Neither package is
+imported before it was chosen.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.backends.te import cpu
+from megafp8.backends.te import names as te_names
+from megafp8.backends.te import parts as te_parts
+from megafp8.backends.te import recipe as te_recipe
+from megafp8.backends.te.parts import TransformerEngineParts
+from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
+from megafp8.backends.torchao import linear as torchao_linear
+from megafp8.backends.torchao.parts import TorchaoParts
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.parallel import te_parts
 from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import NativeParts
-from megafp8.parallel.te_parts import TransformerEngineParts
-from megafp8.parallel.torchao_parts import TorchaoParts
-from megafp8.precision.backends import te_names, te_recipe, torchao_linear
-from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink
@@ -30,15 +33,15 @@ KEY = "model.fp8_backend"
 
 
 @dataclass(frozen=True)
-class Engine:
-    """The parts that a backend makes a model of, and the scaling state that goes with them."""
+class Backend:
+    """Holds the parts that a backend makes a model of, and their scaling state."""
 
     parts: Parts
     scaling: ScalingState | NoScaling
 
 
 def check(spec: RunSpec, device: torch.device) -> None:
-    """Raises `ConfigError` with the reason where the asked backend cannot run here.
+    """Raise `ConfigError` with the reason where the asked backend cannot run here.
 
     Transformer Engine's Python is loaded over its CPU kernels where that is what was asked for.
     """
@@ -57,7 +60,10 @@ def check(spec: RunSpec, device: torch.device) -> None:
 
 
 def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
-    """What rules it out without the package comes first: on a CPU that may have to be fetched."""
+    """Return why Transformer Engine cannot run this, or None.
+
+    Reasons that need no package come first, as a CPU may have to fetch the package.
+    """
     precision = spec.precision
     recipe = precision.fp8
     if device.type != "cpu":
@@ -68,7 +74,7 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
         return reason
     if spec.model.position_embedding_type == "rope" and spec.data.reset_position_ids:
         return (
-            "its rotary positions do not begin anew with a document: use learned positions, or "
+            "its rotary positions do not begin again at 0 with a document: use learned positions, or "
             "model.data.reset_position_ids=False"
         )
     if not precision.half_weights and precision.compute != "fp32":
@@ -91,15 +97,15 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
 
 def make(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Engine:
-    """The chosen backend's parts and scaling state."""
+) -> Backend:
+    """Return the parts and the scaling state of the chosen backend."""
     makers = {"te": _transformer_engine, "torchao": _torchao, "native": _native}
     return makers[spec.precision.backend](spec, mesh, streams, sink, counter)
 
 
 def _native(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Engine:
+) -> Backend:
     """Our own: amaxes are reduced over every rank that holds part of the same tensors."""
     recipe, scaling = spec.precision.fp8, None
     if recipe is not None:
@@ -121,12 +127,12 @@ def _native(
         gathers_weights=spec.parallel.fsdp is not None,
         cp=mesh.cp,
     )
-    return Engine(parts, scaling or NoScaling())
+    return Backend(parts, scaling or NoScaling())
 
 
 def _transformer_engine(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Engine:
+) -> Backend:
     names, recipe = te_names.load(), spec.precision.fp8
     made = None if recipe is None else te_recipe.make(recipe, names.recipe)
     region = TeRegion(names, made, group_of(mesh.amax))
@@ -152,12 +158,12 @@ def _transformer_engine(
         half_weights=spec.precision.half_weights,
         gathers_weights=spec.parallel.fsdp is not None,
     )
-    return Engine(parts, scaling)
+    return Backend(parts, scaling)
 
 
 def _torchao(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Engine:
+) -> Backend:
     recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
     assert recipe is not None
     seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
@@ -177,17 +183,17 @@ def _torchao(
         half_weights=spec.precision.half_weights,
         gathers_weights=fsdp is not None,
     )
-    return Engine(parts, seen_by)
+    return Backend(parts, seen_by)
 
 
 def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
-    """Backend and kernel of the FP8 products of another engine than our own."""
+    """Return the backend and the kernel of the FP8 products of another engine than our own."""
     backend = spec.precision.backend
     return f"{backend} {'emulated' if device.type == 'cpu' else 'tensor cores'}"
 
 
 def describe(spec: RunSpec, device: torch.device) -> str:
-    """Which other engine runs, its version, and how: for a run's header and summary."""
+    """Return the other engine's name, its version and how it runs, for a run's header and summary."""
     if spec.precision.backend == "te":
         on_cpu = device.type == "cpu" and cpu.loaded() is not None
         return cpu.describe() if on_cpu else f"Transformer Engine {te_names.load().version} layers"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.cpu import wheel
-from megafp8.precision.backends import te_recipe
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from tests.backends.te.sources import need_sources
-from tests.precision.backends.te_double import VERSIONS, MMParams, QParams, recipe_classes
+from tests.backends.te.te_double import VERSIONS, MMParams, QParams, recipe_classes
 
 ROOT = Path(__file__).parents[3]
 DELAYED = Fp8Recipe(
@@ -95,7 +95,7 @@ PROGRAM = """
 import os
 os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its build's own switch: no CUDA library is loaded
 import transformer_engine.common.recipe as real
-from tests.precision.backends import test_te_recipe as t
+from tests.backends.te import test_te_recipe as t
 
 made = t.te_recipe.make(t.DELAYED, real)
 assert repr(made).startswith(("recipe_type=DelayedScaling", "margin=2")), made

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megafp8.backends.torchao.linear import TorchaoLinear, make_config
 from megafp8.models.init import constant, parameter
 from megafp8.parallel.parts import NativeParts
-from megafp8.precision.backends.torchao_linear import TorchaoLinear, make_config
 from megafp8.precision.linear import LinearComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState

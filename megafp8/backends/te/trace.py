@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.precision.backends.te_state import TeScaling
+from megafp8.backends.te.state import TeScaling
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.scaling import Direction, ScaleTable
 from megafp8.precision.traces import Sample, Trace

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.backends.te import names as te_names
+from megafp8.backends.te import parts as te_parts
+from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
-from megafp8.parallel import te_parts
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import NativeParts
-from megafp8.precision.backends import te_names
-from megafp8.precision.backends.te_state import TeEvents, TeRegion, TeScaling
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe, RunSpec
@@ -29,7 +29,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
-from tests.precision.backends.te_double import VERSIONS, Double, signature
+from tests.backends.te.te_double import VERSIONS, Double, signature
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
 
@@ -353,7 +353,7 @@ def test_a_rank_s_share_is_ours(double: Double, rank: int) -> None:
 def test_ranks_train_as_ours_do(sequence_parallel: bool) -> None:
     """Whole runs in FP32, where the stand-in's linears gather and sum as Transformer Engine's."""
     arguments = {"backends": ["native", "te"], "sequence_parallel": sequence_parallel, "steps": 4}
-    work = "tests.precision.backends.te_rank_work:losses_and_norms"
+    work = "tests.backends.te.te_rank_work:losses_and_norms"
     for found in run_ranks(work, 2, arguments):
         for ours, theirs in zip(found["native"], found["te"], strict=True):
             assert theirs == pytest.approx(ours, rel=2e-5)

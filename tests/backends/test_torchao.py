@@ -12,11 +12,11 @@ from torch import nn
 
 pytest.importorskip("torchao.float8")
 
+from megafp8.backends.torchao.linear import TorchaoLinear, load, make_config, why_not
+from megafp8.backends.torchao.parts import first_and_last
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.torchao_parts import first_and_last
-from megafp8.precision.backends.torchao_linear import TorchaoLinear, load, make_config, why_not
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec

@@ -12,22 +12,23 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.backends import choose
+from megafp8.backends.te import names as te_names
+from megafp8.backends.te import parts as te_parts
+from megafp8.backends.te.state import TeScaling
+from megafp8.backends.te.trace import RecordedTeScaling
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
-from megafp8.parallel import te_parts
-from megafp8.precision.backends import te_names
-from megafp8.precision.backends.te_state import TeScaling
-from megafp8.precision.backends.te_trace import RecordedTeScaling
 from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
-from megafp8.train import backends, state_dict
+from megafp8.train import state_dict
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from megafp8.train.validate import evaluate
-from tests.precision.backends.te_double import VERSIONS, Double
-from tests.precision.backends.test_te import (
+from tests.backends.te.te_double import VERSIONS, Double
+from tests.backends.te.test_te import (
     DELAYED,
     MODEL,
     NEWEST,
@@ -127,7 +128,7 @@ def test_amaxes_are_reduced_over_the_ranks_that_were_asked_for(tp_only: bool) ->
     """Two replicas with other samples. `tp_only_amax_red` leaves each its own amaxes, also where
     the tensor-parallel group is one rank; without it they are the same on both. As in our engine
     in either case: a tenth of a percent, where replicas' own differ by several."""
-    work = "tests.precision.backends.te_rank_work:histories"
+    work = "tests.backends.te.te_rank_work:histories"
     zero, one = run_ranks(work, 2, {"tp_only_amax_red": tp_only})
     assert torch.equal(zero["te"], one["te"]) is not tp_only
     for found in (zero, one):
@@ -240,8 +241,8 @@ def test_rotary_positions_that_begin_anew_are_refused() -> None:
     precision = dataclasses.replace(spec.precision, backend="te")
     data = dataclasses.replace(spec.data, reset_position_ids=True)
     spec = dataclasses.replace(spec, precision=precision, data=data)
-    with pytest.raises(backends.ConfigError, match="begin anew"):
-        backends.check(spec, torch.device("cpu"))
+    with pytest.raises(choose.ConfigError, match="begin again at 0"):
+        choose.check(spec, torch.device("cpu"))
 
 
 def test_a_layer_is_in_fp8_as_a_whole_or_not_at_all() -> None:
@@ -286,10 +287,10 @@ def test_the_unfused_update_is_refused(
             spec, precision=dataclasses.replace(spec.precision, backend="te")
         )
         if is_refused and recipe is DELAYED:
-            with pytest.raises(backends.ConfigError, match="NVTE_UNFUSED_FP8_UPDATE=1"):
-                backends.check(spec, torch.device("cuda"))
+            with pytest.raises(choose.ConfigError, match="NVTE_UNFUSED_FP8_UPDATE=1"):
+                choose.check(spec, torch.device("cuda"))
         else:
-            backends.check(spec, torch.device("cuda"))
+            choose.check(spec, torch.device("cuda"))
 
 
 def test_the_double_dies_of_sizes_and_overrides_as_transformer_engine_does(double: Double) -> None:
@@ -333,5 +334,5 @@ def test_torchao_without_fp8_is_refused() -> None:
     spec = dataclasses.replace(
         spec, precision=dataclasses.replace(spec.precision, backend="torchao")
     )
-    with pytest.raises(backends.ConfigError, match="FP8 alone"):
-        backends.check(spec, torch.device("cpu"))
+    with pytest.raises(choose.ConfigError, match="FP8 alone"):
+        choose.check(spec, torch.device("cpu"))

@@ -6,13 +6,13 @@ import dataclasses
 
 import torch
 
+from megafp8.backends.te import names as te_names
 from megafp8.parallel.mesh import join
-from megafp8.precision.backends import te_names
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.precision import BackendName
 from megafp8.train.build import build
 from megafp8.train.step import train_step
-from tests.precision.backends.te_double import VERSIONS, Double
+from tests.backends.te.te_double import VERSIONS, Double
 from tests.ranks import Rank
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
 

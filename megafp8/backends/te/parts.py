@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.backends.planned import PlannedGemms
+from megafp8.backends.te.products import observe_products
+from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
 from megafp8.models.attention import AttentionContext
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
-from megafp8.precision.backends.planned import PlannedGemms
-from megafp8.precision.backends.te_products import observe_products
-from megafp8.precision.backends.te_state import TeGemm, TeRegion, TeScaling
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName

@@ -31,8 +31,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.precision.backends import te_ranks
-from tests.precision.backends.te_scales import Quantized, Quantizer, State
+from tests.backends.te import te_ranks
+from tests.backends.te.te_scales import Quantized, Quantizer, State
 
 SIGNATURES: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(
     Path(__file__).with_name("te_signatures.json").read_text("utf-8")

@@ -1,0 +1,1 @@
+"""Replace linear layers with those of torchao."""
