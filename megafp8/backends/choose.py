@@ -74,8 +74,8 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
         return reason
     if spec.model.position_embedding_type == "rope" and spec.data.reset_position_ids:
         return (
-            "its rotary positions do not begin again at 0 with a document: use learned positions, or "
-            "model.data.reset_position_ids=False"
+            "its rotary positions do not begin again at 0 with a document: use learned positions, "
+            "or model.data.reset_position_ids=False"
         )
     if not precision.half_weights and precision.compute != "fp32":
         return "its layers have one dtype: use model.megatron_amp_O2=True"
@@ -193,7 +193,7 @@ def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
 
 
 def describe(spec: RunSpec, device: torch.device) -> str:
-    """Return the other engine's name, its version and how it runs, for a run's header and summary."""
+    """Return the other engine's name, version and way of running, for the header and summary."""
     if spec.precision.backend == "te":
         on_cpu = device.type == "cpu" and cpu.loaded() is not None
         return cpu.describe() if on_cpu else f"Transformer Engine {te_names.load().version} layers"
