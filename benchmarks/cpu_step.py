@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -51,6 +52,8 @@ VARIANTS = {
 }
 WITH_BF16_PRODUCTS = {"bf16, bf16 products": "bf16", "fp8, bf16 products": "fp8"}
 """The same as the named variant on a CPU that is taken for one with BF16 instructions."""
+IMITATION = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MEGAFP8_CPU_FLAGS")
+"""The environment variables with which `python -m tests.cpu_levels` imitates a lesser CPU."""
 OTHERS = {"plain bf16": "bfloat16", "torchao tensorwise": "torchao"}
 
 
@@ -213,11 +216,13 @@ def report(
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "bf16_products": "BF16" if cpu.fast_at_bf16() else f"FP32: {cpu.why_not()}",
         "casts": library().note.split(" (")[0],
+        "imitation": {name: os.environ[name] for name in IMITATION if name in os.environ},
         "median_seconds": medians,
         "ratios": ratios,
     }
     args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"{today}_cpu-step_{shape}_{args.threads}-threads.json"
+    suffix = f"_imitated-{level}" if (level := os.environ.get(IMITATION[0])) else ""
+    path = args.results / f"{today}_cpu-step_{shape}_{args.threads}-threads{suffix}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
 

@@ -122,8 +122,27 @@ def run_tests(name: str, tests: Sequence[str], *options: str, **settings: Any) -
         return subprocess.run(command, env=environment, cwd=ROOT, check=False, **settings)
 
 
+def run_command(name: str, command: Sequence[str]) -> int:
+    """Run any command on an imitated CPU with an empty cache; return its exit code."""
+    if name not in IMITATIONS:
+        print(f"unknown CPU {name!r}: choose one of {', '.join(map(repr, IMITATIONS))}", file=sys.stderr)
+        return 2
+    if reason := missing(IMITATIONS[name].level):
+        print(f"this machine cannot imitate {reason}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | IMITATIONS[name].environment(Path(folder))
+        return subprocess.run(command, env=environment, check=False).returncode
+
+
 def main(options: Sequence[str]) -> int:
-    """The numeric tests on each CPU that this machine can imitate; pytest's options follow."""
+    """Run the numeric tests on each CPU that this machine can imitate.
+
+    `options` go to pytest. `NAME -- COMMAND` instead runs one command on one imitated CPU, for
+    example `python -m tests.cpu_levels AVX2 -- make pretrain`.
+    """
+    if len(options) > 2 and options[1] == "--":
+        return run_command(options[0], options[2:])
     failed, left_out = [], [f"{name}: only the real CPU" for name in REAL_ALONE]
     for name, imitation in IMITATIONS.items():
         if reason := missing(imitation.level):
