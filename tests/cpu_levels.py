@@ -125,7 +125,8 @@ def run_tests(name: str, tests: Sequence[str], *options: str, **settings: Any) -
 def run_command(name: str, command: Sequence[str]) -> int:
     """Run any command on an imitated CPU with an empty cache; return its exit code."""
     if name not in IMITATIONS:
-        print(f"unknown CPU {name!r}: choose one of {', '.join(map(repr, IMITATIONS))}", file=sys.stderr)
+        known = ", ".join(map(repr, IMITATIONS))
+        print(f"unknown CPU {name!r}: choose one of {known}", file=sys.stderr)
         return 2
     if reason := missing(IMITATIONS[name].level):
         print(f"this machine cannot imitate {reason}", file=sys.stderr)
