@@ -40,25 +40,25 @@ def _restored(kind: type[UserError], args: tuple[Any, ...], state: dict[str, Any
 class ConfigError(UserError):
     """Report a configuration that cannot be honoured, with the key, value, reason and a hint."""
 
-    def __init__(self, key: str, value: object, reason: str, way_out: str) -> None:
-        super().__init__(f"{key}={value}: {reason}. {way_out}")
-        self.key, self.value, self.reason, self.way_out = key, value, reason, way_out
+    def __init__(self, key: str, value: object, reason: str, hint: str) -> None:
+        super().__init__(f"{key}={value}: {reason}. {hint}")
+        self.key, self.value, self.reason, self.hint = key, value, reason, hint
 
 
 class DataError(UserError):
     """Report a data file that is missing, damaged or of another format; name the file and field."""
 
-    def __init__(self, file: object, field: str, reason: str, way_out: str) -> None:
-        super().__init__(f"{file}: {field}: {reason}. {way_out}")
-        self.file, self.field, self.reason, self.way_out = file, field, reason, way_out
+    def __init__(self, file: object, field: str, reason: str, hint: str) -> None:
+        super().__init__(f"{file}: {field}: {reason}. {hint}")
+        self.file, self.field, self.reason, self.hint = file, field, reason, hint
 
 
 class CheckpointError(UserError):
     """Report a checkpoint that is damaged or does not fit, with the file and the reason."""
 
-    def __init__(self, file: object, reason: str, way_out: str) -> None:
-        super().__init__(f"{file}: {reason}. {way_out}")
-        self.file, self.reason, self.way_out = file, reason, way_out
+    def __init__(self, file: object, reason: str, hint: str) -> None:
+        super().__init__(f"{file}: {reason}. {hint}")
+        self.file, self.reason, self.hint = file, reason, hint
 
 
 class RunError(UserError):

@@ -220,8 +220,8 @@ def _only(file: Path, config: dict[str, Any], key: str, fits: bool) -> None:
         raise _unfit(file, f"{key} is {config.get(key)!r}", "There is no such model here")
 
 
-def _unfit(file: Path, reason: str, way_out: str) -> CheckpointError:
-    return CheckpointError(file, reason, way_out)
+def _unfit(file: Path, reason: str, hint: str) -> CheckpointError:
+    return CheckpointError(file, reason, hint)
 
 
 # --- tensors -------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def read_manifest(directory: Path) -> Manifest:
         _refuse(path, f"not JSON ({error})")
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if version != FORMAT_VERSION:
-        way_out = "Use the version of megafp8 that wrote it"
-        raise CheckpointError(path, f"format_version is {version!r}, not {FORMAT_VERSION}", way_out)
+        hint = "Use the version of megafp8 that wrote it"
+        raise CheckpointError(path, f"format_version is {version!r}, not {FORMAT_VERSION}", hint)
     try:
         manifest = _decode(tree)
     except (KeyError, TypeError, ValueError) as error:

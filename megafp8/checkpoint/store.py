@@ -179,12 +179,12 @@ def newest_valid(root: Path, notify: Callable[[str], None]) -> Path | None:
                 notify(f"damaged checkpoint: {bad.file}: {bad.reason}; using {step_dir} before it")
             return step_dir
         damaged.append(error)
-    way_out = "Copy a whole one there, or move them away to start from scratch"
+    hint = "Copy a whole one there, or move them away to start from scratch"
     if damaged:
         reason = f"{len(damaged)} checkpoints, all damaged; {damaged[0].file}: {damaged[0].reason}"
-        raise CheckpointError(root, reason, way_out)
+        raise CheckpointError(root, reason, hint)
     if aside := were_set_aside(root):
-        raise CheckpointError(root, f"only damaged ones, e.g. {aside[-1].name}", way_out)
+        raise CheckpointError(root, f"only damaged ones, e.g. {aside[-1].name}", hint)
     return None
 
 

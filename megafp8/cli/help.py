@@ -194,8 +194,8 @@ def _nemo_part() -> list[str]:
             passes += ", and what follows from other keys"
         here = (
             key.note
-            if key.way_out.startswith("Leave it out, or give")
-            else (f"{key.note}. {key.way_out}")
+            if key.hint.startswith("Leave it out, or give")
+            else (f"{key.note}. {key.hint}")
         )
         cells = [f"`{key.path}`", nemo, passes, other, here[0].upper() + here[1:] + "."]
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

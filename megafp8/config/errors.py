@@ -36,27 +36,27 @@ class SettingError(ConfigError):
     """One setting that cannot be honoured, and where it was set."""
 
     def __init__(
-        self, key: str, value: object, reason: str, way_out: str, *, origin: str = ""
+        self, key: str, value: object, reason: str, hint: str, *, origin: str = ""
     ) -> None:
         if value is not None and is_secret_name(key):
             reason = reason.replace(repr(value), HIDDEN).replace(str(value) or HIDDEN, HIDDEN)
             value = HIDDEN
-        super().__init__(key or "''", value, reason, way_out)  # an empty argument has no name
+        super().__init__(key or "''", value, reason, hint)  # an empty argument has no name
         self.origin = origin
         self.args = (str(self),)
 
     def __str__(self) -> str:
         setting = self.key if self.value is None else f"{self.key}={self.value}"
         place = f" ({self.origin})" if self.origin else ""
-        return hide(f"{setting}{place}: {self.reason}. {self.way_out}")
+        return hide(f"{setting}{place}: {self.reason}. {self.hint}")
 
 
 class CombinedConfigError(ConfigError):
-    """Several problems. `key`, `value`, `reason` and `way_out` are those of the first one."""
+    """Several problems. `key`, `value`, `reason` and `hint` are those of the first one."""
 
     def __init__(self, problems: Sequence[SettingError]) -> None:
         first = problems[0]
-        super().__init__(first.key, first.value, first.reason, first.way_out)
+        super().__init__(first.key, first.value, first.reason, first.hint)
         self.problems = tuple(problems)
 
     def __str__(self) -> str:

@@ -43,11 +43,12 @@ class Need:
     key: str
     text: str  # what to set for the key to have an effect, as `model.fp8=True`
     holds: Callable[[Values], bool]
-    hint: str = ""  # instead of "Set …, or leave it out"
+    own_hint: str = ""  # replaces "Set …, or leave it out"
 
     @property
-    def way_out(self) -> str:
-        return self.hint or f"Set {self.text}, or leave it out"
+    def hint(self) -> str:
+        """Return what to do where a key is set and has no effect."""
+        return self.own_hint or f"Set {self.text}, or leave it out"
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def _nemo_settings(
             value = read_value(tree, path)
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            refused.append(SettingError(path, None, reason, key.way_out, origin=origin))
+            refused.append(SettingError(path, None, reason, key.hint, origin=origin))
             continue
         if key.passes(value, values):
             inert.append(Setting(path, value, origin))

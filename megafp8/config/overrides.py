@@ -73,8 +73,8 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return _grammar_problem(text, error)
     key = override.key_or_group
     if override.is_delete():
-        way_out = "Settings cannot be deleted; give the key another value, or null where it may be"
-        return SettingError(text, None, "deletes a setting", way_out, origin=COMMAND_LINE)
+        hint = "Settings cannot be deleted; give the key another value, or null where it may be"
+        return SettingError(text, None, "deletes a setting", hint, origin=COMMAND_LINE)
     sweeps = override.is_sweep_override()
     if sweeps and not multirun:
         return _sweep_problem(text, key)
@@ -110,28 +110,28 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
     value = text.partition("=")[2]
     if key == "hydra.searchpath":
         reason = "would hide the directories in use"
-        way_out = "Use --config-dir DIR for a directory of your own YAML"
+        hint = "Use --config-dir DIR for a directory of your own YAML"
     elif not multirun:
         reason = "Hydra's own settings mean something in a sweep (-m) only"
-        way_out = _way_out_in_a_single_run(key)
+        hint = _hint_in_a_single_run(key)
     elif key.startswith("hydra.run"):
         reason = "is of single runs, and the jobs of a sweep go into the sweep's directory"
-        way_out = "Use hydra.sweep.dir=DIR"
+        hint = "Use hydra.sweep.dir=DIR"
     elif override.is_sweep_override():
         reason = "one sweep has one setting of Hydra"
-        way_out = "Give one value"
+        hint = "Give one value"
     elif key.startswith("hydra.callbacks") or "_target_" in text:
         reason = "settings never name code to run"
-        way_out = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
+        hint = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
     elif is_secret_name(text):
         reason = "Hydra would write a secret into the sweep's multirun.yaml"
-        way_out = "Set it in the environment, which jobs inherit"
+        hint = "Set it in the environment, which jobs inherit"
     else:
         return ParsedOverride(text, (), None, is_hydra=True)
-    return SettingError(key, value, reason, way_out, origin=COMMAND_LINE)
+    return SettingError(key, value, reason, hint, origin=COMMAND_LINE)
 
 
-def _way_out_in_a_single_run(key: str) -> str:
+def _hint_in_a_single_run(key: str) -> str:
     if key.startswith(("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra/sweeper")):
         return "Add -m, with several values for some key"
     if key.startswith(("hydra.run", "hydra.output_subdir", "hydra.job.chdir")):
@@ -178,14 +178,12 @@ def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
 def _grammar_problem(text: str, error: Exception) -> SettingError:
     if "=" not in text:
         matches = [] if text.startswith("-") else similar_keys(text.strip())
-        way_out = f"Write {matches[0]}=VALUE" if matches else "Write KEY=VALUE"
-        return SettingError(
-            text, None, "is not of the form KEY=VALUE", way_out, origin=COMMAND_LINE
-        )
+        hint = f"Write {matches[0]}=VALUE" if matches else "Write KEY=VALUE"
+        return SettingError(text, None, "is not of the form KEY=VALUE", hint, origin=COMMAND_LINE)
     key, _, value = text.partition("=")
     detail = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
-    way_out = f"Quote the value: '{key}=\"…\"'"
-    return SettingError(key, value, f"Hydra cannot read it: {detail}", way_out, origin=COMMAND_LINE)
+    hint = f"Quote the value: '{key}=\"…\"'"
+    return SettingError(key, value, f"Hydra cannot read it: {detail}", hint, origin=COMMAND_LINE)
 
 
 def _sweep_problem(text: str, key: str) -> SettingError:

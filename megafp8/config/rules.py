@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 
     key: str
     reason: str
-    way_out: str
+    hint: str
 
 
 Rule = Callable[[Values], Iterator[Finding]]

@@ -123,16 +123,14 @@ def read_value(cfg: DictConfig, path: str) -> Any:
 
 
 def _missing(key: Key, origins: Mapping[str, str] | None) -> SettingError:
-    way_out = f"Give {key.valid_text}, or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
-    return SettingError(
-        key.path, "???", "must be given", way_out, origin=_origin(key.path, origins)
-    )
+    hint = f"Give {key.valid_text}, or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
+    return SettingError(key.path, "???", "must be given", hint, origin=_origin(key.path, origins))
 
 
 def _unreadable(key: Key, error: Exception, origins: Mapping[str, str] | None) -> SettingError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    way_out = f"Give {key.valid_text}"
-    return SettingError(key.path, None, reason, way_out, origin=_origin(key.path, origins))
+    hint = f"Give {key.valid_text}"
+    return SettingError(key.path, None, reason, hint, origin=_origin(key.path, origins))
 
 
 def _origin(key: str, origins: Mapping[str, str] | None) -> str:
@@ -149,9 +147,9 @@ def _is_node(value: Any) -> bool:
 def unknown_key(setting: Setting) -> SettingError:
     """A key that the tree does not have, with those that may have been meant."""
     matches = similar_keys(setting.key)
-    way_out = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
+    hint = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
     return SettingError(
-        setting.key, setting.value, "there is no such key", way_out, origin=setting.origin
+        setting.key, setting.value, "there is no such key", hint, origin=setting.origin
     )
 
 

@@ -193,13 +193,11 @@ def _cannot_listen(place: str, error: OSError) -> RunError:
 def _check_is_here(host: str, port: int, place: str) -> None:
     """Raise RunError unless `host` is an address of this machine or forwards to it."""
     here = socket.gethostname()
-    way_out = f"Set MASTER_ADDR to a name or address of {here}, where rank 0 runs"
+    hint = f"Set MASTER_ADDR to a name or address of {here}, where rank 0 runs"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RunError(
-            f"{place}: {host} does not resolve on {here} ({error}). {way_out}"
-        ) from error
+        raise RunError(f"{place}: {host} does not resolve on {here} ({error}). {hint}") from error
     for family, kind, _, _, address in found:
         try:
             with socket.socket(family, kind) as probe:
@@ -210,7 +208,7 @@ def _check_is_here(host: str, port: int, place: str) -> None:
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:
-        raise RunError(f"{place}: is not reachable from rank 0 ({error}). {way_out}") from error
+        raise RunError(f"{place}: is not reachable from rank 0 ({error}). {hint}") from error
 
 
 def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> Store:

@@ -27,16 +27,16 @@ def require_free_space(root: Path, bytes_each: int, count: int = 1, files_each: 
         existing = existing.parent
     with os_errors_reported(root, "asking for free space"):
         system = os.statvfs(existing)
-    way_out = "Free space there, keep fewer (keep, save_top_k), or move the run"
+    hint = "Free space there, keep fewer (keep, save_top_k), or move the run"
     what = "a checkpoint needs" if count == 1 else f"{count} checkpoints, kept at once, need"
     bytes_free, bytes_needed = system.f_bavail * system.f_frsize, count * bytes_each
     if bytes_free < bytes_needed:
         reason = f"{what} {bytes_needed} bytes and {bytes_free} are free"
-        raise CheckpointError(root, reason, way_out)
+        raise CheckpointError(root, reason, hint)
     files_needed = count * files_each
     if system.f_files > 0 and system.f_favail < files_needed:
         reason = f"{what} {files_needed} files (inodes) and {system.f_favail} are free"
-        raise CheckpointError(root, reason, way_out)
+        raise CheckpointError(root, reason, hint)
 
 
 def require_file_size(root: Path, num_bytes: int) -> None:

@@ -138,7 +138,7 @@ def test_file_size_limit(tmp_path: Path, save: Save) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 @pytest.mark.parametrize("function", ["write", "fsync", "mkdir", "rename"])
-def test_errors_of_the_system_have_a_way_out(
+def test_errors_of_the_system_have_a_hint(
     tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch, function: str, number: int
 ) -> None:
     save(tmp_path, 1)

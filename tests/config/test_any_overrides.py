@@ -58,7 +58,7 @@ def ends_well(overrides: list[str]) -> None:
     except (SettingError, CombinedConfigError) as error:
         problems = error.problems if isinstance(error, CombinedConfigError) else (error,)
         for problem in problems:
-            assert problem.key and problem.reason and problem.way_out, problem
+            assert problem.key and problem.reason and problem.hint, problem
         return
     assert isinstance(plan, RunSpec)
 

@@ -106,7 +106,7 @@ def test_te_does_not_tell_documents_apart() -> None:
     key = "model.data.reset_attention_mask"
     problem = the_problem(TE, f"{key}=True")
     assert (problem.key, problem.value) == (key, True) and "documents" in problem.reason
-    assert "native" in problem.way_out
+    assert "native" in problem.hint
     load([f"{key}=True"])
     load([TE, "model.data.reset_position_ids=True"])
 
@@ -162,7 +162,7 @@ def test_sizes_that_te_does_not_take_are_refused_before_a_run() -> None:
             if "FP8" in p.reason
         ]
         assert found, sizes
-        assert all(p.key in SIZES and p.way_out for p in found), sizes
+        assert all(p.key in SIZES and p.hint for p in found), sizes
     assert refused > 500
 
 
@@ -182,4 +182,4 @@ def test_the_nearest_sizes_are_named(key: str, value: int, nearest: str) -> None
              "model.encoder_seq_length=24" if key == "model.micro_batch_size" else
              "model.encoder_seq_length=32"]  # fmt: skip
     (problem,) = (p for p in load_problems(TE, FP8, *given, f"{key}={value}") if p.key == key)
-    assert nearest in problem.way_out, str(problem)
+    assert nearest in problem.hint, str(problem)

@@ -100,7 +100,7 @@ def test_a_tokenizer_by_name() -> None:
 )
 def test_what_a_library_needs_and_what_it_does_not_heed(given: tuple[str, ...], key: str) -> None:
     problem = the_problem(DATA, *(f"model.tokenizer.{setting}" for setting in given))
-    assert problem.key == f"model.tokenizer.{key}" and problem.way_out
+    assert problem.key == f"model.tokenizer.{key}" and problem.hint
 
 
 def test_the_builtin_corpus_keeps_its_tokenizer() -> None:

@@ -76,7 +76,7 @@ def test_prefixes_of_known_keys_do_nothing(prefix: str) -> None:
     ],
 )
 def test_did_you_mean(wrong: str, meant: str) -> None:
-    assert meant in the_problem(wrong).way_out
+    assert meant in the_problem(wrong).hint
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_broken_yaml_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_files_are_named_with_those_there_are(tmp_path: Path) -> None:
-    assert "pretrain_gpt" in the_problem(config_name="nope").way_out
+    assert "pretrain_gpt" in the_problem(config_name="nope").hint
     assert the_problem(config_dir=tmp_path / "nope").key == "--config-dir"
 
 

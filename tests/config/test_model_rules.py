@@ -71,7 +71,7 @@ LAYERS = "model.activations_checkpoint_num_layers"
 )  # fmt: skip
 def test_refused(overrides: list[str], key: str, offer: str) -> None:
     problem = the_problem(*overrides)
-    assert problem.key == key and offer in problem.way_out
+    assert problem.key == key and offer in problem.hint
 
 
 @settings(max_examples=200, deadline=None)
@@ -98,7 +98,7 @@ def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> N
     assert fits == (not found)
     for finding in found:
         if finding.key == "model.kv_channels":
-            near = finding.way_out.partition(": ")[2].partition(";")[0].split(" or ")
+            near = finding.hint.partition(": ")[2].partition(";")[0].split(" or ")
             for offer in near:
                 again = values | {"model.kv_channels": int(offer)}
                 assert not list(rule.findings(again))

@@ -80,7 +80,7 @@ def test_a_key_without_what_it_needs_is_refused_by_name_and_else_at_its_default(
     assert need is not None and effective(values)[path] == all_keys()[path].default
     (problem,) = [problem for problem in check_values(values) if problem.key == path]
     assert problem.reason.startswith(f"means nothing with {need.key}=")
-    assert problem.way_out == need.way_out
+    assert problem.hint == need.hint
 
 
 def test_needs_are_keys_and_end() -> None:
@@ -93,7 +93,7 @@ def test_needs_are_keys_and_end() -> None:
 
 
 def test_the_outermost_need_is_named() -> None:
-    assert the_problem("model.tp_only_amax_red=True").way_out.startswith("Set model.fp8=True")
+    assert the_problem("model.tp_only_amax_red=True").hint.startswith("Set model.fp8=True")
     recipe = ["model.fp8=True", "model.fp8_recipe=rowwise"]
     problem = the_problem(*recipe, "model.tp_only_amax_red=True")
     assert problem.reason == "means nothing with model.fp8_recipe=rowwise"

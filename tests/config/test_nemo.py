@@ -97,13 +97,13 @@ def test_features_that_will_not_come_are_refused() -> None:
                   "model.normalization=layernorm1p", "model.fp8_recipe=nvfp4",
                   "model.position_embedding_type=kerple"):  # fmt: skip
         problem = the_problem(never, "model.fp8=True")
-        assert problem.reason == "is not supported" and problem.way_out, never
+        assert problem.reason == "is not supported" and problem.hint, never
 
 
 def test_texts_read_well() -> None:
     for key in nemo_keys().values():
         assert key.note and not key.note.endswith("."), key.path
-        assert key.way_out[0].isupper() and not key.way_out.endswith("."), key.path
+        assert key.hint[0].isupper() and not key.hint.endswith("."), key.path
 
 
 TABLE = list(nemo_keys().values())
@@ -141,7 +141,7 @@ def test_any_other_value_is_refused_by_name(key: NemoKey, refused_all: dict[str,
     problem = refused_all[key.path]
     text = str(problem)
     assert text.startswith(f"{key.path}={another(key)} (command line): ")
-    assert key.note in text and text.endswith(key.way_out)
+    assert key.note in text and text.endswith(key.hint)
 
 
 def test_inert_keys_leave_no_trace() -> None:
@@ -222,7 +222,7 @@ def test_nemo_yaml_gives_just_what_cannot_be_honoured(tmp_path: Path) -> None:
     where = nemo_yaml(tmp_path)
     found = load_problems(**where)
     assert {problem.key for problem in found} == CANNOT_BE_HONOURED
-    assert all(problem.origin == "theirs.yaml" and problem.way_out for problem in found)
+    assert all(problem.origin == "theirs.yaml" and problem.hint for problem in found)
 
 
 def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_all_parts_fit_into_the_run() -> None:
     run_spec(*given, f"{SCHED}.warmup_steps=40")
     problem = the_problem(*given, f"{SCHED}.warmup_steps=41")
     assert "hold_steps=60 is longer" in problem.reason
-    assert "at most 40" in problem.way_out
+    assert "at most 40" in problem.hint
 
 
 def test_noam_with_a_hold_needs_a_warmup() -> None:
@@ -130,7 +130,7 @@ def test_a_rampup_that_does_not_lead_to_the_global_batch(ramp: str, reason: str)
 def test_a_rampup_over_ranks() -> None:
     run_spec(*BATCH, "model.rampup_batch_size=[16,16,100]", "trainer.devices=2")
     problem = the_problem(*BATCH, "model.rampup_batch_size=[8,8,100]", "trainer.devices=2")
-    assert "2 data-parallel ranks" in problem.reason and "Nearest: 16" in problem.way_out
+    assert "2 data-parallel ranks" in problem.reason and "Nearest: 16" in problem.hint
 
 
 def test_every_key_of_the_schedules_is_in_the_schema() -> None:

@@ -88,7 +88,7 @@ def test_presets_behind_any_prefix(prefix: str) -> None:
 @pytest.mark.parametrize("group", PRESET_GROUPS)
 def test_an_unknown_preset_is_refused_with_those_there_are(group: str) -> None:
     problem = the_problem(f"{group}=nope")
-    assert problem.key == group and preset_names(group, [conf_dir()])[0] in problem.way_out
+    assert problem.key == group and preset_names(group, [conf_dir()])[0] in problem.hint
     assert the_problem(f"{group}=../model/default").key == group
     assert the_problem(f"{group}='\0'").key == group
 

@@ -59,7 +59,7 @@ def test_accelerator(asked: str, gpu: bool, got: str) -> None:
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     (problem,) = problems(lambda: run_spec("trainer.accelerator=gpu"))
-    assert problem.key == "trainer.accelerator" and "cpu or auto" in problem.way_out
+    assert problem.key == "trainer.accelerator" and "cpu or auto" in problem.hint
 
 
 @pytest.mark.parametrize("text", ["32", "'32'", "32-true"])
@@ -144,8 +144,8 @@ def test_model_data_and_optimizer_do_not(override: str) -> None:
     assert identity(old) != identity(new)
     assert [difference.key for difference in differences(old, new)] == [key]
     (problem,) = problems(lambda: check_continues(old, new, run="runs/x"))
-    assert problem.key == key and f"{key}={flat(old)[key]}" in problem.way_out
-    assert "exp_manager.name" in problem.way_out
+    assert problem.key == key and f"{key}={flat(old)[key]}" in problem.hint
+    assert "exp_manager.name" in problem.hint
 
 
 def test_tensor_parallel_size_may_change() -> None:

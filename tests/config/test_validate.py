@@ -271,7 +271,7 @@ def test_what_does_not_fit_together(overrides: list[str], key: str, offered: lis
     problem = the_problem(*JOB, *overrides)
     assert problem.key == key
     for text in offered:
-        assert text in problem.way_out
+        assert text in problem.hint
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_what_fits_together(overrides: list[str]) -> None:
 def test_fp8_detail_without_fp8(detail: str) -> None:
     problem = the_problem(detail)
     assert problem.key == detail.partition("=")[0]
-    assert "model.fp8=True" in problem.way_out
+    assert "model.fp8=True" in problem.hint
     if detail != "model.fp8_hybrid=False":  # which leaves FP8 without a format
         load([detail, FP8])
 

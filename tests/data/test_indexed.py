@@ -137,7 +137,7 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
         IndexedDataset(tmp_path / "d")
     assert caught.value.field == field
     assert caught.value.file == tmp_path / "d.idx"
-    assert caught.value.reason and caught.value.way_out
+    assert caught.value.reason and caught.value.hint
 
 
 @pytest.mark.parametrize("size", [0, 4, 5])

@@ -118,7 +118,7 @@ def test_tensorboard_that_cannot_write_costs_a_warning(tmp_path: Path) -> None:
     assert len(warnings) == 1
 
 
-def test_wandb_missing_names_the_key_and_the_way_out(
+def test_wandb_missing_names_the_key_and_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

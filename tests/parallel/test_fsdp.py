@@ -455,4 +455,4 @@ def test_what_does_not_fit_is_refused_by_name(
 ) -> None:
     assert not check_values(values | {"model.fsdp": True})
     problems = check_values(values | {"model.fsdp": True} | given)
-    assert [p for p in problems if p.key == key and said in f"{p.reason} {p.way_out}"], problems
+    assert [p for p in problems if p.key == key and said in f"{p.reason} {p.hint}"], problems

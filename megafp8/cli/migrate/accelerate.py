@@ -115,8 +115,8 @@ def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
                 "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported. Decide "
                 "for FP8 products with FP32 masters, as written",
             }
-            way_out = ways.get(backend, "Known backends are TE, AO and MSAMP")
-            m.decide(path, value, f"belongs to the backend {name}", way_out)
+            hint = ways.get(backend, "Known backends are TE, AO and MSAMP")
+            m.decide(path, value, f"belongs to the backend {name}", hint)
         return
     # Accelerate's own defaults, which are not NeMo's: said in full, so that none slips in.
     defaults = {

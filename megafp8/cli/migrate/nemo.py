@@ -45,7 +45,7 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
         problem = wrong.get(setting.key)
         if problem is not None:
             set_in(m.out, setting.key, setting.value)
-            m.decide(setting.key, setting.value, problem.reason, problem.way_out)
+            m.decide(setting.key, setting.value, problem.reason, problem.hint)
         elif setting.key in nemo_keys():
             if _is_referred_to(setting.key, settings):
                 set_in(m.out, setting.key, setting.value)
@@ -72,7 +72,7 @@ def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[
             value = read_value(whole, path)
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            found.append(SettingError(path, None, reason, key.way_out))
+            found.append(SettingError(path, None, reason, key.hint))
             continue
         if not key.passes(value, values):
             found.append(key.problem(value, ""))

@@ -35,8 +35,8 @@ class Migration:
     def drop(self, key: str, value: Any, reason: str) -> None:
         self.inert.append(f"{key}: {plain(value)}: {reason}")
 
-    def decide(self, key: str, value: Any, reason: str, way_out: str) -> None:
-        self.undecided.append(f"{key}: {plain(value)}: {reason}. {way_out}")
+    def decide(self, key: str, value: Any, reason: str, hint: str) -> None:
+        self.undecided.append(f"{key}: {plain(value)}: {reason}. {hint}")
 
     def report(self) -> str:
         """What the command says on stdout."""
@@ -86,7 +86,7 @@ def check_written(m: Migration) -> None:
     bad = {problem.key for problem in problems}
     values = {s.key: s.value for s in written.values() if s.key not in bad}
     for problem in [*problems, *check_values(values)]:
-        m.decide(problem.key, problem.value, problem.reason, problem.way_out)
+        m.decide(problem.key, problem.value, problem.reason, problem.hint)
 
 
 def _printable(text: str) -> str:

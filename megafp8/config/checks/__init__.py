@@ -37,14 +37,14 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
             findings.append(finding)
             del good[path]
     for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
-        findings.append(Finding(key, f"means nothing with {setting}", need.way_out))
+        findings.append(Finding(key, f"means nothing with {setting}", need.hint))
     findings += _findings_together(effective(good))
     if origins is not None:
         findings += precision.two_formats(good, origins)
     found = []
     for f in findings:
         origin = "" if origins is None else origins.get(f.key, DEFAULT)
-        found.append(SettingError(f.key, values[f.key], f.reason, f.way_out, origin=origin))
+        found.append(SettingError(f.key, values[f.key], f.reason, f.hint, origin=origin))
     return found
 
 

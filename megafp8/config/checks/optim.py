@@ -44,12 +44,12 @@ def _schedule_fits(v: Values) -> Iterator[Finding]:
             key: length for key, length in lengths.items() if not key.endswith("warmup_steps")
         }
         room = steps - sum(others.values())
-        way_out = f"Give at most {room}" if room >= 0 else f"Shorten {' or '.join(others)}"
+        hint = f"Give at most {room}" if room >= 0 else f"Shorten {' or '.join(others)}"
         yield Finding(
             f"{_SCHED}.warmup_steps",
             " with ".join(["it", *(f"{key}={length}" for key, length in others.items())])
             + f" is longer than trainer.max_steps={steps}",
-            f"{way_out}, or train longer",
+            f"{hint}, or train longer",
         )
 
 

@@ -112,7 +112,7 @@ def test_without_network_the_command_is_told(
     with pytest.raises(ConfigError, match="No matching distribution") as error:
         wheel.sources(VERSION)
     command = f"pip download --no-deps -d {cache / VERSION} transformer-engine=={VERSION}"
-    assert command in error.value.way_out
+    assert command in error.value.hint
     assert wheel.main([VERSION]) == 2
     assert command in capsys.readouterr().err
 

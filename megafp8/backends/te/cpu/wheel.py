@@ -191,8 +191,8 @@ def _locked(folder: Path, version: str) -> Iterator[None]:
         lock = (folder / ".lock").open("w")
     except OSError as error:
         reason = f"its cache cannot be written ({error})"
-        way_out = "Name another folder with MEGAFP8_TE_SOURCES"
-        raise ConfigError(PACKAGE, version, reason, way_out) from error
+        hint = "Name another folder with MEGAFP8_TE_SOURCES"
+        raise ConfigError(PACKAGE, version, reason, hint) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
