@@ -1,4 +1,4 @@
-"""The pages about all settings, made from the schema: `--help` and docs/configuration.md.
+"""Make the pages about all settings from the schema: `--help` and docs/configuration.md.
 
 python -m megafp8.cli.help > docs/configuration.md
 """
@@ -6,9 +6,10 @@ python -m megafp8.cli.help > docs/configuration.md
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import groupby
-from typing import Any
+import textwrap
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
@@ -20,17 +21,212 @@ from megafp8.config.schema import all_keys
 from megafp8.config.together import TOGETHER, condition_text
 from megafp8.config.values import plain
 
+WIDTH = 110
+"""Columns of a line in docs/configuration.md."""
+HELP_WIDTH = 100
+"""Columns of a line that `--help` prints."""
+
+
+class Group(NamedTuple):
+    """Describe settings that belong together on the pages.
+
+    Attributes:
+        title: The group's heading.
+        about: One or two sentences about the group.
+        example: Settings of the group, as they are given on the command line.
+        keys: Patterns of dotted paths (* ? [...]), in the order of the page. A key belongs to the
+            first group that has a pattern for it.
+    """
+
+    title: str
+    about: str
+    example: str
+    keys: tuple[str, ...]
+
+
+GROUPS = (
+    Group(
+        "Length and validation",
+        "How long a run is, and when it validates. See [training.md](training.md).",
+        "trainer.max_steps=2000 trainer.val_check_interval=200 trainer.max_time=00:04:00:00",
+        (
+            "trainer.max_steps", "trainer.max_time", "trainer.val_check_interval",
+            "trainer.limit_val_batches", "trainer.num_sanity_val_steps", "trainer.overfit_batches",
+            "trainer.fast_dev_run",
+        ),
+    ),
+    Group(
+        "Run directory and logs",
+        "Where a run writes, and what it records "
+        "([files of a run](training.md#what-a-run-leaves)).",
+        "exp_manager.name=first trainer.log_every_n_steps=50",
+        (
+            "exp_manager.name", "exp_manager.exp_dir", "exp_manager.explicit_log_dir",
+            "exp_manager.resume_if_exists", "trainer.log_every_n_steps",
+            "trainer.enable_progress_bar", "exp_manager.create_tensorboard_logger",
+            "exp_manager.create_wandb_logger", "exp_manager.wandb_logger_kwargs.*",
+        ),
+    ),
+    Group(
+        "Checkpoints",
+        "When checkpoints are written, and which of them are kept.",
+        "exp_manager.checkpoint_callback_params.every_n_train_steps=500 "
+        "exp_manager.checkpoint_callback_params.keep=2",
+        ("exp_manager.create_checkpoint_callback", "exp_manager.checkpoint_callback_params.*"),
+    ),
+    Group(
+        "Starting from other weights",
+        "A new run can start from the weights of another run, or from its whole state.",
+        "restore_from_path=runs/first exp_manager.name=second",
+        ("restore_from_path", "*.resume_from_checkpoint"),
+    ),
+    Group(
+        "Failures and reproducibility",
+        "What a run does when something goes wrong, and what makes it repeatable.",
+        "trainer.nonfinite_policy=skip trainer.max_restarts=3 trainer.step_timeout=600",
+        (
+            "trainer.nonfinite_policy", "trainer.max_restarts", "trainer.step_timeout",
+            "trainer.memory_snapshot_on_oom", "trainer.deterministic", "model.seed",
+        ),
+    ),
+    Group(
+        "Batches",
+        "How many samples a step and a forward pass have.",
+        "model.global_batch_size=64 model.micro_batch_size=8",
+        ("model.*batch_size",),
+    ),
+    Group(
+        "Ranks and parallelism",
+        "How many ranks there are, and what they divide among themselves. "
+        "See [parallelism.md](parallelism.md).",
+        "trainer.devices=4 model.tensor_model_parallel_size=2 model.sequence_parallel=True",
+        (
+            "trainer.devices", "trainer.num_nodes", "trainer.accelerator",
+            "model.tensor_model_parallel_size", "model.sequence_parallel",
+            "model.context_parallel_size", "model.pipeline_*", "model.virtual_pipeline_*",
+            "model.grad_allreduce_chunk_size_mb",
+        ),
+    ),
+    Group(
+        "FSDP",
+        "Sharding of parameters, gradients and optimizer states over replicas "
+        "([parallelism.md](parallelism.md#sharded-parameters-fsdp)). ZeRO-1 is "
+        "`model.optim.name=distributed_fused_adam`.",
+        "trainer.devices=2 model.fsdp=True model.fsdp_sharding_strategy=grad",
+        ("model.fsdp*", "model.enable_fsdp_float8_all_gather"),
+    ),
+    Group(
+        "The model",
+        "Sizes and functions of the GPT. See [models.md](models.md).",
+        "model.num_layers=8 model.hidden_size=512 model.ffn_hidden_size=2048 "
+        "model.num_attention_heads=8",
+        (
+            "model.num_layers", "model.hidden_size", "model.ffn_hidden_size",
+            "model.num_attention_heads", "model.num_query_groups", "model.kv_channels",
+            "model.encoder_seq_length", "model.max_position_embeddings",
+            "model.position_embedding_type", "model.rotary_*",
+            "model.seq_len_interpolation_factor", "model.normalization",
+            "model.layernorm_epsilon", "model.transformer_block_type",
+            "model.fp32_residual_connection", "model.activation", "model.openai_gelu",
+            "model.bias", "model.*_dropout", "model.init_method_std",
+            "model.use_scaled_init_method", "model.share_embeddings_and_output_weights",
+            "model.make_vocab_size_divisible_by", "model.apply_query_key_layer_scaling",
+        ),
+    ),
+    Group(
+        "Memory and speed",
+        "Recomputation of activations, compilation and garbage collection.",
+        "model.activations_checkpoint_granularity=selective model.compile=block",
+        ("model.activations_checkpoint_*", "model.compile", "model.gc_interval"),
+    ),
+    Group(
+        "Precision without FP8",
+        "The dtype of products and weights that are not in FP8, and FP16's loss scale.",
+        "trainer.precision=16 model.native_amp_init_scale=65536",
+        (
+            "trainer.precision", "model.megatron_amp_O2", "model.native_amp_*",
+            "model.hysteresis",
+        ),
+    ),
+    Group(
+        "FP8",
+        "Which products and weights are in FP8, and in which formats. See [fp8.md](fp8.md).",
+        "model.fp8=True model.fp8_recipe=tensorwise model.first_last_layers_bf16=True",
+        (
+            "model.fp8", "model.fp8_recipe", "model.fp8_hybrid", "model.fp8_e4m3",
+            "model.fp8_params", "model.fp8_wgrad", "model.override_linear_precision",
+            "model.fp8_split_accumulator", "model.fp8_power_2_scale",
+            "model.first_last_layers_bf16", "model.num_layers_at_*", "model.fp8_modules",
+            "model.use_autocast_during_eval", "model.pad_inner_dim",
+        ),
+    ),
+    Group(
+        "Delayed scaling",
+        "How `model.fp8_recipe=delayed` computes scales from earlier amaxes "
+        "([the rule](numerics.md#amax-history-scale)).",
+        "model.fp8=True model.fp8_margin=1 model.fp8_amax_history_len=256",
+        (
+            "model.fp8_margin", "model.fp8_interval", "model.fp8_amax_*", "model.reduce_amax",
+            "model.tp_only_amax_red",
+        ),
+    ),
+    Group(
+        "FP8 health",
+        "What is recorded about FP8 tensors, and when a warning follows "
+        "([health](numerics.md#health)).",
+        "model.fp8=True model.fp8_health=full model.fp8_health_max_underflow=0.3",
+        ("model.fp8_health*",),
+    ),
+    Group(
+        "Backends",
+        "The library that runs the layers. See [backends.md](backends.md).",
+        "model.fp8=True model.fp8_recipe=tensorwise model.fp8_backend=torchao",
+        ("model.fp8_backend", "model.te_version", "model.transformer_engine"),
+    ),
+    Group(
+        "Data and tokenizer",
+        "What is trained on. See [data.md](data.md).",
+        "'model.data.data_prefix=[0.8,my/corpus,0.2,my/other]' model.data.num_workers=4",
+        ("model.data.data_prefix", "model.data.splits_string", "model.data.*",
+         "model.tokenizer.*"),
+    ),
+    Group(
+        "Optimizer",
+        "The optimizer and the clipping of gradients.",
+        "model.optim.name=distributed_fused_adam model.optim.lr=6e-4 trainer.devices=2",
+        (
+            "model.optim.name", "model.optim.lr", "model.optim.weight_decay",
+            "model.optim.betas", "model.optim.eps", "model.optim.grad_sync_dtype",
+            "trainer.gradient_clip_*",
+        ),
+    ),
+    Group(
+        "Learning rate",
+        "The schedule of the learning rate over the run, as in NeMo.",
+        "model.optim.sched.name=WarmupAnnealing model.optim.sched.warmup_steps=100",
+        ("model.optim.sched.name", "model.optim.sched.min_lr", "model.optim.sched.*"),
+    ),
+    Group(
+        "Profiles",
+        "A profile of some steps ([trials and profiles](training.md#trials-and-profiles)).",
+        "model.nsys_profile.enabled=True model.nsys_profile.start_step=20 "
+        "model.nsys_profile.end_step=22",
+        ("model.nsys_profile.*",),
+    ),
+)  # fmt: skip
+"""The groups of the pages, in their order. Every key of the schema must be in one."""
+
 _USAGE = """\
 Usage: {prog} [KEY=VALUE ...] [options]
 
-Pretrains a GPT. Without any argument it runs the default job, on the GPU if there is one.
+Pretrain a GPT. Without arguments this runs the default job, on the GPU if there is one.
 
 Options:
-  --help, -h             this page
+  --help, -h [WORD ...]  print this page, or only the keys that have a WORD in their name
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
-  --config-name, -cn N   another YAML than pretrain_gpt
-  --config-dir, -cd DIR  a directory of your own YAML, which begins with
-                         `defaults: [pretrain_gpt, _self_]`, or is NeMo's as it is;
+  --config-name, -cn N   use another YAML than pretrain_gpt
+  --config-dir, -cd DIR  a directory with your own YAML, which begins with
+                         `defaults: [pretrain_gpt, _self_]`, or with a NeMo YAML as it is;
                          --config-path, -cp mean the same
   model=NAME             a preset of conf/model: {models}
   precision=NAME         a preset of conf/precision: {precisions}
@@ -44,58 +240,74 @@ Examples:
   {prog} -m model.fp8=True,False model.optim.lr=1e-3,3e-4
   {prog} --config-dir mine --config-name my_gpt trainer.max_steps=1000
 
-Keys, with the default job's values:
+Keys, with the default job's values. After each explanation: the values that it takes, and the
+setting that it needs to have an effect.
 """
 
 _PAGE = """\
-<!-- Made by `python -m megafp8.cli.help > docs/configuration.md`; do not edit by hand. -->
+<!-- Made by `make docs` from the schema (megafp8/cli/help.py); do not edit by hand. -->
 # Configuration
 
-Settings have NeMo's names. Files, groups and overrides are [Hydra](https://hydra.cc)'s: first come
-the defaults of the schema, then a YAML (`conf/pretrain_gpt.yaml`, the default job, holds its own
-choices only), then overrides from the command line.
+Settings have NeMo's names. A key that NeMo's `megatron_gpt_config.yaml` does not have is marked
+*not in NeMo's file*.
 
+## Contents
+
+- [How settings are given](#how-settings-are-given)
+- [Errors](#errors)
+- [Presets](#presets)
+- [Continuing a run](#continuing-a-run)
+- Settings by group:
+{contents}
+- [Settings that cannot be combined](#settings-that-cannot-be-combined)
+- [NeMo's keys that have no effect here](#nemos-keys-that-have-no-effect-here)
+- [Defaults that differ from NeMo's](#defaults-that-differ-from-nemos)
+
+## How settings are given
+
+```console
+$ python pretrain_gpt.py model.fp8=True model.hidden_size=512          # on the command line
+$ python pretrain_gpt.py --config-dir mine --config-name my_gpt        # in a YAML of your own
+$ python pretrain_gpt.py --config-path=mine --config-name=my_gpt       # the same, as with NeMo
+$ python pretrain_gpt.py model=gpt3_125m precision=fp8_tensorwise      # by presets
+$ python pretrain_gpt.py -m model.fp8=True,False                       # a sweep, one run for each
+$ python pretrain_gpt.py --cfg job --resolve                           # print what would run
+$ python pretrain_gpt.py --help fp8                                    # explain keys with this word
 ```
-python pretrain_gpt.py model.fp8=True model.hidden_size=512          # overrides
-python pretrain_gpt.py --config-dir mine --config-name my_gpt        # a YAML of your own
-python pretrain_gpt.py --config-path=mine --config-name=my_gpt       # the same, as with NeMo
-python pretrain_gpt.py -m model.fp8=True,False                       # a sweep: one run for each
-python pretrain_gpt.py --cfg job --resolve                           # print what would run
-python pretrain_gpt.py --help                                        # all keys
-```
 
-A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states what differs. Without
-that line it must give every key marked *required* below. A NeMo YAML is taken as it is, with its
-interpolations (`${{multiply:…}}` and `${{sum:…}}` too): it gives a run, or the list of just those
-keys that cannot be honoured. `python -m megafp8.cli.migrate FILE` makes a clean YAML out of NeMo's,
-or out of Accelerate's with its `fp8_config:`, beside it. It reports what was kept, what changed,
-what was dropped as inert, and what must be decided.
+A value comes from the last of these that gives one: the defaults of the schema, the default job
+(`conf/pretrain_gpt.yaml`), YAML files in the order of their `defaults:`, presets, the command
+line. `--cfg job` shows where each value that is not a default comes from. Files, groups and
+overrides have the syntax of [Hydra](https://hydra.cc).
 
-What is wrong is reported all at once, before anything starts: the key, its value, where it was
-set, and what would be valid. The exit code is then 2. There is no key that is silently ignored:
-an unknown one is refused, also behind `+` or `++`. A key that *needs* a setting of another one has
-no effect without it. Given on the command line, or in a YAML that begins with
-`defaults: [pretrain_gpt, _self_]`, it is then an error by name; given by a preset, by a NeMo YAML
-or by a layer that a stronger one overrules, it is named once at the start of the run, as are
-NeMo's keys that do nothing here.
+A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states what differs from the
+default job. Without that line it must give every key that is marked *required*.
 
-Layers are merged in this order, and every value knows the one it came from: the defaults of the
-schema, the default job, YAML files in the order of their `defaults:`, presets, the command line.
+A NeMo YAML can be used as it is, with its interpolations (`${{multiply:…}}` and `${{sum:…}}`
+too). It gives a run, or a list of the keys that cannot be honoured. `python -m
+megafp8.cli.migrate FILE` translates a NeMo YAML, or a file of Accelerate with its `fp8_config:`,
+into a YAML of ours beside it, and reports what was kept, what changed, what was dropped because
+it has no effect, and what you must decide.
 
-A new run starts from another one's weights with `restore_from_path`, or from all of its state with
-`model.resume_from_checkpoint`.
+A sweep writes its runs to `multirun/<time>/<number>`; see [training.md](training.md#sweeps).
 
-A sweep puts its runs into `multirun/<time>/<number>`; `hydra.sweep.dir=DIR` chooses another
-directory, and the same one again continues its runs. `hydra/launcher=NAME` and
-`hydra/sweeper=NAME` choose among those that are installed. A sweeper that searches (Optuna's:
-`hydra/sweeper=optuna`) minimizes the validation loss; a job that is refused or fails has an
-infinite one, is reported, and the others go on.
+## Errors
+
+All errors are reported together before anything starts, with exit code 2: the key, its value,
+where it was set, and what would be valid. No key is silently ignored. An unknown key is refused,
+also behind `+` or `++`.
+
+A key that *needs* another setting has no effect without it. If it is given on the command line,
+or in a YAML that begins with `defaults: [pretrain_gpt, _self_]`, this is an error. If it comes
+from a preset or a NeMo YAML, or from a file whose value for the other key is overridden, it is
+listed once at the start of the run.
 
 ## Presets
 
-`model=NAME` and `precision=NAME` come after the YAML and before other overrides, wherever they
-stand. The files are in `conf/model` and `conf/precision`; folders `model` and `precision` in a
-`--config-dir` add to them. The vocabulary, and with it the number of parameters, is the data's.
+`model=NAME` and `precision=NAME` are applied after the YAML files and before other settings of
+the command line, wherever they are written. The files are in `conf/model` and `conf/precision`;
+folders `model` and `precision` in a `--config-dir` add to them. The size of the vocabulary, and
+with it the number of parameters, comes from the data.
 
 | group | names |
 |---|---|
@@ -103,75 +315,148 @@ stand. The files are in `conf/model` and `conf/precision`; folders `model` and `
 
 ## Continuing a run
 
-A run with a name (`exp_manager.name`) is continued by the same name. Keys marked *may change* can
-then differ: the length of the run, logging, layout and policies. Any other difference is refused by
-name. `trainer.max_steps` is part of the cosine schedule: another length changes the learning rates
-of the steps to come. A run without a name is continued only by exactly the same configuration.
+A run with a name (`exp_manager.name`) is continued by the same name. Keys that are marked *may
+change* can then have other values: the length of the run, logging, layout of ranks, and policies.
+Any other difference is refused by name. A run without a name is continued only by exactly the
+same configuration. `trainer.max_steps` is part of the learning-rate schedule: another length
+changes the rates of later steps.
 """
 
 
 _TOGETHER_PART = """\
-## What does not go together
+## Settings that cannot be combined
 
-Each pair is refused by name, with a hint. *Unproven* marks what nobody has shown to be right yet.
-Rules of sizes (what divides what) come besides.
+Each of these combinations is refused by name, with a hint. *Unproven* marks combinations that no
+test has shown to be right yet. Rules about sizes (what must divide what) come in addition.
 """
 
 _NEMO_PART = """\
-## NeMo's keys that do nothing here
+## NeMo's keys that have no effect here
 
-These are accepted with NeMo's default, or with the value that says what megafp8 does, and are then
-listed at the start of a run as *inert*. Any other value is refused, with the reason and a way out.
-`—` marks keys of later versions of NeMo, or of Megatron.
+A value in the third column is accepted and listed at the start of a run as *inert*, because it
+asks for nothing else than what happens anyway. Any other value is refused, with the reason and a
+hint. A dash in the second column marks keys of later versions of NeMo, or of Megatron.
+"""
+
+_DIFFERENCES_PART = """\
+## Defaults that differ from NeMo's
+
+NeMo's defaults are those of its `megatron_gpt_config.yaml`.
 """
 
 
-def help_page(prog: str) -> str:
-    """What `--help` prints."""
+def group_of(path: str) -> Group | None:
+    """Return the first group with a pattern for the key `path`, or None."""
+    return next((g for g in GROUPS if any(fnmatchcase(path, p) for p in g.keys)), None)
+
+
+def keys_of_group(group: Group) -> list[Key]:
+    """Return the keys of a group, in the order of its patterns."""
+    own = [key for key in all_keys().values() if group_of(key.path) is group]
+    first = {
+        key.path: next(i for i, p in enumerate(group.keys) if fnmatchcase(key.path, p))
+        for key in own
+    }
+    return sorted(own, key=lambda key: first[key.path])
+
+
+def help_page(prog: str, words: Sequence[str] = ()) -> str:
+    """Return what `--help` prints: everything, or the keys that have one of `words` in their path.
+
+    A word may be a setting; only what is before its `=` counts.
+    """
+    wanted = [word.partition("=")[0].lower() for word in words]
     models, precisions = (", ".join(preset_names(g, [conf_dir()])) for g in PRESET_GROUPS)
-    lines = [_USAGE.format(prog=prog, models=models, precisions=precisions)]
+    lines = [] if wanted else [_USAGE.format(prog=prog, models=models, precisions=precisions)]
     values = default_values()
-    for section, keys in _sections():
-        if section:
-            lines.append(f"{section}.")
-        for key in keys:
-            name = key.path.removeprefix(section + ".")
-            lines.append(f"  {name}={_plain(values[key.path])}")
-            needs = "" if key.needs is None else f"; needs {key.needs.text}"
-            lines.append(f"      {key.help} [{key.valid_text}{needs}]")
-        lines.append("")
+    for group in GROUPS:
+        keys = [
+            key
+            for key in keys_of_group(group)
+            if not wanted or any(word in key.path.lower() for word in wanted)
+        ]
+        if keys:
+            lines += [f"{group.title}:", *_help_lines(keys, values), ""]
+    if not lines:
+        return f"No key has {' or '.join(words)} in its name; --help lists all keys.\n"
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _help_lines(keys: Sequence[Key], values: dict[str, Any]) -> Iterator[str]:
+    for key in keys:
+        yield f"  {key.path}={_plain(values[key.path])}"
+        needs = "" if key.needs is None else f"; needs {key.needs.text}"
+        text = f"{key.help} [{key.valid_text}{needs}]"
+        yield from _wrapped(text, HELP_WIDTH, "      ", "      ")
+
+
 def markdown_page() -> str:
-    """The text of docs/configuration.md."""
+    """Return the text of docs/configuration.md."""
     values = default_values()
-    rows = [
+    presets = [
         f"| `{group}` | {', '.join(f'`{name}`' for name in preset_names(group, [conf_dir()]))} |"
         for group in PRESET_GROUPS
     ]
-    parts = [_PAGE.format(presets="\n".join(rows))]
-    for section, keys in _sections():
-        parts.append(f"## `{section}`\n" if section else "## Top level\n")
-        parts.append("| key | default job | NeMo | valid | needs | continuing | meaning |")
-        parts.append("|---|---|---|---|---|---|---|")
-        parts += [_row(key, section, values[key.path]) for key in keys]
+    parts = [_PAGE.format(contents="\n".join(_contents()), presets="\n".join(presets))]
+    for group in GROUPS:
+        parts += [f"## {group.title}\n", *_wrapped(group.about, WIDTH), ""]
+        parts += ["```console", f"$ python pretrain_gpt.py {group.example}", "```", ""]
+        for key in keys_of_group(group):
+            parts += _item(key, values[key.path])
         parts.append("")
     parts += _together_part()
     parts += _nemo_part()
-    parts.append("## Defaults that differ from NeMo's\n")
-    parts.append(
-        "NeMo's are those of its `megatron_gpt_config.yaml`; `—` above marks keys that it does not "
-        "have.\n"
-    )
-    parts.append("| key | here | NeMo |\n|---|---|---|")
+    parts += [_DIFFERENCES_PART, "| key | here | NeMo |", "|---|---|---|"]
     for key in differing_keys():
         parts.append(f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |")
     return "\n".join(parts) + "\n"
 
 
+def _contents() -> Iterator[str]:
+    """Yield an entry for each group, with a link to each of its keys."""
+    for group in GROUPS:
+        names = [key.path for key in keys_of_group(group)]
+        short = [_short(name, names) for name in names]
+        yield f"  - [{group.title}](#{anchor(group.title)}):"
+        links = (f"[`{text}`](#{name})" for text, name in zip(short, names, strict=True))
+        yield from _wrapped(", ".join(links), WIDTH, "    ", "    ")
+
+
+def _short(path: str, others: Sequence[str]) -> str:
+    """Return the end of a path, with as many sections before it as tell it from `others`."""
+    parts = path.split(".")
+    for count in range(1, len(parts) + 1):
+        text = ".".join(parts[-count:])
+        if sum(f".{other}".endswith(f".{text}") for other in others) == 1:
+            return text
+    return path
+
+
+def anchor(title: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _item(key: Key, value: Any) -> Iterator[str]:
+    """Yield the lines about one key."""
+    facts = [f"*Values:* {_escaped(key.valid_text)}."]
+    if key.needs is not None:
+        facts.append(f"*Needs* `{key.needs.text}`.")
+    if key.nemo is NOT_IN_NEMO:
+        facts.append("*Not in NeMo's file.*")
+    elif key.nemo != value:
+        facts.append(f"*NeMo's default:* {_code(key.nemo)}.")
+    if key.required:
+        facts.append("*Required.*")
+    if key.kind in FREE_KINDS:
+        facts.append("*May change.*")
+    text = f"**`{key.path}`** = {_code(value)}: {_escaped(key.help)} {' '.join(facts)}"
+    yield f'- <a id="{key.path}"></a>'
+    yield from _wrapped(text, WIDTH, "  ", "  ")
+
+
 def _together_part() -> list[str]:
-    parts = [_TOGETHER_PART, "| refused | beside | because |", "|---|---|---|"]
+    parts = [_TOGETHER_PART, "| refused setting | together with | because |", "|---|---|---|"]
     for row in TOGETHER:
         excludes, when = (
             ", ".join(f"`{condition_text(key, test)}`" for key, test in tests.items())
@@ -185,10 +470,9 @@ def _together_part() -> list[str]:
 
 def _nemo_part() -> list[str]:
     parts = [_NEMO_PART]
-    parts += ["| key | NeMo | passes | other values | here |", "|---|---|---|---|---|"]
+    parts += ["| key | NeMo's default | accepted here | what megafp8 does |", "|---|---|---|---|"]
     for key in nemo_keys().values():
         nemo = _code(key.nemo) if key.in_megatron_gpt_config else "—"
-        other = "pass too" if key.any_text else "refused"
         passes = "any text" if key.any_text else ", ".join(_code(value) for value in key.accepts)
         if key.same_as is not None:
             passes += ", and what follows from other keys"
@@ -197,14 +481,14 @@ def _nemo_part() -> list[str]:
             if key.hint.startswith("Leave it out, or give")
             else (f"{key.note}. {key.hint}")
         )
-        cells = [f"`{key.path}`", nemo, passes, other, here[0].upper() + here[1:] + "."]
+        cells = [f"`{key.path}`", nemo, passes, here[0].upper() + here[1:] + "."]
         parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     parts.append("")
     return parts
 
 
 def differing_keys() -> list[Key]:
-    """Keys whose value in the default job is not NeMo's default."""
+    """Return the keys whose value in the default job is not NeMo's default."""
     values = default_values()
     nemo = [key for key in all_keys().values() if key.nemo is not NOT_IN_NEMO]
     return [key for key in nemo if values[key.path] != key.nemo]
@@ -215,22 +499,25 @@ def default_values() -> dict[str, Any]:
     return {path: key.default for path, key in all_keys().items()} | dict(default_job())
 
 
-def _sections() -> Iterator[tuple[str, list[Key]]]:
-    parent = {path: path.rpartition(".")[0] for path in all_keys()}
-    order = list(dict.fromkeys(parent.values()))
-    keys = sorted(all_keys().values(), key=lambda key: order.index(parent[key.path]))
-    for section, members in groupby(keys, key=lambda key: parent[key.path]):
-        yield section, list(members)
+def _wrapped(text: str, width: int, first: str = "", later: str = "") -> list[str]:
+    """Return lines of at most `width` columns; none begins like an item of a Markdown list."""
+    glued = re.sub(r" (?=(?:\d+[.)]|[-+*])(?: |$))", "\0", text)
+    lines = textwrap.wrap(
+        glued,
+        width,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\0", " ") for line in lines]
 
 
-def _row(key: Key, section: str, value: Any) -> str:
-    name = key.path.removeprefix(section + ".")
-    required = " *required*" if key.required else ""
-    nemo = "—" if key.nemo is NOT_IN_NEMO else _code(key.nemo)
-    continuing = "may change" if key.kind in FREE_KINDS else "fixed"
-    needs = "" if key.needs is None else f"`{key.needs.text}`"
-    cells = [f"`{name}`{required}", _code(value), nemo, key.valid_text, needs, continuing, key.help]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _escaped(text: str) -> str:
+    """Escape what Markdown would take for emphasis, outside of code."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("*", "\\*") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def _code(value: Any) -> str:

@@ -29,7 +29,7 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
 
 def _run(options: Options, task: Task, prog: str) -> int:
     if options.show_help:
-        print(help_page(prog), end="")
+        print(help_page(prog, options.overrides), end="")
         return ExitCode.FINISHED
     if options.multirun and options.show_config:
         raise SettingError("--cfg", "job", "shows one run, not a sweep", "Leave out -m")

@@ -1,0 +1,68 @@
+"""The pages about all settings: every key in one group, examples that run, and `--help WORD`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from fnmatch import fnmatchcase
+
+import pytest
+
+from megafp8.cli.help import (
+    GROUPS,
+    Group,
+    anchor,
+    group_of,
+    help_page,
+    keys_of_group,
+    markdown_page,
+)
+from megafp8.cli.main import run_app
+from megafp8.config.load import load
+from megafp8.config.schema import all_keys
+
+PROG = "python pretrain_gpt.py"
+
+
+def test_every_key_is_in_a_group_and_every_pattern_has_a_key() -> None:
+    missing = [path for path in all_keys() if group_of(path) is None]
+    assert not missing, f"add {missing} to a group in megafp8/cli/help.py"
+    for group in GROUPS:
+        paths = [key.path for key in keys_of_group(group)]
+        stale = [p for p in group.keys if not any(fnmatchcase(path, p) for path in paths)]
+        assert not stale, f"{group.title}: no key for {stale}"
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.title)
+def test_a_groups_example_is_accepted_and_is_about_it(group: Group) -> None:
+    words = shlex.split(group.example)
+    load(words)
+    keys = {word.partition("=")[0] for word in words}
+    assert keys & {key.path for key in keys_of_group(group)}
+
+
+def test_the_page_has_contents_with_a_link_to_each_group_and_key() -> None:
+    page = markdown_page()
+    contents = page.partition("## How settings are given")[0]
+    for group in GROUPS:
+        assert f"](#{anchor(group.title)})" in contents and f"\n## {group.title}\n" in page
+    for path in all_keys():
+        assert page.count(f'<a id="{path}"></a>') == 1 and f"](#{path})" in contents
+
+
+def test_no_line_of_the_page_begins_a_list_by_accident() -> None:
+    assert not re.search(r"^ +(?:\d+[.)]|[+*]) ", markdown_page(), re.MULTILINE)
+
+
+def test_help_explains_every_key_and_fits_the_screen() -> None:
+    lines = help_page(PROG).splitlines()
+    for path in all_keys():
+        assert any(line.startswith(f"  {path}=") for line in lines), path
+    assert all(len(line) <= 100 for line in lines if line.startswith("      "))
+
+
+def test_help_with_words_shows_the_keys_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["--help", "margin", "model.seed=1"], lambda cfg, info: 1) == 0
+    shown = re.findall(r"^  (\S+?)=", capsys.readouterr().out, re.MULTILINE)
+    assert shown == ["model.seed", "model.fp8_margin"]
+    assert "No key has nonsense in its name" in help_page(PROG, ["nonsense"])
