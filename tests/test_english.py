@@ -1,7 +1,8 @@
-"""Hold docstrings, comments and messages to plain English (CONTRIBUTING.md, rule 11).
+"""Hold docstrings, comments, messages and documentation to plain English (rule 11).
 
 Three things are checked in the source: words and phrases that stand for the field's own terms,
-docstrings that are not sentences, and public names without a docstring.
+docstrings that are not sentences, and public names without a docstring. The documentation is
+searched for the same words and phrases.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ NOT_YET = (
     "megafp8/precision/kernels/triton_*.py",
 )
 """Patterns of the files that are not written in plain English yet; a new file is checked."""
+
+PAGES = [
+    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+    "README.md",
+    "CONTRIBUTING.md",
+]
+if "megafp8/config/*" in NOT_YET:
+    PAGES.remove("docs/configuration.md")  # made of texts in megafp8/config
 
 PHRASES = {
     r"told": "reported, shown, named",
@@ -116,12 +125,18 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def listed_phrases(text: str) -> Iterator[str]:
+    """Yield each listed phrase that is in `text`, with better words."""
+    for phrase, better in PHRASES.items():
+        if found := re.search(rf"\b{phrase}\b", " ".join(text.split()), re.IGNORECASE):
+            yield f"'{found[0]}': say instead: {better}"
+
+
 def complaints(path: str, source: str) -> Iterator[str]:
     """Yield what is wrong with the English of a file, but for docstrings that are missing."""
     for line, text in texts(source):
-        for phrase, better in PHRASES.items():
-            if found := re.search(rf"\b{phrase}\b", " ".join(text.split()), re.IGNORECASE):
-                yield f"{path}:{line}: '{found[0]}': say instead: {better}"
+        for phrase in listed_phrases(text):
+            yield f"{path}:{line}: {phrase}"
         if re.match(r"#\s*else\b", text):
             yield f"{path}:{line}: '{text}': a comment is a sentence too"
     for node, _ in nodes(ast.parse(source)):
@@ -153,6 +168,22 @@ def test_public_names_have_docstrings() -> None:
             if is_public and ast.get_docstring(node) is None:
                 missing.append(f"{path}: {getattr(node, 'name', 'the module')}")
     assert len(missing) <= ALLOWED_WITHOUT_DOCSTRING * public, "\n".join(missing)
+
+
+def prose_of(page: str) -> str:
+    """Return a page of Markdown without its code."""
+    without_blocks = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`]*`", "", without_blocks)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_documentation_is_plain_english(page: str) -> None:
+    assert not list(listed_phrases(prose_of((ROOT / page).read_text("utf-8"))))
+
+
+def test_a_listed_phrase_is_found_in_a_page() -> None:
+    assert list(listed_phrases(prose_of("A failure is\ntold.")))
+    assert not list(listed_phrases(prose_of("`told`\n```\ntold\n```\n")))
 
 
 def test_every_pattern_matches_a_file() -> None:

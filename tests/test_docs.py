@@ -1,0 +1,270 @@
+"""Check that what the documentation names exists: links, files, tests, modules, commands, settings.
+
+Read are docs/*.md, README.md and CONTRIBUTING.md. `PAGES` are their texts; each check yields a
+complaint for every name that is not there.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megafp8.config.layers import conf_dir
+from megafp8.config.nemo import nemo_keys, nemo_sections
+from megafp8.config.overrides import PRESET_GROUPS, preset_names
+from megafp8.config.schema import all_keys, all_sections
+from tests.test_layers import FLOORS
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+    for path in (
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    )
+}
+FOLDERS = ("megafp8", "tests", "docs", "conf", "scripts", "benchmarks", "examples", "hydra_plugins")
+FILE = re.compile(r"[\w./*-]+\.(?:py|md|sh|yaml|toml|c|json|sbatch|yml|ini|cfg)")
+LEFT_BY_RUNS = re.compile(
+    r"(?:.*/)?(?:config\.yaml|(?:summary|run|sweep|job|restarts|manifest|dataset|config"
+    r"|tokenizer\w*|special_tokens_map|tokenizer\.tiktoken|profile_rank\S*|.*\.dataset"
+    r"|.*\.tokenizer)\.json|mine/.*|hf/.*|model\.yaml|vocab\.json|multirun\.yaml"
+    r"|megatron_gpt_config\.yaml|delayed_scaling\.cu)"
+)
+"""Files of runs, of data, or of other projects."""
+NOT_OURS = frozenset(
+    {
+        "megafp8/te",  # a folder in a cache
+        "tests/precision/traces/NAME",
+        "megafp8.sqsh",
+        "megafp8.sif",
+        "model.layers.0",  # in docs/front_door.md, of any PyTorch model
+        "model.parameters",
+        "model.state_dict",
+    }
+)
+"""Names that look like a file, a module or a setting of this repository."""
+OPTION = re.compile(r"(?<=\s)--[a-z][a-z-]*")
+Check = Callable[[str, str], Iterator[str]]
+
+
+@cache
+def _tests() -> frozenset[str]:
+    sources = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    return frozenset(name for text in sources for name in re.findall(r"def (test_\w+)", text))
+
+
+@cache
+def _file_names() -> frozenset[str]:
+    folders = (ROOT / name for name in FOLDERS)
+    return frozenset(path.name for folder in folders for path in folder.rglob("*"))
+
+
+def code_of(text: str) -> list[str]:
+    """Return inline code, and the lines of code blocks with continued lines put on one."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    inline = re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    return [" ".join(part.split()) for part in (*inline, *lines)]
+
+
+def anchors_of(text: str) -> set[str]:
+    """Return the anchors of a page: those that GitHub gives its headings, and explicit ones."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+def bad_links(page: str, text: str) -> Iterator[str]:
+    """Yield links to files, or to anchors in pages, that do not exist."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, fragment = target.partition("#")
+        if path.startswith(("http://", "https://", "mailto:")):
+            continue
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists():
+            yield f"link to {target}"
+        elif fragment and fragment not in anchors_of(file.read_text("utf-8")):
+            yield f"link to {target}: no such anchor"
+
+
+def bad_paths(page: str, text: str) -> Iterator[str]:
+    """Yield files and folders of the repository that do not exist."""
+    for code in code_of(text):
+        for word in re.findall(r"[\w./*-]+", code):
+            word = word.strip(".,").removesuffix("/")
+            is_file = FILE.fullmatch(word) is not None
+            if word in NOT_OURS or LEFT_BY_RUNS.fullmatch(word):
+                continue
+            if word.startswith(("runs/", "data/", "my/", "/", "-")):
+                continue
+            if word.split("/")[0] in FOLDERS and "/" in word:
+                if not list(ROOT.glob(word)):
+                    yield f"path {word}"
+            elif is_file and "/" in word and not re.search(r"\.jsonl?$", word):
+                if not any(list(folder.glob(word)) for folder in (ROOT, ROOT / "megafp8")):
+                    yield f"path {word}"
+            elif is_file and word.endswith((".py", ".sh", ".sbatch")) and "*" not in word:
+                if word not in _file_names() and not (ROOT / word).exists():
+                    yield f"file {word}"
+
+
+def bad_tests(page: str, text: str) -> Iterator[str]:
+    """Yield names of test functions that do not exist."""
+    for code in code_of(text):
+        if re.fullmatch(r"test_\w+", code) and code not in _tests():
+            yield f"test {code}"
+
+
+def bad_modules(page: str, text: str) -> Iterator[str]:
+    """Yield modules that do not exist, and options that the module or script does not have."""
+    for code in code_of(text):
+        for name in re.findall(r"(?<![\w./-])(?:megafp8|tests|scripts)(?:\.\w+)+", code):
+            if name not in NOT_OURS and not FILE.fullmatch(name) and _source_of(name) is None:
+                yield f"module {name}"
+        command = re.match(r"(?:\$ )?(?:\.venv/bin/)?python (?:-m ([\w.]+)|(\S+\.py))(.*)", code)
+        if command is None:
+            continue
+        file = _source_of(command[1]) if command[1] else ROOT / command[2]
+        if file is None or not file.is_file() or command[1] in ("pytest", "pip"):
+            continue
+        options = ROOT / "megafp8/cli/options.py"  # what every command with settings takes
+        known = file.read_text("utf-8") + options.read_text("utf-8")
+        for option in OPTION.findall(command[3].partition(" # ")[0]):
+            if f'"{option}"' not in known:
+                yield f"option {option} of {command[1] or command[2]}"
+
+
+def _source_of(name: str) -> Path | None:
+    """Return the file of a module, also where attributes of it follow; None if there is none."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        stem = ROOT.joinpath(*parts[:end])
+        files = (stem.with_suffix(".py"), stem / "__main__.py", stem / "__init__.py")
+        found = [file for file in files if file.is_file()]
+        if found and (end == len(parts) or parts[end] in "".join(f.read_text() for f in found)):
+            return found[0]
+    return None
+
+
+def bad_targets(page: str, text: str) -> Iterator[str]:
+    """Yield targets of make that do not exist."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    for code in code_of(text):
+        command = re.match(r"(?:\$ )?make ([a-z][a-z-]*)", code)
+        if command and not re.search(rf"^{command[1]}:", makefile, re.MULTILINE):
+            yield f"make {command[1]}"
+
+
+def bad_settings(page: str, text: str) -> Iterator[str]:
+    """Yield keys and presets that do not exist."""
+    known = all_keys().keys() | all_sections() | nemo_keys().keys() | nemo_sections() | NOT_OURS
+    for code in code_of(text):
+        for name in re.findall(r"(?<![\w./{-])(?:trainer|exp_manager|model)\.[\w.*]+", code):
+            name = name.rstrip(".")
+            if "*" not in name and name not in known and not FILE.fullmatch(name):
+                yield f"setting {name}"
+        for group in PRESET_GROUPS:
+            for name in re.findall(rf"(?<![\w.]){group}=([\w.]+)", code):
+                if name not in ("NAME", *preset_names(group, [conf_dir()])):
+                    yield f"preset {group}={name}"
+
+
+@cache
+def _sources() -> str:
+    folders = (ROOT / name for name in FOLDERS if name not in ("docs", "tests"))
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    kinds = (".py", ".sh", ".sbatch")
+    return "".join(path.read_text("utf-8") for path in files if path.suffix in kinds)
+
+
+def bad_names(page: str, text: str) -> Iterator[str]:
+    """Yield variables of the environment and extras of the package that do not exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for code in code_of(text):
+        for name in re.findall(r"MEGAFP8_\w+", code):
+            if name not in _sources():
+                yield f"variable {name}"
+        for extra in re.findall(r"\.\[([\w-]+)\]", code):
+            if extra not in project["optional-dependencies"]:
+                yield f"extra {extra}"
+
+
+CHECKS: list[Check] = [
+    bad_links, bad_paths, bad_tests, bad_modules, bad_targets, bad_settings, bad_names
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str) -> None:
+    text = PAGES[page]
+    found = [f"{page}: {complaint}" for check in CHECKS for complaint in check(page, text)]
+    assert not found, "\n".join(found)
+
+
+def modules_of(folder: Path) -> set[str]:
+    """Return the names of all modules in a package and in its subpackages."""
+    files = (path for path in folder.rglob("*") if path.suffix in (".py", ".c"))
+    names = {path.stem if path.suffix == ".py" else path.name for path in files}
+    return names - {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_the_architecture_page_lists_each_packages_modules(package: str) -> None:
+    page = PAGES["docs/architecture.md"]
+    item = re.search(
+        rf"^- (\d+) \*\*`{package}`\*\*(.*?)(?=^- |^$)", page, re.DOTALL | re.MULTILINE
+    )
+    assert item is not None, f"no item about {package}"
+    listed = set(re.findall(r"[\w.]+(?!\w*/)", item[2].partition("*Modules:*")[2]))
+    listed -= {name for name in re.findall(r"(\w+)/", item[2])}
+    there = modules_of(ROOT / "megafp8" / package)
+    assert item[1] == str(FLOORS[package]), f"{package} is on floor {FLOORS[package]}"
+    assert not there - listed, f"modules of {package} that are not listed"
+    assert not listed - there, f"modules of {package} that are not there"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[a](nowhere.md)", "link to nowhere.md"),
+        ("[a](training.md#nowhere)", "link to training.md#nowhere: no such anchor"),
+        ("`tests/nowhere`", "path tests/nowhere"),
+        ("`precision/nowhere.py`", "path precision/nowhere.py"),
+        ("`test_nowhere.py`", "file test_nowhere.py"),
+        ("`test_that_is_nowhere`", "test test_that_is_nowhere"),
+        ("`megafp8.nowhere`", "module megafp8.nowhere"),
+        ("`python -m megafp8.cli.nowhere`", "module megafp8.cli.nowhere"),
+        ("`python -m megafp8.cli.dryrun --nowhere`", "option --nowhere of megafp8.cli.dryrun"),
+        ("`python benchmarks/gpu_gemm.py --a`", "option --a of benchmarks/gpu_gemm.py"),
+        ("```console\n$ make nowhere\n```", "make nowhere"),
+        ("`model.fp9=True`", "setting model.fp9"),
+        ("`model=gpt9`", "preset model=gpt9"),
+        ("`MEGAFP8_NOWHERE`", "variable MEGAFP8_NOWHERE"),
+        ("`pip install '.[nowhere]'`", "extra nowhere"),
+    ],
+)
+def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
+    found = [found for check in CHECKS for found in check("docs/page.md", text)]
+    assert found == [complaint]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](training.md#exit-codes), [b](../README.md), [c](https://example.org)",
+        "`megafp8/precision/kernels/triton_*.py`, `precision/gemm.py`, `test_docs.py`",
+        "`from megafp8 import fp8`, `megafp8.errors`, `python -m megafp8.cli.dryrun --rank N`",
+        "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
+    ],
+)
+def test_what_exists_is_accepted(text: str) -> None:
+    assert not [found for check in CHECKS for found in check("docs/page.md", text)]
