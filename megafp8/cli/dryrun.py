@@ -142,8 +142,8 @@ def describe(spec: RunSpec, layout: Layout) -> Iterator[str]:
         share = share_of_ranks(parts, model, num_replicas=1)
         require_fp8(share)
         yield (
-            f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; higher: "
-            f"{'; '.join(share.higher)}"
+            f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; in higher "
+            f"precision: {'; '.join(share.higher)}"
         )
 
 

@@ -1,7 +1,7 @@
-"""What a run shows and records: console, metrics.jsonl, trackers, the summary at the end.
+"""Show and record a run: the console, metrics.jsonl, trackers, and the summary at its end.
 
-Nothing here may stop a training run: a full disk or a closed terminal costs the record, not the
-run, and is told once.
+Nothing in this package may stop a training run: a full disk or a closed terminal costs the record,
+not the run, and is reported once.
 """
 
 from megafp8.observe.console import Console, SilentConsole, StepReport, open_console

@@ -1,11 +1,12 @@
-"""What people see while a run goes on.
+"""Show a run's progress to the people who watch it.
 
-On a terminal: one live block at the bottom (bar, loss, speed, time left) under permanent lines for
-validations, checkpoints and warnings. Into a file, a pipe or a dumb terminal: one plain line a log
-step, which explains itself without a heading, so that `grep` and `tail -f` serve.
+A terminal gets one live block at the bottom (bar, loss, speed, time left) under permanent lines for
+validations, checkpoints and warnings. A file, a pipe or a dumb terminal gets one plain line for
+each log step; the line names each number, so that `grep` and `tail -f` are useful.
 
-One rank prints; the others hold a `SilentConsole`. A console never raises for what it prints on:
-when the terminal or pipe is gone it falls silent and training goes on.
+One rank prints; the others hold a `SilentConsole`. A console never raises because of the stream
+that it prints on: when the terminal or the pipe is closed, it prints nothing more and training
+continues.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step that is shown; numbers are of this step alone."""
+    """Hold the numbers of one step that is shown; they are of this step alone."""
 
     step: int  # optimizer steps done, this one included
     loss: float  # nats per token
@@ -45,26 +46,29 @@ class StepReport:
     tflops_full: float
     memory_bytes: int  # peak of the printing rank
     data_wait_fraction: float  # of the step's time, 0 to 1
-    notes: tuple[str, ...] = ()  # what is out of the ordinary: "1 step skipped", …
+    notes: tuple[str, ...] = ()  # unusual events, such as "not finite: weights unchanged"
 
 
 class Console:
-    """The interface, and the console that shows nothing.
+    """Define the interface of all consoles, and show nothing.
 
-    Call `start` once, the other methods in any order, `close` at last (or use `with`).
+    Call `start` once, the other methods in any order, and `close` at the end (or use `with`).
     """
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        """`first_step`: steps done before this process (0 on a fresh run)."""
+        """Begin to show a run of `total_steps` optimizer steps.
+
+        `first_step` is the number of steps that were done before this process, 0 in a new run.
+        """
 
     def header(self, lines: Sequence[str]) -> None:
-        """What this run is, before its first step. May come before `start`."""
+        """Show lines that describe the run. The call may come before `start`."""
 
     def step(self, report: StepReport) -> None:
-        """A step whose numbers are shown: the first of this process, log steps, the last."""
+        """Show the numbers of a step: of this process's first one, of log steps, of the last."""
 
     def progress(self, step: int) -> None:
-        """A step is done whose numbers are not shown."""
+        """Show that `step` steps are done, without the numbers of the last one."""
 
     def validation(
         self,
@@ -75,19 +79,19 @@ class Console:
         bits_per_byte: float | None = None,
         seconds: float | None = None,
     ) -> None:
-        """A validation's result: `val_loss` in nats per token."""
+        """Show the result of a validation; `val_loss` is in nats per token."""
 
     def event(self, text: str) -> None:
-        """Something that happened: a checkpoint, a signal, a continued run."""
+        """Show a line about an event, such as a saved checkpoint or a continued run."""
 
     def warn(self, text: str) -> None:
-        """Something that people should know and need not stop for."""
+        """Show a warning: a problem that does not stop the run."""
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
-        """The end: a table of (what, value), as `RunSummary.rows` makes it, then plain lines."""
+        """Show the table at the end of a run, as `RunSummary.rows` returns it, then plain lines."""
 
     def close(self) -> None:
-        """Give the terminal back. Safe to call twice and while an exception passes."""
+        """Leave the terminal as it was. A second call, or one during an exception, is safe."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,11 +106,14 @@ class Console:
 
 
 class SilentConsole(Console):
-    """For every rank that does not print."""
+    """Show nothing: this is the console of every rank that does not print."""
 
 
 class _Eta:
-    """Time left, from the wall clock of the last reports: validations and checkpoints count."""
+    """Estimate the time left from the wall clock of the last reports.
+
+    The time of validations and checkpoints is included.
+    """
 
     WINDOW = 20  # reports
 
@@ -117,18 +124,22 @@ class _Eta:
         self._per_step = float("nan")
 
     def seconds(self, report: StepReport) -> float:
-        """Time left after a step that is shown."""
+        """Return the seconds left after a step that is shown, and take note of its time."""
         self._seen.append((report.step, self._clock()))
         (first_step, first_time), (last_step, last_time) = self._seen[0], self._seen[-1]
         if last_step > first_step:
             self._per_step = (last_time - first_time) / (last_step - first_step)
         else:
             self._per_step = report.step_seconds
-            self._seen = deque([self._seen[-1]], maxlen=self.WINDOW)  # a rollback starts anew
+            # The first report, or the first after a rollback: older times do not count.
+            self._seen = deque([self._seen[-1]], maxlen=self.WINDOW)
         return self.left(report.step)
 
     def left(self, step: int) -> float:
-        """Time left after `step`, at the pace of the last report; NaN before the first one."""
+        """Return the seconds left after `step`, at the pace of the last report.
+
+        Before the first report the result is NaN.
+        """
         return self._per_step * (self.total_steps - step)
 
 
@@ -171,7 +182,7 @@ def _table_lines(rows: Sequence[Row]) -> list[str]:
 
 
 class PlainConsole(Console):
-    """Plain lines, each flushed at once."""
+    """Print plain lines and flush each of them at once."""
 
     def __init__(
         self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -181,15 +192,18 @@ class PlainConsole(Console):
         self._eta = _Eta(clock)
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
+        """Print a line if the run continues after earlier steps."""
         self._eta.total_steps = total_steps
         if first_step:
             self._line(f"continuing after step {first_step} of {total_steps}")
 
     def header(self, lines: Sequence[str]) -> None:
+        """Print the lines that describe the run."""
         for line in lines:
             self._line(line)
 
     def step(self, report: StepReport) -> None:
+        """Print one line with the numbers of a step."""
         eta = format_duration(self._eta.seconds(report))
         parts = [f"loss {format_number(report.loss)}", *_quality(report), *_cost(report)]
         self._line(" | ".join([self._at(report.step), *parts, f"ETA {eta}", *report.notes]))
@@ -203,16 +217,20 @@ class PlainConsole(Console):
         bits_per_byte: float | None = None,
         seconds: float | None = None,
     ) -> None:
+        """Print one line with the result of a validation."""
         line = _validation_line(val_loss, perplexity, bits_per_byte, seconds)
         self._line(f"{self._at(step)} | {line}")
 
     def event(self, text: str) -> None:
+        """Print a line about an event."""
         self._line(text)
 
     def warn(self, text: str) -> None:
+        """Print a warning."""
         self._line(f"warning: {text}")
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
+        """Print the table at the end of a run, then plain lines."""
         for line in ["", *_table_lines(rows), *lines]:
             self._line(line)
 
@@ -231,14 +249,14 @@ class PlainConsole(Console):
                 self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
         except RuntimeError:
-            pass  # a signal handler that prints in the middle of a print: that line is lost
+            pass  # a signal handler printed during another print: this line is lost
         except (OSError, ValueError) as error:
             self._broken = True
             _silence(self._stream, error)
 
 
 def _silence(stream: TextIO, error: Exception) -> None:
-    """Point a broken standard stream at nothing, so that Python's own last flush succeeds too."""
+    """Point a closed pipe at the null device, so that Python's own last flush succeeds too."""
     if isinstance(error, BrokenPipeError):
         with contextlib.suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)
@@ -251,17 +269,18 @@ def _rich_console(stream: TextIO) -> RichConsole:
 
     class Raising(RichConsole):
         def on_broken_pipe(self) -> None:
-            """Rich would end the process here; whoever called decides that."""
+            """Raise the error: rich would end the process here, which its caller must decide."""
             raise
 
     return Raising(file=stream, force_terminal=True, highlight=False)
 
 
 class LiveConsole(Console):
-    """A live block on a terminal, under permanent lines.
+    """Show a live block on a terminal, under permanent lines.
 
-    No thread draws it (training may fork, and owns the cores): it is drawn at each report, at most
-    ten times a second. The cursor stays visible, so that even a killed run leaves nothing to mend.
+    The block is drawn at each report, at most ten times a second, and not by a thread, because
+    training may fork and uses all cores. The cursor stays visible, so that even a killed run leaves
+    the terminal in order.
     """
 
     SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -282,6 +301,7 @@ class LiveConsole(Console):
         self._eta_text = format_duration(float("nan"))
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
+        """Draw the block for the first time; print a line if the run continues earlier steps."""
         from rich.live import Live
 
         self._eta.total_steps = total_steps
@@ -297,16 +317,19 @@ class LiveConsole(Console):
             self._rich.show_cursor(True)
 
     def header(self, lines: Sequence[str]) -> None:
+        """Print the lines that describe the run."""
         for line in lines:
             self._print(line)
 
     def step(self, report: StepReport) -> None:
+        """Draw the block with the numbers of a step."""
         is_first = self._report is None
         self._step, self._report = report.step, report
         self._eta_text = format_duration(self._eta.seconds(report))
         self._draw(force=is_first or report.step >= self._eta.total_steps)
 
     def progress(self, step: int) -> None:
+        """Draw the block with another number of steps and the numbers of an earlier one."""
         self._step = step
         self._eta_text = format_duration(self._eta.left(step))
         self._draw(force=False)
@@ -320,18 +343,22 @@ class LiveConsole(Console):
         bits_per_byte: float | None = None,
         seconds: float | None = None,
     ) -> None:
+        """Print the result of a validation, and keep its loss in the block."""
         self._val_loss = val_loss
         line = _validation_line(val_loss, perplexity, bits_per_byte, seconds)
         self._print(f"{self._at(step)} | {line}", style="cyan")
         self._draw(force=True)
 
     def event(self, text: str) -> None:
+        """Print a line about an event above the block."""
         self._print(text)
 
     def warn(self, text: str) -> None:
+        """Print a warning above the block, in yellow."""
         self._print(f"warning: {text}", style="yellow")
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
+        """Print the table at the end of a run under the last block, then plain lines."""
         self.close()
         self._print("")
         width = max((len(what) for what, _ in rows), default=0)
@@ -341,6 +368,7 @@ class LiveConsole(Console):
             self._print(line)
 
     def close(self) -> None:
+        """Draw the block for the last time and stop the live display."""
         atexit.unregister(self.close)
         live, self._live = self._live, None
         if live is not None:
@@ -348,7 +376,7 @@ class LiveConsole(Console):
                 with self._guard():
                     live.update(self._block(), refresh=True)
             with self._guard():
-                live.stop()  # even then: it gives back sys.stdout and sys.stderr
+                live.stop()  # also on a broken stream: it restores sys.stdout and sys.stderr
 
     # ---- drawing
 
@@ -401,7 +429,7 @@ class LiveConsole(Console):
             self._live.update(self._block(), refresh=True)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        # soft_wrap: the terminal wraps, so that a long path or command can be copied whole.
+        # soft_wrap lets the terminal wrap lines: a long path or command can be copied whole.
         if self._broken:
             return
         with self._guard():
@@ -420,7 +448,7 @@ class LiveConsole(Console):
         try:
             yield
         except RuntimeError:
-            pass  # a signal handler that prints in the middle of a print: that line is lost
+            pass  # a signal handler printed during another print: this line is lost
         except (OSError, ValueError) as error:
             self._broken = True
             _silence(self._stream, error)
@@ -433,10 +461,11 @@ def open_console(
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Console:
-    """The console for this rank and this stream (standard output if none is given).
+    """Return the console for this rank and this stream (standard output if none is given).
 
-    Live on a terminal that can move its cursor, else plain. `NO_COLOR` takes the colours and leaves
-    the rest; `progress_bar` False leaves the plain lines.
+    A terminal that can move its cursor gets the live console, anything else the plain one.
+    `NO_COLOR` in the environment turns off the colours only; `progress_bar` False asks for the
+    plain console everywhere.
     """
     if not main_rank:
         return SilentConsole()

@@ -1,4 +1,4 @@
-"""health.jsonl: what FP8 did to each tensor at log steps; which tensors are beyond a limit."""
+"""Keep the FP8 health of each tensor at log steps (health.jsonl), and compare it with limits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ ROLES = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class HealthRecord:
-    """One log step. `num_nonfinite` counts since the run began, only tensors that have any."""
+    """Hold the FP8 health of one log step.
+
+    `num_nonfinite` counts non-finite values since the run began; only tensors that had any are in
+    it.
+    """
 
     step: int
     tensors: Mapping[str, TensorHealth]
     num_nonfinite: Mapping[str, int]
 
     def to_dict(self) -> dict[str, object]:
+        """Return the record as one line of health.jsonl, without measures that were not taken."""
         return {
             "step": self.step,
             "tensors": {
@@ -36,8 +41,11 @@ class HealthRecord:
 
 
 def merged(parts: Iterable[Mapping[str, TensorHealth]]) -> dict[str, TensorHealth]:
-    """What ranks saw of the same tensors: the worst of each (they hold equal numbers of values,
-    so a share is at most the largest)."""
+    """Return the worst health of each tensor among what several ranks measured.
+
+    Ranks hold equal numbers of a tensor's values, so that the fraction over all ranks is at most
+    the largest of theirs.
+    """
     found: dict[str, TensorHealth] = {}
     for part in parts:
         for name, new in part.items():
@@ -61,25 +69,26 @@ def _worst(a: TensorHealth, b: TensorHealth) -> TensorHealth:
 
 
 def complaints(record: HealthRecord, limits: HealthSpec) -> dict[str, str]:
-    """Tensors beyond a limit, and what is wrong with them."""
+    """Return the tensors that are beyond a limit; each value says what is wrong with the tensor."""
     found: dict[str, str] = {}
     for name, health in record.tensors.items():
-        said = []
+        problems = []
         if not math.isfinite(health.amax):
-            said.append("holds a NaN or an infinity")
+            problems.append("holds a NaN or an infinity")
         if health.underflow is not None and health.underflow > limits.max_underflow:
-            said.append(f"{health.underflow:.1%} of its values underflow to zero")
+            problems.append(f"{health.underflow:.1%} of its values underflow to zero")
         if health.overflow is not None and health.overflow > limits.max_overflow:
-            said.append(f"{health.overflow:.2%} of its values saturate")
+            problems.append(f"{health.overflow:.2%} of its values saturate")
         if health.snr_db is not None and health.snr_db < limits.min_snr_db:
-            said.append(f"its worst row has {health.snr_db:.1f} dB of signal to noise")
-        if said:
-            found[name] = ", ".join(said)
+            ratio = f"{health.snr_db:.1f} dB"
+            problems.append(f"the signal-to-noise ratio of its worst row is {ratio}")
+        if problems:
+            found[name] = ", ".join(problems)
     return found
 
 
 def scalars(record: HealthRecord) -> dict[str, float]:
-    """For curves: the worst of each role."""
+    """Return the worst value of each measure for each role, as named scalars for curves."""
     values: dict[str, float] = {}
     for role in ROLES:
         of_role = [h for name, h in record.tensors.items() if name.endswith(f".{role}")]
@@ -96,10 +105,10 @@ def scalars(record: HealthRecord) -> dict[str, float]:
 
 
 def read_health(path: Path) -> list[HealthRecord]:
-    """All records of a health.jsonl.
+    """Return all records of a health.jsonl.
 
     Raises:
-        CheckpointError: It is not there or cannot be read as such.
+        CheckpointError: The file does not exist or does not hold such records.
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

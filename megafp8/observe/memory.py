@@ -1,4 +1,4 @@
-"""How much memory a run has used at most."""
+"""Measure how much memory a run has used at most."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_memory_bytes(accelerator: str = "cpu") -> int:
-    """Peak of this process: CUDA's allocated memory for `gpu`, else resident memory."""
+    """Return the peak memory of this process in bytes.
+
+    It is the memory that torch allocated on the CUDA device for `gpu`, and resident memory for any
+    other accelerator.
+    """
     if accelerator == "gpu":
         import torch
 
@@ -19,7 +23,7 @@ def peak_memory_bytes(accelerator: str = "cpu") -> int:
 
 
 def reset_peak_memory(accelerator: str = "cpu") -> None:
-    """Forget CUDA's peak; the operating system's peak of resident memory cannot be reset."""
+    """Reset the peak of CUDA's memory. The peak of resident memory cannot be reset."""
     if accelerator == "gpu":
         import torch
 
@@ -27,8 +31,8 @@ def reset_peak_memory(accelerator: str = "cpu") -> None:
 
 
 def _peak_resident_bytes() -> int:
-    # /proc first: getrusage's maximum is inherited from the parent through fork and exec, so that a
-    # small process started by a large one would report the large one's peak.
+    # /proc is preferred: a process inherits getrusage's maximum from its parent through fork and
+    # exec, so that a small process that a large one started would report the large one's peak.
     try:
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

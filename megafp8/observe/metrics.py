@@ -1,8 +1,8 @@
-"""metrics.jsonl: one strict JSON object per log step, exact to the last bit.
+"""Write and read metrics.jsonl, which has one strict JSON object for each log step.
 
-This file is what runs are compared by, so its floats read back bit for bit, its keys keep one
-order, and it never holds half a line: a line is appended by one write, and a run that continues
-from step N drops what an earlier, longer life wrote about later steps.
+Runs are compared by this file. Its floats therefore read back bit for bit, its keys keep one order,
+and it never holds half a line, since one write appends a line. A run that continues from step N
+drops the lines that an earlier process wrote about later steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Self
 
 from megafp8.files import Warn, to_json, warn_on_stderr, write_atomically
 
-# These come first and in this order; any other key follows, by name.
+# These keys come first and in this order; any other key follows, sorted by name.
 KEY_ORDER = (
     "step",
     "consumed_samples",
@@ -40,15 +40,16 @@ Value = float | int | str | None
 
 
 class MetricsFile:
-    """Appends lines to `path`; a failing disk costs the lines, with one warning, never the run.
+    """Append lines to the file `path`.
 
-    Each line is flushed to the disk (fsync): what was logged survives the machine.
+    A disk that fails costs the lines, with one warning, never the run. Each line is flushed to the
+    disk (fsync), so that it survives a crash of the machine.
 
     Args:
-        path: The file; made if it is not there, its directory must be.
+        path: The file, which is made if it does not exist; its directory must exist.
         resume_step: The step that training continues from. Lines of later steps are dropped, and so
-            is a last line that a crash left torn. `None` keeps all whole lines.
-        warn: Told once if writing fails.
+            is a last line that a crash left incomplete. `None` keeps all complete lines.
+        warn: Called once if writing fails.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class MetricsFile:
     def log(self, values: Mapping[str, object], *, unless_last: bool = False) -> None:
         """Append one line. `values` must hold `step`; `val_loss` marks a validation line.
 
-        With `unless_last`, not if the file ends with this very line already.
+        With `unless_last`, nothing is appended if the file ends with the same line already.
         """
         assert "step" in values, f"a metrics line needs its step, got only {sorted(values)}"
         if self._descriptor is None:
@@ -84,17 +85,17 @@ class MetricsFile:
                 if written != len(line):
                     raise OSError(f"wrote {written} of {len(line)} bytes")
             except OSError:
-                os.ftruncate(self._descriptor, size)  # leave no torn line for the next to follow
+                os.ftruncate(self._descriptor, size)  # the next line must not follow a part of one
                 raise
             os.fsync(self._descriptor)
         except OSError as error:
             self._lost(error)
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`: training went back to an older checkpoint."""
+        """Drop the lines of steps after `step`, when training goes back to an older checkpoint."""
         try:
             self._drop(step)
-            if self._descriptor is not None:  # the file was replaced: follow the new one
+            if self._descriptor is not None:  # the file was replaced: open the new one
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -102,6 +103,7 @@ class MetricsFile:
             self._lost(error)
 
     def close(self) -> None:
+        """Close the file. A second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -130,7 +132,7 @@ class MetricsFile:
     def _lost(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(f"{self.path}: cannot be written ({error}); training goes on without it")
+            self._warn(f"{self.path}: cannot be written ({error}); training continues without it")
 
 
 def _parse(line: str) -> dict[str, Value] | None:
@@ -151,9 +153,10 @@ def _step_of(line: str) -> float:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """All whole lines; `"NaN"`, `"Infinity"`, `"-Infinity"` come back as floats.
+    """Return all complete lines of a metrics.jsonl, each as its numbers by key.
 
-    Other strings and nulls are left out, so that every value is a number.
+    `"NaN"`, `"Infinity"` and `"-Infinity"` become floats again. Other strings and nulls are left
+    out, so that every value is a number.
     """
     text = Path(path).read_text(encoding="utf-8")
     rows: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""What a run came to: the table shown at its end, and summary.json for programs."""
+"""Summarize a run: the table shown at its end, and summary.json for programs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from megafp8.observe.units import format_bytes, format_count, format_duration, f
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """A loss in nats per token as bits per byte of text: comparable between tokenizers."""
+    """Return a loss in nats per token as bits per byte of text.
+
+    Bits per byte can be compared between tokenizers.
+    """
     return nats_per_token / math.log(2) / bytes_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """`None` marks what was not measured; such rows are left out of the table.
+    """Hold the results of a run. `None` marks a value that was not measured; the table omits it.
 
-    Bits per byte compare the model with two predictors that anybody can check: `unigram` (how often
-    each token occurs, nothing else) and `xz -9` over the same text.
+    Bits per byte compare the model with two simple predictors on the same text: `unigram` knows how
+    often each token occurs and nothing else, and `xz -9` is the compression program.
     """
 
     status: str  # how the run ended, in words: "finished", "stopped by SIGTERM, saved", …
@@ -30,15 +33,15 @@ class RunSummary:
     log_dir: str
     continue_command: str | None = None  # continues, or prolongs, this run
     val_loss: float | None = None  # nats per token
-    val_tokens: int | None = None  # that `val_loss` and what is beside it were taken over
-    val_tokens_in_all: int | None = None  # that there are
+    val_tokens: int | None = None  # number of tokens that the last validation read
+    val_tokens_in_all: int | None = None  # number of tokens that the validation text has
     bytes_per_token: float | None = None  # of the validation text
     unigram_bits_per_byte: float | None = None
     xz_bits_per_byte: float | None = None
     train_loss: float | None = None  # nats per token, the last one logged
     consumed_samples: int | None = None
     consumed_tokens: int | None = None
-    wall_seconds: float | None = None  # of this process, not of the lives before it
+    wall_seconds: float | None = None  # of this process; earlier processes of the run not included
     tokens_per_second: float | None = None
     tflops_causal: float | None = None  # model TFLOP/s; see plan.flops
     tflops_full: float | None = None
@@ -51,7 +54,7 @@ class RunSummary:
 
     @property
     def perplexity(self) -> float | None:
-        """e to the validation loss, per token; infinity where that overflows."""
+        """The perplexity per token is e to the validation loss, infinity where that overflows."""
         if self.val_loss is None:
             return None
         try:
@@ -61,12 +64,13 @@ class RunSummary:
 
     @property
     def val_bits_per_byte(self) -> float | None:
+        """The validation loss in bits per byte of text, or None if it was not measured."""
         if self.val_loss is None or self.bytes_per_token is None:
             return None
         return bits_per_byte(self.val_loss, self.bytes_per_token)
 
     def to_dict(self) -> dict[str, object]:
-        """Everything as plain values, in the order of summary.json."""
+        """Return all values as plain Python objects, in the order of summary.json."""
         values: dict[str, object] = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra"
         }
@@ -77,7 +81,7 @@ class RunSummary:
         return {**values, **self.extra}
 
     def rows(self) -> list[tuple[str, str]]:
-        """The table: (what, value with its unit), without what was not measured."""
+        """Return the table's rows, (name, value with its unit), of all that was measured."""
         rows = [("status", f"{self.status}, step {self.step}/{self.total_steps}")]
         if self.val_loss is not None and self.perplexity is not None:
             value = f"{format_number(self.val_loss)} nats per token{self._coverage()}"
@@ -116,7 +120,7 @@ class RunSummary:
         return rows
 
     def _coverage(self) -> str:
-        """Said where the validation was not over everything."""
+        """Return how many tokens the validation read, or "" if it read all of them."""
         some, there = self.val_tokens, self.val_tokens_in_all
         if some is None or there is None or some >= there:
             return ""
@@ -133,9 +137,9 @@ class RunSummary:
 
 
 def write_summary(path: str | Path, summary: RunSummary) -> None:
-    """Write summary.json: the old file or the whole new one, never a part.
+    """Write summary.json atomically: a crash leaves the old file or the complete new one.
 
     Raises:
-        OSError: It cannot be written; the caller tells, the run has ended well all the same.
+        OSError: The file cannot be written. The caller should report that; the run itself is good.
     """
     write_atomically(path, to_json(summary.to_dict(), indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Where curves go: TensorBoard and, when asked for, Weights & Biases.
+"""Record curves: in TensorBoard's files and, on request, in Weights & Biases.
 
 Both packages are imported when a tracker is made, not before, so that a run without them neither
-needs nor waits for them.
+needs them nor waits for their import.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from megafp8.specs import ObserveSpec
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes numbers with the step they belong to."""
+    """Record numbers with the step that they belong to."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the named `values` of `step`."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is still in memory and release the files or the connection."""
+        ...
 
 
 class TensorBoardTracker:
-    """Event files in `directory`.
+    """Write TensorBoard's event files to `directory`.
 
     Args:
-        directory: Made if it is not there.
-        resume_step: The step that training continues from: TensorBoard then hides what earlier
-            files hold about later steps. `None` or 0 on a fresh run.
+        directory: The directory, which is made if it does not exist.
+        resume_step: The step that training continues from: TensorBoard then hides the values of
+            later steps in earlier files. `None` or 0 in a new run.
     """
 
     def __init__(self, directory: str | Path, *, resume_step: int | None = None) -> None:
-        # PyTorch's writer: it needs the tensorboard package only, and knows purge_step.
+        # PyTorch's writer needs the package tensorboard only, and supports purge_step.
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = Path(directory)
@@ -44,15 +48,20 @@ class TensorBoardTracker:
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one scalar for each of `values`."""
         for key, value in values.items():
             self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
+        """Flush and close the event file."""
         self._writer.close()
 
 
 def require_wandb() -> None:
-    """Raise `ConfigError` now, not after minutes of set-up, when wandb is asked for and missing."""
+    """Raise `ConfigError` if the package wandb is not installed.
+
+    Set-up takes minutes; this check comes before it.
+    """
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             "exp_manager.create_wandb_logger",
@@ -63,10 +72,10 @@ def require_wandb() -> None:
 
 
 class WandbTracker:
-    """One Weights & Biases run, continued by its id when training continues in `directory`.
+    """Record one Weights & Biases run; training that continues in `directory` continues its id.
 
-    Works offline with wandb's own `WANDB_MODE=offline` (then `wandb sync` uploads it later).
-    Curves are drawn over `trainer/global_step`, which may go back after a rollback; wandb's own
+    wandb's own `WANDB_MODE=offline` records without a network, and `wandb sync` uploads later.
+    Curves are drawn over `trainer/global_step`, which may decrease after a rollback; wandb's own
     step counter may not.
     """
 
@@ -99,17 +108,19 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=self.STEP_KEY)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send `values` together with their step."""
         self._run.log({**values, self.STEP_KEY: step})
 
     def close(self) -> None:
+        """End wandb's run, which uploads what is left."""
         self._run.finish(quiet=True)
 
 
 class CompositeTracker:
-    """Several trackers as one. A tracker that fails is told about once and left alone from then on.
+    """Treat several trackers as one. A tracker that fails is reported once and not used again.
 
-    A full disk or a lost connection must not end a training run, whatever a library raises for it:
-    hence the broad `except`, here and nowhere else.
+    A full disk or a lost connection must not end a training run, whatever a library raises then.
+    Therefore this class catches every `Exception`; no other place in this package does.
     """
 
     def __init__(self, trackers: Iterable[Tracker], *, warn: Warn = warn_on_stderr) -> None:
@@ -117,22 +128,24 @@ class CompositeTracker:
         self._warn = warn
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` in each tracker that has not failed."""
         for tracker in tuple(self._trackers):
             try:
                 tracker.log(step, values)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._tell(tracker, error, "training goes on without it")
+                self._report(tracker, error, "training continues without it")
 
     def close(self) -> None:
+        """Close all trackers, even if some of them fail to close."""
         while self._trackers:
             tracker = self._trackers.pop()
             try:
                 tracker.close()
             except Exception as error:
-                self._tell(tracker, error, "its last values may be missing")
+                self._report(tracker, error, "its last values may be missing")
 
-    def _tell(self, tracker: Tracker, error: Exception, consequence: str) -> None:
+    def _report(self, tracker: Tracker, error: Exception, consequence: str) -> None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         self._warn(f"{type(tracker).__name__} failed ({reason}); {consequence}")
 
@@ -145,16 +158,18 @@ def open_trackers(
     config: Mapping[str, object] | None = None,
     warn: Warn = warn_on_stderr,
 ) -> CompositeTracker:
-    """The trackers that `spec` asks for, for the rank that records.
+    """Return the trackers that `spec` asks for. Only the rank that records calls it.
 
     Args:
-        log_dir: The run's directory: TensorBoard writes its event files there, where
-            `tensorboard --logdir` finds one run a directory.
-        resume_step: The step that training continues from; `None` or 0 on a fresh run.
-        config: The resolved configuration, shown by wandb.
+        spec: Says which trackers are wanted.
+        log_dir: The run's directory, to which TensorBoard writes its event files:
+            `tensorboard --logdir` shows each directory as one run.
+        resume_step: The step that training continues from; `None` or 0 in a new run.
+        config: The resolved configuration, which wandb shows.
+        warn: Called with a message if TensorBoard cannot write or a tracker fails later.
 
     Raises:
-        ConfigError: wandb is asked for and not installed.
+        ConfigError: wandb is requested and not installed.
     """
     trackers: list[Tracker] = []
     if spec.create_wandb_logger:
@@ -163,7 +178,8 @@ def open_trackers(
         try:
             trackers.append(TensorBoardTracker(log_dir, resume_step=resume_step))
         except (OSError, ImportError) as error:
-            warn(f"TensorBoard cannot write to {os.fspath(log_dir)}: {error}; going on without it")
+            where = os.fspath(log_dir)
+            warn(f"TensorBoard cannot write to {where}: {error}; training continues without it")
     if spec.create_wandb_logger:
         trackers.append(
             WandbTracker(log_dir, project=spec.wandb_project, name=spec.wandb_name, config=config)

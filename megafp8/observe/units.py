@@ -1,4 +1,4 @@
-"""Numbers as people read them. Every function takes NaN and infinities."""
+"""Format numbers for people. Every function accepts NaN and infinities."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _THOUSANDS = ("", "k", "M", "G", "T", "P")
 
 
 def format_count(value: float) -> str:
-    """Three significant digits and a thousands suffix: 21300 -> `21.3k`."""
+    """Return a count with three significant digits and a thousands suffix: 21300 -> `21.3k`."""
     if not math.isfinite(value):
         return format_number(value)
     magnitude, suffix = abs(value), 0
-    # 999.5 and more would print as `1000`: it belongs to the next suffix.
+    # A magnitude of 999.5 or more would print as `1000`; the next suffix is used for it.
     while magnitude >= 999.5 and suffix < len(_THOUSANDS) - 1:
         magnitude /= 1000
         suffix += 1
@@ -22,8 +22,16 @@ def format_count(value: float) -> str:
     return f"{math.copysign(magnitude, value):.{digits}f}{_THOUSANDS[suffix]}"
 
 
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Return a count with its noun: `1 rank`, `2 ranks`; `many` is a plural not made with an s."""
+    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+
+
 def format_number(value: float, digits: int = 4) -> str:
-    """Fixed point with `digits` decimals where that says something, else scientific."""
+    """Return a number with `digits` decimals, or in scientific notation.
+
+    The latter is for values that would show no significant digit, or 100,000 and more.
+    """
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -34,7 +42,7 @@ def format_number(value: float, digits: int = 4) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units, one decimal: 1288490188 -> `1.2 GiB`."""
+    """Return a size in binary units with one decimal: 1288490188 -> `1.2 GiB`."""
     if not math.isfinite(num_bytes):
         return format_number(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -45,7 +53,10 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`0:07`, `3:21`, `1:02:03`, `2d 03:04:05`; `-:--` when unknown (NaN or infinite)."""
+    """Return a duration such as `0:07`, `3:21`, `1:02:03` or `2d 03:04:05`.
+
+    An unknown duration (NaN or infinite) is `-:--`.
+    """
     if not math.isfinite(seconds):
         return "-:--"
     whole = max(0, round(seconds))

@@ -1,1 +1,1 @@
-"""The training of a GPT: assembled in `build`, driven in `loop`, one step in `step`."""
+"""Train a GPT: assembled in `build`, driven in `loop`, one step in `step`."""

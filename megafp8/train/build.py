@@ -1,4 +1,4 @@
-"""Assemble a run from its spec: the only place that knows every part."""
+"""Assemble a run from its spec. Only this module knows every part of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megafp8.train.state import TrainState
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
-    """The state of step 0. `spec.model.vocab_size` must be known."""
+    """Return the state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     counter = GemmCounter()
@@ -61,16 +61,19 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where a weight's gradient goes: through `outer`, and through those within it, to `main`."""
+    """Hold the sinks that a weight's gradient passes, from `outer` to `main`.
+
+    `outer` hands the gradient to the sink within it, and so on; `main` accumulates it.
+    """
 
     main: MainGradSink
     outer: GradSink
-    reducer: GradReducer | None  # where there are replicas, but for FSDP, which reduces by itself
-    deferring: DeferringSink | None  # of schedules that compute weights' gradients later
+    reducer: GradReducer | None  # for replicas, except with FSDP, which reduces by itself
+    deferring: DeferringSink | None  # for schedules that compute weight gradients later
 
 
 def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
-    """Sinks without their buffers, which `connect_gradients` gives them."""
+    """Return the sinks that `spec` needs. `connect_gradients` gives them their buffers later."""
     main = MainGradSink()
     outer: GradSink = main
     reducer: GradReducer | None = None
@@ -84,7 +87,7 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
 
 
 def make_model(spec: RunSpec, mesh: Mesh, backend: choose.Backend) -> GPT | PipelinedGPT:
-    """The GPT, or this rank's stage of it, on its device with the scaling state of its tensors."""
+    """Return the GPT, or this rank's stage of it, on its device; move the scaling state there."""
     parts = backend.parts
     model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
     model.to(mesh.device)
@@ -94,7 +97,7 @@ def make_model(spec: RunSpec, mesh: Mesh, backend: choose.Backend) -> GPT | Pipe
 
 
 def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Masters:
-    """The FP32 masters of the model's weights, whole or this rank's shard of them."""
+    """Return the FP32 master weights of the model, whole or this rank's shard of them."""
     parallel = spec.parallel
     in_fp8 = {
         linear.weight: linear.weight_form
@@ -117,12 +120,15 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Master
     else:
         stores = {weight: form.store for weight, form in in_fp8.items()}
         masters = Masters(model.parameters(), stores | te_stores(model))
-    masters.write_back()  # fills weights that are kept in FP8; to others it changes nothing
+    masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
 
 
 def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
-    """Hand the masters' gradient buffers to the sinks. With FSDP, autograd and FSDP fill them."""
+    """Give the gradient buffers of the masters to the sinks.
+
+    With FSDP the sinks have no buffers, since autograd and FSDP fill the gradients.
+    """
     if spec.parallel.fsdp is None:
         sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
     if sinks.reducer is not None:
@@ -141,7 +147,7 @@ def make_pipeline(
     streams: RandomStreams,
     deferring: DeferringSink | None,
 ) -> PipelineRunner | None:
-    """What runs a step over the stages; None where the model is whole."""
+    """Return the runner of a step over the pipeline's stages, or None for a whole model."""
     if not isinstance(model, PipelinedGPT):
         return None
     return PipelineRunner(

@@ -1,12 +1,14 @@
-"""Regional compilation: `torch.compile` of one transformer layer, used by all of them.
+"""Compile one transformer layer with `torch.compile`; all layers share the result.
 
 Norms, activations, dropout, attention and residual sums are fused around the linears, each of which
-is one operation of the graph (precision/compiled_linear.py). What still parts it, and runs eagerly:
+is one operation of the graph (precision/compiled_linear.py). These operations run eagerly, and
+break the graph:
 
-- attention with dropout, whose mask is keyed by its place
-- attention that backward computes again (`activations_checkpoint_granularity=selective`)
-- linears under zero-bubble schedules: what they defer would outlive the graph's memory
-- with a torch that cannot trace them, linears, attention and dropout
+- attention with dropout, whose mask is computed from its position in the model
+- attention that is recomputed in the backward pass
+  (`activations_checkpoint_granularity=selective`)
+- linears under zero-bubble schedules: the work that they defer would outlive the graph's memory
+- linears, attention and dropout, with a torch version that cannot trace them
 
 Only training is compiled; evaluation and generation run eagerly.
 """
@@ -34,24 +36,24 @@ from megafp8.precision.linear import Linear
 
 @dataclass
 class CompileCounter:
-    """What was compiled. A layer is one graph, and one more for each break of it.
+    """Count what was compiled. A layer is one graph, and each break adds one.
 
-    Torch itself bounds recompilations: beyond `torch._dynamo.config.recompile_limit` of one piece
-    of code (8) it runs that piece eagerly.
+    Torch itself limits recompilations: after `torch._dynamo.config.recompile_limit` (8) of them,
+    it runs a piece of code eagerly.
     """
 
     graphs: int = 0
     recompilations: int = 0
-    breaks: list[str] = field(default_factory=list)  # what parts the graphs, each kind once
+    breaks: list[str] = field(default_factory=list)  # reasons for breaks, each kind once
 
     def stay_eager(self, owner: object, method: str, what: str) -> None:
-        """This object's method is a break of the graph."""
+        """Make a method of `owner` run eagerly, and note `what` as the reason for the break."""
         setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
         if what not in self.breaks:
             self.breaks.append(what)
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        """Inductor, counted."""
+        """Compile `graph` with Inductor, and count it."""
         from torch._guards import CompileContext
         from torch._inductor.compile_fx import compile_fx
 
@@ -63,22 +65,23 @@ class CompileCounter:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why torch cannot compile for `device`; None if it can."""
+    """Return why torch cannot compile for `device`, or None if it can."""
     if device.type == "cpu":
         compiler = os.environ.get("CXX", "g++")
         found = shutil.which(compiler) or shutil.which("clang++")
-        return None if found else f"torch compiles for CPUs with a C++ compiler, {compiler} is none"
+        return None if found else f"torch needs a C++ compiler and finds no {compiler}"
     reason = triton_launch.unavailable(device)
-    return None if reason is None else f"torch compiles for GPUs with Triton: {reason}"
+    return None if reason is None else f"torch needs Triton for GPUs: {reason}"
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     """Compile each layer's training pass in place; layers of equal shapes share their graphs.
 
-    The scaling state must be on `device`: what casts there decides how bytes lie.
+    The scaling state must be on `device` already, since the kernels that cast on that device
+    determine the memory layout of FP8 tensors.
 
     Raises:
-        ConfigError: Torch cannot compile here, or the layers are not ours.
+        ConfigError: Torch cannot compile here, or the backend has layers of its own.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     reason = unavailable(device)
@@ -104,7 +107,7 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     for parts in {id(layer.parts): layer.parts for layer in layers}.values():
         recompute = parts.spec.recompute
         if recompute is not None and recompute.granularity == "selective":
-            counter.stay_eager(parts, "recomputed", "attention: backward computes it again")
+            counter.stay_eager(parts, "recomputed", "attention: the backward pass recomputes it")
     for layer in layers:
         _compile(layer, counter, untraced)
     return counter
@@ -126,7 +129,7 @@ def _compile(layer: TransformerLayer, counter: CompileCounter, untraced: str | N
     core = next(module for module in layer.modules() if isinstance(module, AttentionCore))
     is_core_eager = untraced is not None or core.dropout > 0
     if is_core_eager:
-        reason = untraced or "its dropout is keyed by its place"
+        reason = untraced or "its dropout depends on its position"
         counter.stay_eager(core, "forward", f"attention: {reason}")
     parts, eager = layer.parts, layer.forward
     heads = parts.local_heads()
@@ -137,7 +140,7 @@ def _compile(layer: TransformerLayer, counter: CompileCounter, untraced: str | N
         context = context or AttentionContext()
         if not (layer.training and torch.is_grad_enabled() and x_BSD.requires_grad):
             return eager(x_BSD, context)
-        if is_core_eager or context.recompute_attention:  # then it counts for itself
+        if is_core_eager or context.recompute_attention:  # it counts its own FLOPs
             eager_core_BSD: torch.Tensor = compiled_forward(x_BSD, context)
             return eager_core_BSD
         seq = parts.sequence_length(x_BSD)

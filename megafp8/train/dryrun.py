@@ -1,4 +1,8 @@
-"""What one rank of a job would hold, counted from the parts themselves, built without numbers."""
+"""Compute the memory of one rank of a job by building its parts on torch's meta device.
+
+Tensors on the meta device have shapes and dtypes but no values, so that any rank of a job of any
+size can be built on a laptop.
+"""
 
 from __future__ import annotations
 
@@ -31,69 +35,70 @@ from megafp8.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes that stay from step to step."""
+    """Hold the bytes of the state that stays from step to step."""
 
-    weights: int  # what the products read
-    masters: int  # FP32, where they are not the weights themselves
+    weights: int  # as the products read them
+    masters: int  # FP32 master weights that are not the weights themselves
     moments: int  # the optimizer's
     gradients: int  # FP32, of all parameters
     scaling: int  # FP8 scales and their histories
 
     @property
     def total(self) -> int:
+        """Sum of all these bytes."""
         return self.weights + self.masters + self.moments + self.gradients + self.scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes that a step adds on top."""
+    """Hold the bytes that a step needs in addition to the state."""
 
-    kept: dict[int, int]  # by stage: between forward and backward of one microbatch
-    weight_copies: int  # FP8 weights that are quantized once a step
-    one_microbatch: int  # at the worst moment of a microbatch that is alone
-    in_flight: int  # of the microbatches that a pipeline has begun, at its worst moment
+    kept: dict[int, int]  # by stage, for the backward pass of one microbatch
+    weight_copies: int  # FP8 copies of weights, which are quantized once for each step
+    one_microbatch: int  # peak of a microbatch without others
+    in_flight: int  # peak of what is kept for all microbatches that a pipeline has begun
 
     @property
     def peak(self) -> int:
-        """At the worst moment: the other microbatches wait while one is worked on."""
+        """Peak of a step, in which one microbatch is computed while the others' bytes are kept."""
         alone = max(self.kept.values())
         return self.weight_copies + self.in_flight - alone + max(alone, self.one_microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """One rank's part of a job."""
+    """Describe one rank's part of a job."""
 
     rank: int
     place: dict[str, int]  # its coordinates on the mesh
     layers: tuple[int, ...]
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
-    """Logical name, logical shape, local shape, dtype of every piece."""
+    """The logical name, logical shape, local shape and dtype of every piece."""
     num_params: int  # elements of its parameters
     held: HeldBytes
     step: StepBytes
-    linears: LinearFlops | None  # with FP8: which products are in it
+    linears: LinearFlops | None  # the FLOPs in FP8; None without FP8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What all ranks together are."""
+    """Describe a whole job, over all its ranks."""
 
-    num_params: int  # of the whole model, each once
-    stages: tuple[LinearFlops, ...]  # by pipeline rank, with FP8
-    num_microbatches: int  # of each data-parallel rank, a step
-    times: Times | None  # of the pipeline's schedule
+    num_params: int  # of the whole model, copies not included
+    stages: tuple[LinearFlops, ...]  # by pipeline rank; empty without FP8
+    num_microbatches: int  # of each data-parallel rank in a step
+    times: Times | None  # of the pipeline's schedule; None without pipeline stages
 
 
 def ranks_to_show(spec: RunSpec) -> list[int]:
-    """The first rank of the first, the middle and the last pipeline stage."""
+    """Return the first rank of the first, the middle and the last pipeline stage."""
     parallel = spec.parallel
     each = parallel.world_size // parallel.pp
     return [stage * each for stage in sorted({0, parallel.pp // 2, parallel.pp - 1})]
 
 
 def rank_share(spec: RunSpec, rank: int) -> RankShare:
-    """Build the share of `rank`, pass a microbatch through it, count.
+    """Build the part of `rank`, run one microbatch through it, and return its description.
 
     `spec.model.vocab_size` must be known.
     """
@@ -114,7 +119,7 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
 
 
 def whole_layout(spec: RunSpec) -> Layout:
-    """From one rank of each pipeline stage; the ranks of a stage have equal shares."""
+    """Describe a whole job from one rank of each stage; the ranks of a stage have equal parts."""
     parallel = spec.parallel
     each = parallel.world_size // parallel.pp
     num_params, stages, orders = 0, [], None
@@ -137,14 +142,16 @@ def whole_layout(spec: RunSpec) -> Layout:
 
 
 def logical_params(state: TrainState) -> int:
-    """Elements of the logical tensors that this rank has a part of, without copies of another
-    stage's."""
+    """Return the number of elements of the logical tensors that this rank has a part of.
+
+    A copy of another stage's tensor does not count.
+    """
     pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
     return sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
 
 
 def layers_of(state: TrainState) -> Iterator[int]:
-    """Indices in the whole model of the layers that are here."""
+    """Yield the indices in the whole model of this rank's layers."""
     if not isinstance(state.model, PipelinedGPT):
         yield from range(state.model.spec.num_layers)
         return
@@ -155,6 +162,7 @@ def layers_of(state: TrainState) -> Iterator[int]:
 
 
 def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
+    """Yield the logical name, logical shape, local shape and dtype of every piece on this rank."""
     for param in state.model.parameters():
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
@@ -163,7 +171,7 @@ def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[i
 
 
 def held_bytes(state: TrainState) -> HeldBytes:
-    """Of the storages that are alive, each counted once; real tensors or meta ones."""
+    """Return the bytes of the state, each storage once; its tensors may be real or meta ones."""
     seen: set[int] = set()
 
     def own(tensors: Iterable[torch.Tensor]) -> int:
@@ -188,16 +196,16 @@ def held_bytes(state: TrainState) -> HeldBytes:
 
 
 def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
-    """One microbatch forward and backward through each of this rank's stages."""
+    """Run one microbatch forward and backward through each stage of this rank; count the bytes."""
     state.sink.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(1)
     state.scaling.begin_microbatch(0)
     kept: dict[int, int] = {}
     most = 0
-    with Kernels(spec.parallel.accelerator), Alive() as alive:
+    with MetaKernels(spec.parallel.accelerator), LiveBytes() as alive:
         for gpt in stages_of(state).values():
-            forward(gpt, spec, state)  # for what is made once: quantized weights
+            forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
         made = alive.bytes()
         for index, gpt in stages_of(state).items():
             alive.most = made
@@ -206,7 +214,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
             backward(output)
             del output
             if state.pipeline is not None and (take := state.pipeline.stages[0].dw_builder):
-                take()()  # zero bubble: the weights' gradients
+                take()()  # computes the weight gradients that zero bubble defers
             most = max(most, alive.most - made)
     pp, count = state.mesh.pp.size, spec.train.num_microbatches(state.mesh.dp.size)
     in_flight = max(kept.values())
@@ -218,8 +226,10 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
 
 
 def tensor_core_copies(state: TrainState) -> int:
-    """FP8 weights in two orientations, one for each product that reads them; those that are kept
-    in FP8 alone have one."""
+    """Return the bytes of the FP8 copies of weights that tensor cores read.
+
+    A weight has two, one in each orientation. A weight that is kept in FP8 only has no copy.
+    """
     return sum(
         2 * linear.weight.numel()
         for linear in linears_of(state.model)
@@ -228,7 +238,7 @@ def tensor_core_copies(state: TrainState) -> int:
 
 
 def stages_of(state: TrainState) -> dict[int, GPT]:
-    """The GPTs on this rank, by the number of their stage."""
+    """Return the GPTs on this rank by the number of their stage."""
     if isinstance(state.model, GPT):
         return {0: state.model}
     stages = [gpt for gpt in state.model.stages if isinstance(gpt, GPT)]
@@ -236,7 +246,10 @@ def stages_of(state: TrainState) -> dict[int, GPT]:
 
 
 def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
-    """A microbatch through one stage: the residual stream, or the loss where the head is."""
+    """Run a microbatch of zeros through one stage.
+
+    Return the residual stream [B, S, D], or the loss on the stage with the head.
+    """
     device = state.mesh.device
     shape = (spec.train.micro_batch_size, spec.data.seq_length // spec.parallel.cp)
     tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -250,7 +263,10 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
 
 
 def backward(output: torch.Tensor) -> None:
-    """`output.backward`, but for torch's suspending of `Kernels` inside: recomputation needs it."""
+    """Run the backward pass from `output`.
+
+    `Tensor.backward` would suspend `MetaKernels`, which recomputation in the backward pass needs.
+    """
     gradient = torch.empty_like(output).detach()
     torch.autograd.graph._engine_run_backward(
         (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -258,7 +274,10 @@ def backward(output: torch.Tensor) -> None:
 
 
 def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[list[Work]]:
-    """What each pipeline rank does, in order: torch's own plan where a rank has several stages."""
+    """Return the order of each pipeline rank's work in a step.
+
+    It is torch's own plan if a rank has several stages.
+    """
     assert state.pipeline is not None
     name = state.pipeline.name
     if name == "GPipe" or name == "1F1B":
@@ -276,17 +295,17 @@ def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[
     ]
 
 
-class Alive(TorchDispatchMode):
-    """Sees every tensor that is made inside and knows which of their storages are still there."""
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of the tensors that are made inside this context and still exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0  # bytes, at the worst moment since it was set
+        self.most = 0  # peak in bytes since this attribute was last set
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._at_most = 0  # what is alive, and perhaps some that is not
+        self._at_most = 0  # an upper bound: some of these bytes may be free already
 
     def bytes(self) -> int:
-        """Of the storages that are alive, of those that were made inside."""
+        """Return the bytes of the storages that were made inside and still exist."""
         gone = [key for key, (ref, _) in self._known.items() if ref.expired()]
         for key in gone:
             del self._known[key]
@@ -300,7 +319,7 @@ class Alive(TorchDispatchMode):
             if storage._cdata not in given and storage._cdata not in self._known:
                 self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
-                if self._at_most > self.most:  # else it cannot be: a look at all takes long
+                if self._at_most > self.most:  # a new peak is possible; `bytes` is slow
                     self.most = max(self.most, self.bytes())
         return out
 
@@ -309,10 +328,11 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class Kernels(TorchFunctionMode):
-    """Attention and dropout keep on the meta device what the kernels of the real one keep.
+class MetaKernels(TorchFunctionMode):
+    """Run attention and dropout on the meta device as the kernels of the real device would.
 
-    Left alone, torch takes the plain form of both there, which keeps every score.
+    They then keep the same tensors for the backward pass. Without this context, torch computes
+    both from basic operations on the meta device, and keeps every attention score.
     """
 
     def __init__(self, accelerator: str) -> None:
@@ -340,8 +360,11 @@ class Kernels(TorchFunctionMode):
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """On GPUs by the rules of torch's documentation: flash attention takes half precision and
-        no mask, the memory-efficient kernel no groups."""
+        """Call the attention kernel that the real device would use.
+
+        The rules for GPUs are those of torch's documentation: flash attention needs half precision
+        and no mask, and the memory-efficient kernel supports no groups of heads.
+        """
         aten = torch.ops.aten
         is_half = q.dtype in (torch.bfloat16, torch.float16)
         if self.on_gpu and is_half and attn_mask is None:

@@ -1,4 +1,4 @@
-"""Text from a model: with a cache of keys and values, or through FP8 for a run's short sample."""
+"""Generate text: with a cache of keys and values, or through FP8 for a run's short sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megafp8.parallel.context import whole_logits
 from megafp8.specs import GPTSpec
 from megafp8.train.state import TrainState
 
-ROUND_TO = 16  # FP8 GEMMs on hardware want token counts in multiples of this
+ROUND_TO = 16  # FP8 tensor cores need token counts that are multiples of this
 
 
 @torch.no_grad()
@@ -28,7 +28,10 @@ def sample(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """Continue `prompt` by up to `num_tokens` tokens drawn at `temperature`; returns them alone."""
+    """Return `num_tokens` tokens that continue `prompt`, drawn at `temperature`.
+
+    The model computes them as in training, in FP8 if it trains so; scales do not move.
+    """
     generator = torch.Generator().manual_seed(seed)
     limit = state.model.spec.max_position_embeddings
     cp = state.mesh.cp
@@ -40,7 +43,7 @@ def sample(
     with state.scaling.evaluation():
         for _ in range(num_tokens):
             context = tokens[-window:]
-            # Padding at the end changes nothing before it: attention is causal.
+            # Attention is causal, so that padding at the end does not change tokens before it.
             padded = context + [0] * min(-len(context) % multiple, window - len(context))
             batch = torch.tensor([padded], device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
@@ -52,7 +55,7 @@ def sample(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest at temperature 0, else drawn."""
+    """Choose the next token: the most likely one at temperature 0, otherwise a random one."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -60,7 +63,7 @@ class Sampling:
     seed: int = 1234
 
     def choose(self, logits_V: torch.Tensor, generator: torch.Generator) -> int:
-        """One token from FP32 logits on the CPU."""
+        """Return a token, given FP32 logits [V] on the CPU."""
         if self.temperature == 0:
             return int(logits_V.argmax())
         logits_V = logits_V / self.temperature
@@ -70,19 +73,22 @@ class Sampling:
         probs_V = torch.softmax(logits_V, dim=-1)
         if self.top_p is not None:
             sorted_V, order_V = probs_V.sort(descending=True)
-            before_V = sorted_V.cumsum(0) - sorted_V  # the likeliest always stays
+            before_V = sorted_V.cumsum(0) - sorted_V  # the most likely one always stays
             probs_V = probs_V.index_fill(0, order_V[before_V >= self.top_p], 0.0)
         return int(torch.multinomial(probs_V, 1, generator=generator))
 
 
 def beyond_training(spec: GPTSpec, prompt: int, num_tokens: int) -> str | None:
-    """What to tell of a text longer than those that the model was trained on, if it is."""
+    """Return a warning for a text longer than those the model was trained on, else None.
+
+    `prompt` and `num_tokens` are numbers of tokens.
+    """
     total, limit = prompt + num_tokens, spec.max_position_embeddings
     if total <= limit or spec.position_embedding_type == "learned_absolute":
-        return None  # or refused, by `generate`
+        return None  # `generate` refuses a text beyond learned positions
     return (
-        f"{prompt} tokens of prompt and up to {num_tokens} more are {total}; the model was trained "
-        f"on {limit}. What follows token {limit} may make no sense"
+        f"{prompt} prompt tokens and up to {num_tokens} more are {total}; the model was trained on "
+        f"texts of {limit}. Text after token {limit} may make no sense"
     )
 
 
@@ -90,18 +96,18 @@ def beyond_training(spec: GPTSpec, prompt: int, num_tokens: int) -> str | None:
 def generate(
     model: GPT, prompt: list[int], num_tokens: int, sampling: Sampling, *, vocab_size: int
 ) -> Iterator[int]:
-    """Up to `num_tokens` tokens after `prompt`; each past token is computed once.
+    """Yield `num_tokens` tokens that follow `prompt`; each past token is computed once.
 
     Tokens from `vocab_size` on are padding and never chosen.
 
     Raises:
-        RunError: The model's learned positions end before the text would.
+        RunError: The text would be longer than the model's learned positions.
     """
     spec, total = model.spec, len(prompt) + num_tokens
     limit = spec.max_position_embeddings
     if spec.position_embedding_type == "learned_absolute" and total > limit:
         raise RunError(
-            f"{len(prompt)} tokens of prompt and {num_tokens} more are {total}; the model has "
+            f"{len(prompt)} prompt tokens and {num_tokens} more are {total}; the model has "
             f"{limit} positions. Ask for at most {max(0, limit - len(prompt))}, or shorten the "
             "prompt"
         )

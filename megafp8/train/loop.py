@@ -1,4 +1,4 @@
-"""The training loop: steps, and what is due after each of them."""
+"""Run the training loop: steps, and the logging, validation and saving due after each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ MAX_NONFINITE_IN_A_ROW = 10
 
 
 def train(run: Run) -> bool:
-    """Train until `max_steps`; False if a signal or `max_time` ended it before (all is saved)."""
+    """Train until `max_steps`, and return whether that step was reached.
+
+    False says that a signal or `max_time` ended training early; the state is saved then.
+    """
     timeout = run.spec.parallel.step_timeout_seconds
     with (
         Garbage(run.spec.train.gc_interval) as garbage,
@@ -34,10 +37,10 @@ def train(run: Run) -> bool:
     ):
         try:
             finished = _train(run, garbage, watchdog)
-            settle(run)
+            finish_background_save(run)
             return finished
         except BaseException as error:
-            leave_whole(run, error)
+            finish_background_save_after(run, error)
             raise
 
 
@@ -57,7 +60,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             run.profiler.after_step(run.state.step)
             if result.scale_falls:
                 run.state.num_skipped += 1
-            elif not result.is_finite and rolls_back(run, microbatches, result):
+            elif not result.is_finite and handle_nonfinite(run, microbatches, result):
                 run.health.abandon()
                 loader.close()
                 loader = open_loader(run)
@@ -77,7 +80,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
 
 
 def open_loader(run: Run) -> Loader:
-    """Batches from where the state stands."""
+    """Return a loader of the batches that follow those the state has consumed."""
     train, dp = run.spec.train, run.state.mesh.dp
     source: SampleSource = run.data.train
     if train.overfit_batches:
@@ -96,7 +99,17 @@ def open_loader(run: Run) -> Loader:
 
 
 def after_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> bool:
-    """Log, validate and save where due; True if a signal asks to leave (all is saved then)."""
+    """Log, validate and save if that is due; return whether training must end before its last step.
+
+    It must if a signal or the time limit asks for it; the state is then saved.
+
+    Args:
+        run: The run after the step, whose number is `run.state.step`.
+        result: What the step returned.
+        samples: The number of samples in the step's global batch.
+        seconds: The time that the step took, with the time `waited` for data.
+        waited: Seconds that the step waited for data.
+    """
     spec, step = run.spec, run.state.step
     run.pace.after_step(seconds)
     is_logged = spec.train.logs_at(step) or not result.is_finite
@@ -104,8 +117,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         report = report_of(run, result, samples, seconds, waited)
         if is_logged:
             log_step(run, result, samples, report)
-        # A process that continues a run shows its first step and leaves it out of the files, which
-        # are those of a run that was never interrupted.
+        # A process that continues a run shows its first step but does not log it, so that the files
+        # are the same as those of a run that was never interrupted.
         run.console.step(report)
         run.last_report, run.last_loss = report, result.loss
     else:
@@ -121,10 +134,10 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     interval = spec.checkpoint.every_n_train_steps
     run.limit.step_ended()
     stop, is_time, is_late, has_saved = result.raised
-    if validates:  # this may have taken long: ask again
+    if validates:  # validation may take long: look for a signal again
         (stop,) = agree(run.state.mesh, run.stop.signal is not None)
     if has_saved:
-        settle(run)
+        finish_background_save(run)
     run.stopped_by_time = is_late and not stop
     stop = stop or is_late
     if stop or (is_last and spec.checkpoint.save_last):
@@ -135,9 +148,12 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
 
 
 def flags_of(run: Run) -> tuple[bool, ...]:
-    """What this rank wants to be done after the step that runs now: leave because of a signal, save
-    because of the time, leave because of it, and take note that a checkpoint beside training is on
-    the disk."""
+    """Return what this rank wants all ranks to do after the step that runs now.
+
+    The four flags are: end training because of a signal; save, because the time between saves is
+    over; end training, because the time limit is near; and take note that this rank has written its
+    part of the background checkpoint.
+    """
     pause = run.spec.checkpoint.train_time_interval_seconds
     since_save = time.monotonic() - run.last_save
     is_saving = run.background is not None and run.background.step is not None
@@ -152,7 +168,7 @@ def flags_of(run: Run) -> tuple[bool, ...]:
 def report_of(
     run: Run, result: StepResult, samples: int, seconds: float, waited: float
 ) -> StepReport:
-    """This step's own numbers."""
+    """Return the numbers of one step for the console; the arguments are those of `after_step`."""
     state, spec = run.state, run.spec
     tokens = samples * spec.data.seq_length
     flops = {
@@ -175,7 +191,7 @@ def report_of(
 
 
 def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> None:
-    """One line to metrics.jsonl and the trackers, and FP8's health where `begin` was called."""
+    """Write a step to metrics.jsonl and the trackers, and FP8 health if it was measured."""
     state, spec = run.state, run.spec
     values = {
         "consumed_samples": state.consumed_samples,
@@ -209,14 +225,21 @@ def _notes(state: TrainState, result: StepResult) -> tuple[str, ...]:
 
 
 def save(run: Run, *, must_succeed: bool) -> None:
-    """A checkpoint now. A periodic one that fails (a full disk) is told and training goes on.
+    """Save a checkpoint of the current step.
 
-    With `async_save` a periodic one is only begun; one that must succeed is always waited for.
+    With `must_succeed`, the function waits until the checkpoint is on the disk, and raises if that
+    fails. Otherwise a failure (a full disk) is reported and training continues, and with
+    `async_save` the checkpoint is only begun.
+
+    Raises:
+        CheckpointError: The checkpoint must succeed and did not.
     """
     step, background = run.state.step, run.background
     if background is not None and background.step is not None and not background.has_ended():
-        run.console.event(f"step {step} waits until the checkpoint of {background.step} is written")
-    settle(run)
+        run.console.event(
+            f"step {step}: waiting until the checkpoint of step {background.step} is written"
+        )
+    finish_background_save(run)
     run.last_save = time.monotonic()
     if background is not None and not must_succeed:
         background.start(run.state)
@@ -226,14 +249,14 @@ def save(run: Run, *, must_succeed: bool) -> None:
     except CheckpointError as error:
         if must_succeed:
             raise
-        tell_failure(run, step, error)
+        warn_of_failed_save(run, step, error)
         return
     run.limit.saved(time.monotonic() - run.last_save)
     run.console.event(f"step {step} saved and verified: {path}")
 
 
-def settle(run: Run) -> None:
-    """Wait for the checkpoint that is written beside training, if there is one, and tell of it."""
+def finish_background_save(run: Run) -> None:
+    """Wait for the checkpoint that is written in the background, if any; report its result."""
     background = run.background
     if background is None or background.step is None:
         return
@@ -241,33 +264,41 @@ def settle(run: Run) -> None:
     try:
         saved = background.wait()
     except CheckpointError as error:
-        tell_failure(run, step, error)
+        warn_of_failed_save(run, step, error)
         return
     run.limit.saved(saved.seconds)
     run.console.event(
-        f"step {step} saved and verified: {saved.path} (beside training, in {saved.seconds:.2f} s; "
-        f"the copy took {saved.pause_seconds * 1e3:.0f} ms)"
+        f"step {step} saved and verified: {saved.path} (in the background, in "
+        f"{saved.seconds:.2f} s; the copy took {saved.pause_seconds * 1e3:.0f} ms)"
     )
 
 
-def tell_failure(run: Run, step: int, error: CheckpointError) -> None:
-    run.console.warn(f"checkpoint at step {step} failed, training goes on: {error}")
+def warn_of_failed_save(run: Run, step: int, error: CheckpointError) -> None:
+    """Warn that the checkpoint of `step` could not be written."""
+    run.console.warn(f"checkpoint at step {step} failed, training continues: {error}")
 
 
-def leave_whole(run: Run, error: BaseException) -> None:
-    """What was begun is still written, unless another rank may be gone, for which it would wait."""
+def finish_background_save_after(run: Run, error: BaseException) -> None:
+    """Finish the checkpoint that is written in the background, after training ended with `error`.
+
+    The checkpoint is abandoned if another rank may be dead, since this rank would wait for it.
+    """
     if run.state.mesh.world.size > 1 and not getattr(error, "is_shared", False):
         return
     try:
-        settle(run)
-    except Exception as failure:  # of two errors the first is the one to tell
+        finish_background_save(run)
+    except Exception as failure:  # the caller raises `error`, which came first
         run.console.warn(f"the checkpoint that was being written failed: {failure}")
 
 
-def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
-    """Act on a step that was not finite; True if the state went back to the last checkpoint.
+def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
+    """Follow `nonfinite_policy` after a step with a loss or gradient norm that is not finite.
 
-    Otherwise the step stands as one that changed nothing, and the next batch comes.
+    Return True if the state went back to the last checkpoint. False says that the step counts as
+    one that changed nothing, and that training continues with the next batch.
+
+    Raises:
+        NonFiniteError: The policy is `stop`, or too many such steps came in a row.
     """
     step, policy = run.state.step + 1, run.spec.train.nonfinite_policy
     name = first_nonfinite(run.state, microbatches)
@@ -276,14 +307,14 @@ def rolls_back(run: Run, microbatches: list[Microbatch], result: StepResult) -> 
     if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
         raise_on_all(
             NonFiniteError(
-                f"{what}. Nothing of it was saved. Lower model.optim.lr, or set "
-                "trainer.nonfinite_policy=skip (leave such batches out) or rollback (go back to "
-                f"the last checkpoint); both end after {MAX_NONFINITE_IN_A_ROW} in a row"
+                f"{what}. Nothing of this step was saved. Lower model.optim.lr, or set "
+                "trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to the "
+                f"last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
             )
         )
     if policy == "rollback" and step not in run.rolled_back_from:
         run.rolled_back_from.add(step)
-        settle(run)
+        finish_background_save(run)
         newest = newest_valid(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
             meta = state_dict.load(newest, run.state, run.console.warn)

@@ -1,4 +1,4 @@
-"""Name the first tensor that is not finite, once a step's loss or gradient norm was not."""
+"""Find the first tensor that is not finite, after a step whose loss or gradient norm was not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from megafp8.train.step import local_batch
 
 
 def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> str:
-    """In the order of computation: weights, then outputs of modules, then gradients.
+    """Return the name of the first tensor that is not finite, in the order of computation.
 
-    The forward passes are run again for it, without dropout and leaving no trace. All ranks call
-    it together and get the same answer, each having looked at its own shards.
+    Weights come first, then outputs of modules, then gradients. The forward passes are run again
+    for the outputs, without dropout and without an effect on FP8 scales. All ranks call the
+    function together; each looks at its own shards, and all get the same answer.
     """
     mesh = state.mesh
     state.masters.reshard()
@@ -67,7 +68,7 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
 
 
 def _first_gradient(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:
-    """Backward computes the last modules' gradients first."""
+    """Return the first gradient in the backward pass, which begins with the last modules."""
     masters = state.masters
     grads = dict(zip(masters.params, masters.param_grads, strict=True))
     for param in reversed(params):

@@ -1,4 +1,4 @@
-"""What a process's first steps say of how long its run will take, and what would be faster."""
+"""Estimate from the first steps how long a run will take, and suggest what would be faster."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.specs import RunSpec
 
 LONG_SECONDS = 30 * 60
-SLOWER_BY = 1.5  # products in the run's dtype, over FP32 ones, from which on FP32 is named
-LARGEST_SIDE = 512  # of the matrices that are multiplied to find out: at most 0.27 GFLOP
+SLOWER_BY = 1.5  # least time ratio, products in the run's dtype over FP32, to suggest FP32
+LARGEST_SIDE = 512  # of the matrices that are multiplied as a test: at most 0.27 GFLOP
 
 
 class Pace:
-    """Counts the steps of one process, the first of which has costs that no other has."""
+    """Time the steps of one process. The first one has costs that the others do not have."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._seconds = float("inf")
 
     def after_step(self, seconds: float) -> None:
-        """A step took so long, waiting for data included."""
+        """Take note that a step took `seconds`, including the time that it waited for data."""
         self.num_steps += 1
         if self.num_steps <= 2:
             self._seconds = min(self._seconds, seconds)
 
     def slow(self, spec: RunSpec, step: int, device: torch.device) -> str | None:
-        """After the second step: what to say of a run that will take long on a CPU, else None.
+        """Return, after the second step, a warning if the run will take long on a CPU, else None.
 
         Args:
-            step: Steps that are done.
-            device: Where the run computes.
+            spec: The run.
+            step: The number of steps that are done.
+            device: The device on which the run computes.
         """
         left = (spec.train.max_steps - step) * self._seconds
         limit = spec.train.max_time_seconds
@@ -42,36 +43,36 @@ class Pace:
             return None
         if limit is not None and limit <= LONG_SECONDS:
             return None  # trainer.max_time ends this process before
-        told = f"at {self._seconds:.3g} s a step, the {spec.train.max_steps - step} steps that are "
-        told += f"left take {format_duration(left)} on this CPU, without validation. Faster: "
-        return told + "; ".join(_ways(spec, step, self._seconds, device))
+        text = f"at {self._seconds:.3g} s a step, the {spec.train.max_steps - step} steps that are "
+        text += f"left take {format_duration(left)} on this CPU, without validation. Faster: "
+        return text + "; ".join(_suggestions(spec, step, self._seconds, device))
 
 
-def _ways(spec: RunSpec, step: int, seconds: float, device: torch.device) -> list[str]:
-    ways = []
+def _suggestions(spec: RunSpec, step: int, seconds: float, device: torch.device) -> list[str]:
+    found = []
     steps = step + int(LONG_SECONDS / seconds)
     if steps > step:
-        ways.append(f"trainer.max_steps={steps} (half an hour)")
+        found.append(f"trainer.max_steps={steps} (half an hour)")
     else:
-        ways.append("a smaller model: one step alone takes more than half an hour")
+        found.append("a smaller model: one step alone takes more than half an hour")
     smallest = spec.train.micro_batch_size * spec.parallel.dp
     if spec.train.global_batch_size > smallest:
-        ways.append(
+        found.append(
             f"a model.global_batch_size below {spec.train.global_batch_size}, with fewer tokens a "
             "step (a new run)"
         )
     ratio = _times_as_long(spec, device)
     if ratio >= SLOWER_BY:
         name = spec.precision.compute.upper()
-        ways.append(
+        found.append(
             f"trainer.precision=32 (a new run): a product of {name} matrices took {ratio:.1f} "
             "times as long here as one of FP32 matrices"
         )
-    return ways
+    return found
 
 
 def _times_as_long(spec: RunSpec, device: torch.device) -> float:
-    """How long a product of the model's shape takes in its dtype, over the same in FP32."""
+    """Return the time of a product of the model's shape in its dtype, over the time in FP32."""
     dtype = DTYPES[spec.precision.compute]
     if dtype == torch.float32:
         return 1.0
@@ -82,7 +83,7 @@ def _times_as_long(spec: RunSpec, device: torch.device) -> float:
 
 
 def _seconds_of(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The shorter of two, after one that is not counted."""
+    """Return the time of a product: the shorter of two, after one that is not counted."""
     a_MK = torch.ones(m, k, dtype=dtype, device=device)
     b_KN = torch.ones(k, n, dtype=dtype, device=device)
     took = []

@@ -1,4 +1,4 @@
-"""A pretraining run from its spec to its summary."""
+"""Run pretraining, from the spec of a run to its summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megafp8.specs import RunSpec
 from megafp8.train.loop import save, train
 from megafp8.train.process import StopRequest, prepare_process
 from megafp8.train.report.profile import memory_snapshot_on_oom
-from megafp8.train.report.summary import Typed, sample_text, summarize
+from megafp8.train.report.summary import CommandLine, sample_text, summarize
 from megafp8.train.run import Run
 from megafp8.train.setup import open_run
 from megafp8.train.validate import check_validation
@@ -33,17 +33,24 @@ def pretrain(
     settings: Sequence[str] = (),
     record: Mapping[str, object] | None = None,
 ) -> int:
-    """Train, or continue, the run that `spec` describes; returns the exit code.
+    """Train, or continue, the run that `spec` describes, and return the exit code.
 
     Args:
-        command: What was typed: shown as what continues the run.
-        settings: Lines for the start: what is not the default job's, and what changes nothing.
-        record: The same for `summary.json`.
+        spec: The run, resolved and checked.
+        is_sweep: Whether the run is one job of a sweep.
+        command: The words of the user's command line; the end table shows how to continue with it.
+        settings: Lines shown at the start: the settings that differ from the default job, and those
+            that have no effect.
+        record: The same settings for `summary.json`.
+
+    Raises:
+        UserError: The run cannot start or continue. If all ranks know of the error, the main rank
+            raises it and the others return its exit code.
     """
-    typed = Typed(command, tuple(settings), record or {})
+    command_line = CommandLine(command, tuple(settings), record or {})
     began = time.monotonic()
     follow_launcher()
-    mesh = join(spec.parallel)  # a signal ends what still waits for others: nothing has begun
+    mesh = join(spec.parallel)  # a signal ends ranks that still wait: no run has begun
     with StopRequest() as stop:
         try:
             choose.check(spec, mesh.device)
@@ -54,12 +61,12 @@ def pretrain(
             )
             progress_bar = spec.observe.progress_bar
             with open_console(main_rank=mesh.is_main, progress_bar=progress_bar) as console:
-                code = _pretrain(spec, mesh, console, stop, is_sweep, typed, began)
+                code = _pretrain(spec, mesh, console, stop, is_sweep, command_line, began)
             leave()
             return code
         except UserError as error:
             if error.is_shared:
-                leave()  # as all ranks do; a sweep goes on in the same processes
+                leave()  # all ranks do; a sweep continues in the same processes
                 if not mesh.is_main:
                     return int(error.exit_code)
             raise
@@ -74,12 +81,12 @@ def _pretrain(
     console: Console,
     stop: StopRequest,
     is_sweep: bool,
-    typed: Typed,
+    command_line: CommandLine,
     began: float,
 ) -> int:
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     try:
-        return _run_in(choice, spec, mesh, console, stop, typed, began)
+        return _run_in(choice, spec, mesh, console, stop, command_line, began)
     except UserError:
         directory.withdraw(choice)
         raise
@@ -91,16 +98,16 @@ def _run_in(
     mesh: Mesh,
     console: Console,
     stop: StopRequest,
-    typed: Typed,
+    command_line: CommandLine,
     began: float,
 ) -> int:
     path = choice.path
     if mesh.is_main:
-        console.header([f"{path}: {choice.reason}", *typed.settings])
+        console.header([f"{path}: {choice.reason}", *command_line.settings])
     run = open_run(path, spec, mesh, console, stop, began)
     try:
         finished = _train_to_the_end(run, path)
-        summary = summarize(run, path, typed, finished, began)
+        summary = summarize(run, path, command_line, finished, began)
         if finished and not spec.train.fast_dev_run:
             console.event(f"a sample: {sample_text(run)!r}")
     finally:
@@ -111,18 +118,21 @@ def _run_in(
         except OSError as error:
             console.warn(f"{path / 'summary.json'}: cannot be written ({error})")
         if finished:
-            mark(path, FINISHED)  # the last act: killed before it, the run is still to be continued
+            mark(path, FINISHED)  # last of all: a run that is killed before can be continued
         console.finish(summary.rows())
     if not finished:
-        from_main(mesh, None)  # a launcher may end the others as soon as one has left with 75
+        from_main(mesh, None)  # ranks exit together: a launcher may end the others after one
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
 
 
 def _train_to_the_end(run: Run, path: Path) -> bool:
-    """Whether it was reached; False if a signal or the time limit came first."""
+    """Train, and return whether the last step was reached.
+
+    False says that a signal or the time limit came first.
+    """
     train_spec, profile = run.spec.train, run.spec.profile
     if train_spec.nonfinite_policy == "rollback" and run.saver.last_step is None:
-        save(run, must_succeed=True)  # something to go back to
+        save(run, must_succeed=True)  # a first checkpoint to go back to
     if train_spec.num_sanity_val_steps and run.state.step == 0:
         check_validation(run)
     rank = run.state.mesh.world.rank

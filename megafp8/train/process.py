@@ -1,6 +1,4 @@
-"""What a training process does beside training: signals, its time limit, garbage collection and
-the settings that are made once at its start.
-"""
+"""Handle signals, the time limit and garbage collection, and make process-wide settings."""
 
 from __future__ import annotations
 
@@ -20,7 +18,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Remembers the first signal; use as a context around training."""
+    """Remember the first signal, so that training can save and stop after the current step.
+
+    Use it as a context around training. A second signal ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -42,16 +43,18 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            os._exit(128 + number)  # as a shell reports a process that a signal ended
+            os._exit(128 + number)  # the exit code that a shell reports after a signal
         self.signal = signal.Signals(number)
 
 
 class TimeLimit:
-    """Due when the rest of this step, one more step and one save would not fit, each as slow as the
-    slowest so far; with a save under way beside training, that one has to end first.
+    """Decide when training must stop so that it can save within `seconds` after `began`.
 
-    `began` and `clock` are in seconds of the same clock; a step's time includes the validation and
-    the periodic save that came with it.
+    The limit is due when the rest of the current step, one more step and one save would not fit,
+    each as slow as the slowest so far. A save that runs in the background has to end before that.
+
+    `began` and `clock` are in seconds of the same clock. The time of a step includes the validation
+    and the periodic save after it. `seconds` None says that there is no limit.
     """
 
     def __init__(
@@ -62,15 +65,18 @@ class TimeLimit:
         self._longest_step = self._longest_save = self._longest_rest = 0.0
 
     def start(self) -> None:
-        """The first step begins."""
+        """Take note that the first step begins."""
         self._last = self._clock()
 
     def saved(self, seconds: float) -> None:
-        """A save took so long."""
+        """Take note that a save took `seconds`."""
         self._longest_save = max(self._longest_save, seconds)
 
     def is_due(self, under_way: float | None = None) -> bool:
-        """Call once in each step; `under_way`: seconds since a save beside training began."""
+        """Return whether training must stop after this step. Call it once in each step.
+
+        `under_way` is the time in seconds since a background save began, or None if none runs.
+        """
         now = self._clock()
         if self._last is not None:
             self._longest_step = max(self._longest_step, now - self._last)
@@ -82,14 +88,16 @@ class TimeLimit:
         return now - self._began + self._longest_rest + self._longest_step + saves >= self.seconds
 
     def step_ended(self) -> None:
-        """The step in which `is_due` was called is over, with what came after it but for saves."""
+        """Take note that the step in which `is_due` was called is over, except for its save."""
         assert self._last is not None, "no step has begun"
         self._longest_rest = max(self._longest_rest, self._clock() - self._last)
 
 
 class Garbage:
-    """While it is entered, Python collects every `interval` steps and at no other time; with 0 as
-    it always does."""
+    """Let Python collect garbage every `interval` steps and at no other time.
+
+    It applies while the context is entered. With an interval of 0, Python collects as usual.
+    """
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -103,6 +111,7 @@ class Garbage:
         return self
 
     def after_step(self, step: int) -> None:
+        """Collect garbage if it is due after `step`."""
         if self._interval and step % self._interval == 0:
             gc.collect()
 
@@ -120,10 +129,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep large freed blocks instead of giving them back to the kernel.
+    """Make glibc keep large freed blocks instead of returning them to the kernel.
 
-    Every large tensor would otherwise be mapped and page-faulted anew: half of a CPU training step.
-    Returns whether it applies (Linux with glibc).
+    Otherwise each large tensor would be mapped again and page-faulted, which takes half of the time
+    of a CPU training step. Return whether the setting took effect, which needs Linux with glibc.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
@@ -133,7 +142,11 @@ def keep_freed_memory() -> bool:
 
 
 def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = False) -> None:
-    """Settings that every run wants on this device."""
+    """Make the settings of torch and of the process that every run on `device` needs.
+
+    `fp32` says that the run computes in FP32, `deterministic` that torch must refuse operations
+    that are not deterministic.
+    """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(deterministic)
@@ -144,10 +157,10 @@ def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = F
 
 
 def choose_float32_precision() -> str:
-    """The fastest of torch's FP32 matmul settings that is still FP32: relative error below 1e-6.
+    """Set torch to its fastest FP32 matrix products that keep FP32's error; return the setting.
 
-    "medium" is faster on some CPUs at FP32's own error; on CPUs with AMX it means BF16, and a probe
-    tells them apart.
+    "medium" is faster on some CPUs with the error of FP32. On CPUs with AMX, it means BF16. The
+    relative error of one product, which must be below 1e-6, tells which case applies.
     """
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(256, 512, generator=generator)

@@ -1,4 +1,4 @@
-"""Where a run's state comes from: its own newest checkpoint, or one that the settings name."""
+"""Load a run's state from its own newest checkpoint, or from one that the settings name."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def resume_from(
     data: PreparedData,
     console: Console,
 ) -> None:
-    """Fill a new run's state from a checkpoint, or the newest of a run; all ranks together.
+    """Fill a new run's state from a checkpoint, or from the newest one of another run.
+
+    All ranks call it together.
 
     Raises:
-        CheckpointError: There is no good one, or it was trained on other data.
-        ConfigError: It was made with another model, other data or another optimizer.
+        CheckpointError: `path` has no good checkpoint, or one that was trained on other data.
+        ConfigError: The checkpoint was made with another model, other data or another optimizer.
     """
 
     def find() -> Path:
@@ -51,7 +53,7 @@ def resume_from(
 
     found = on_main(state.mesh, find)
     _load(found, saver, state, data, console)
-    console.event(f"going on from {found}, at step {state.step}")
+    console.event(f"starting from {found}, at step {state.step}")
 
 
 def _load(
@@ -64,8 +66,8 @@ def _load(
                 path,
                 f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
                 f"{data.fingerprint[:12]})",
-                "Give model.data.data_prefix the data it was made with, or start a new "
-                "exp_manager.name",
+                "Set model.data.data_prefix to the data of the checkpoint, or start a new run with "
+                "another exp_manager.name",
             )
         )
     saver.metrics = dict(meta.get(METRICS, {}))
@@ -75,7 +77,9 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
     config = check_structure(path).meta.get("config")
     if not isinstance(config, dict) or "data_fingerprint" not in check_structure(path).meta:
         raise CheckpointError(
-            path, "holds weights alone", "Use restore_from_path, which starts from weights"
+            path,
+            "has weights, but no state of training",
+            "Use restore_from_path, which reads the weights only",
         )
     raise_if_any(
         [
@@ -83,7 +87,7 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
                 d.key,
                 d.new,
                 f"the checkpoint {path} was made with {d.old}",
-                f"Give {d.key}={d.old}, or restore_from_path, which takes its weights alone",
+                f"Set {d.key}={d.old}, or use restore_from_path, which reads the weights only",
             )
             for d in differences(config, spec.resolved)
         ]

@@ -1,4 +1,4 @@
-"""One process's life of a run: its parts, and what moves while it trains."""
+"""Hold the parts of a run in one process, and what changes while it trains."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from megafp8.train.state import TrainState
 
 @dataclass
 class Run:
-    """One process's life of a run."""
+    """Hold the parts of a run in one process, and what changes while it trains."""
 
     spec: RunSpec
     state: TrainState
     data: PreparedData
     saver: Saver
     console: Console
-    metrics: MetricsFile | None  # the main rank's
+    metrics: MetricsFile | None  # None on all ranks but the main one
     trackers: CompositeTracker
     stop: StopRequest
     limit: TimeLimit
     health: HealthLog
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
-    background: BackgroundSaver | None = None  # writes the periodic checkpoints, with `async_save`
+    background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None
     last_loss: float | None = None
-    stopped_by_time: bool = False
-    last_save: float = field(default_factory=time.monotonic)
+    stopped_by_time: bool = False  # the time limit, not a signal, ended training
+    last_save: float = field(default_factory=time.monotonic)  # when, on the monotonic clock
     nonfinite_in_a_row: int = 0
-    rolled_back_from: set[int] = field(default_factory=set)  # skipped if they fail again
+    rolled_back_from: set[int] = field(default_factory=set)  # steps that rolled back once
 
     def close(self) -> None:
-        """The files that this process writes beside the checkpoints."""
+        """Close the files that this process writes, other than checkpoints."""
         if self.metrics is not None:
             self.metrics.close()
         self.health.close()

@@ -1,7 +1,7 @@
-"""A run's checkpoints: written on all ranks together, now or beside training.
+"""Write a run's checkpoints on all ranks together, at once or in the background.
 
-Beside training a thread hashes and writes a copy of the state without Python's lock. A second
-process would have to be given the copy, and a forked one may not touch a GPU or torch's threads.
+In the background, a thread hashes and writes a copy of the state without Python's lock. A second
+process would need the copy sent to it, and a forked process may not use a GPU or torch's threads.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
 
-# Torch shares out larger tensors among its threads: a thread of the background would get a team of
-# its own, beside the one that trains.
+# Torch divides larger tensors among threads. For the thread that writes in the background, it would
+# start more threads, which compete with those that train.
 _ELEMENTS_OF_ONE_THREAD = 16384
 
 
 class Saver:
-    """Writes a run's checkpoints under `root` and keeps the newest and the best ones."""
+    """Write a run's checkpoints under `root`, and keep the newest and the best ones."""
 
     def __init__(self, root: Path, keep: int, meta: dict[str, Any], best: Best = NONE) -> None:
         self.root, self.keep, self.meta, self.best = root, keep, meta, best
-        self.metrics: dict[str, float] = {}  # what was measured last, by its name
+        self.metrics: dict[str, float] = {}  # the last measured values, by name
         self._known_good: Collection[Path] = ()
-        self.last_step: int | None = None  # of the newest checkpoint that this run has committed
+        self.last_step: int | None = None  # step of the newest checkpoint of this run
         self._versions = {
             "megafp8": megafp8.__version__,
             "torch": torch.__version__,
@@ -55,9 +55,11 @@ class Saver:
         }
 
     def save(self, state: TrainState) -> Path:
-        """All ranks together. Raises `CheckpointError` on every rank if any of them fails.
+        """Save the state and return the checkpoint's directory. All ranks call it together.
 
-        A state that is not finite is never saved as good: that is a `NonFiniteError`.
+        Raises:
+            CheckpointError: Some rank failed to write; every rank raises.
+            NonFiniteError: The state has a value that is not finite, and is therefore not saved.
         """
         return self.write(
             state.mesh, state.step, list(state_dict.placements(state)), self.meta_of(state)
@@ -71,13 +73,16 @@ class Saver:
         meta: dict[str, Any],
         group: dist.ProcessGroup | None = None,
     ) -> Path:
-        """`save` of what was taken from a state before. The ranks agree within `group`; None: all
-        ranks' own."""
+        """Save `pieces` and `meta`, which were taken from a state at `step`; see `save`.
+
+        The ranks agree within `group`, or within the group of all ranks if it is None.
+        """
         if bad := first_known(mesh, _first_nonfinite(pieces), group):
             raise_on_all(
                 NonFiniteError(
                     f"step {step}: {bad} is not finite: this step was not saved. The same command "
-                    "continues from the checkpoint before it; lower model.optim.lr if it comes back"
+                    "continues from the checkpoint before it; lower model.optim.lr if this happens "
+                    "again"
                 )
             )
         staging = on_main(mesh, lambda: store.begin(self.root, step), group)
@@ -99,10 +104,11 @@ class Saver:
         return final
 
     def path_of(self, step: int) -> Path:
+        """Return the directory of the checkpoint of `step`."""
         return self.root / step_name(step)
 
     def meta_of(self, state: TrainState) -> dict[str, Any]:
-        """The scalars of the state, and what was measured last."""
+        """Return the scalars of the state, and the metrics that were measured last."""
         return {
             **self.meta,
             METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
@@ -115,10 +121,10 @@ class Saver:
 
 
 def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
-    """The newest checkpoint that verifies, found by the main rank for all.
+    """Return the newest checkpoint that verifies, or None; the main rank finds it for all.
 
-    Damaged ones after it are renamed: they are no longer the newest, which pruning insists on.
-    What a killed process left half written goes: it may be what fills the disk.
+    Newer checkpoints, which are damaged, are renamed, because pruning needs the newest one to be
+    good. Checkpoints that a killed process left half written are deleted, to free disk space.
     """
 
     def find() -> Path | None:
@@ -150,7 +156,7 @@ def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
 
 
 def _commit() -> str | None:
-    """The git commit of the code that runs, if it runs from a checkout."""
+    """Return the git commit of the code that runs, or None outside of a checkout."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(
@@ -165,9 +171,10 @@ _ALIGNMENT_BYTES = 64
 
 
 class Snapshot:
-    """Memory for every tensor that this rank writes, taken and touched when it is made.
+    """Hold memory for a copy of every tensor that this rank writes.
 
-    One block: page-locked where the state is on a GPU, so that copies run at the bus's speed.
+    The memory is one block, which is allocated and written to at the beginning. It is page-locked
+    if the state is on a GPU, so that copies run at the bus's speed.
     """
 
     def __init__(self, placements: Iterable[Placement]) -> None:
@@ -178,7 +185,7 @@ class Snapshot:
             size += -(-placement.tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         pinned = any(p.tensor.is_cuda for p in own)
         block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        block.fill_(1)  # the first write to a page costs far more than the later ones
+        block.fill_(1)  # the first write to a page takes much longer than later ones
         self.num_bytes = sum(p.tensor.nbytes for p in own)
         self._copies = {
             (p.name, p.offset): _over(p, block[start : start + p.tensor.nbytes])
@@ -186,16 +193,17 @@ class Snapshot:
         }
 
     def take(self, placements: Iterable[Placement]) -> list[Placement]:
-        """The same placements as they are now, over the copies; replicas stay out.
+        """Copy the tensors of `placements`, and return placements of the copies, without replicas.
 
-        The state may change as soon as this returns; the copies hold until the next call.
+        The state may change as soon as this method returns. The copies stay the same until the next
+        call.
         """
         own = [p for p in placements if _is_written(p)]
         if not own:  # a replica, which writes nothing
             return []
         taken = [self._copies[p.name, p.offset] for p in own]
         sources = [p.tensor.detach() for p in own]
-        # One call for all: most of them are rows of FP8 tables, a few bytes each.
+        # One call copies all, since most tensors are rows of FP8 tables of a few bytes each.
         torch._foreach_copy_([p.tensor for p in taken], sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
@@ -211,24 +219,25 @@ def _over(placement: Placement, block: torch.Tensor) -> Placement:
     return Placement(placement.name, placement.global_shape, placement.offset, tensor)
 
 
-# A rank that is done waits for the slowest. If one dies, the launcher or training ends the others.
+# A rank that is done waits for the slowest. If a rank dies, the launcher or training ends the rest.
 _AGREEMENT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is on the disk, and what it took."""
+    """Describe a checkpoint that is on the disk, and the time that it took."""
 
     step: int
     path: Path
-    pause_seconds: float  # training stood still
-    seconds: float  # from the request on
+    pause_seconds: float  # during which training stood still
+    seconds: float  # from the request until it was on the disk
 
 
 class BackgroundSaver:
-    """Saves what `saver` would, one checkpoint at a time. All ranks make and call it together.
+    """Save checkpoints in the background, one at a time. All ranks make and call it together.
 
-    The ranks' threads agree in a group of their own: their messages never meet training's.
+    The threads of the ranks agree in a process group of their own, so that their messages do not
+    mix with those of training.
     """
 
     def __init__(self, saver: Saver, state: TrainState) -> None:
@@ -241,15 +250,15 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        self.step: int | None = None  # being written, or written and not yet waited for
+        self.step: int | None = None  # of the checkpoint that `wait` is due for
 
     @property
     def num_bytes(self) -> int:
-        """What this rank's copy takes, in host memory."""
+        """Bytes of host memory that this rank's copy of the state takes."""
         return self._snapshot.num_bytes
 
     def start(self, state: TrainState) -> None:
-        """Copy the state and begin to write it; the one before has been waited for."""
+        """Copy the state and begin to write it. `wait` must have ended the save before."""
         assert self.step is None, "two saves overlap"
         began = time.perf_counter()
         placements = self._snapshot.take(self._placements.now())
@@ -261,7 +270,7 @@ class BackgroundSaver:
             try:
                 path = self._saver.write(mesh, step, placements, meta, self._group)
                 self._saved = Saved(step, path, pause, time.perf_counter() - began)
-            except BaseException as error:  # raised where training can act on it
+            except BaseException as error:  # `wait` raises it in the main thread
                 self._error = error
 
         self._saved = self._error = None
@@ -270,11 +279,11 @@ class BackgroundSaver:
         self._thread.start()
 
     def has_ended(self) -> bool:
-        """Whether there is something to wait for and the wait is short."""
+        """Whether a save was begun and its thread has ended, so that `wait` returns at once."""
         return self._thread is not None and not self._thread.is_alive()
 
     def wait(self) -> Saved:
-        """What came of the save that `start` began; raises what it raised."""
+        """Wait for the save that `start` began; return its result or raise its error."""
         assert self._thread is not None, "nothing was begun"
         self._thread.join()
         self._thread, self.step = None, None

@@ -1,4 +1,4 @@
-"""A run made ready: its data, its model, what it continues from, and all that watches it."""
+"""Set up a run: its data, its model, its checkpoints and everything that observes it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,18 @@ from megafp8.train.weights import start_from
 def open_run(
     path: Path, spec: RunSpec, mesh: Mesh, console: Console, stop: StopRequest, began: float
 ) -> Run:
-    """All that `spec` asks for, in the directory `path`, at the step where it goes on.
+    """Return the run that `spec` describes, in the directory `path`, at the step to continue from.
 
     Args:
+        path: The run's directory, which exists.
+        spec: The run; the size of its vocabulary is not known yet.
+        mesh: The ranks, all of which call this function together.
+        console: Shows what is set up.
+        stop: Receives the signals that end training.
         began: When the process began to work, on the monotonic clock.
 
     Raises:
-        UserError: Something asked for cannot be had: no step has been trained.
+        UserError: A part of the spec cannot be fulfilled. No step has been trained then.
     """
     data = prepare(spec.data, console.event)
     spec = with_vocabulary(spec, data)
@@ -79,13 +84,13 @@ def open_run(
         saves_at_once=goes_back,
     )
     if spec.checkpoint.async_save and state.step < spec.train.max_steps:
-        run.background = _saver_beside_training(saver, state)
+        run.background = _background_saver(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
 
 
 def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
-    """The spec with the size of the vocabulary that the data's tokenizer has, padded."""
+    """Return the spec with the padded size of the vocabulary of the data's tokenizer."""
     size = padded_vocab_size(data.vocab_size, spec.vocab_divisible_by)
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=size))
 
@@ -93,7 +98,7 @@ def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
 def _start(
     path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
 ) -> Saver:
-    """Fill `state` from the run's own checkpoint or from what the settings name."""
+    """Fill `state` from the run's own checkpoint, or from one that the settings name."""
     kept = spec.checkpoint
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
@@ -107,22 +112,22 @@ def _start(
     return saver
 
 
-def _saver_beside_training(saver: Saver, state: TrainState) -> BackgroundSaver:
+def _background_saver(saver: Saver, state: TrainState) -> BackgroundSaver:
     try:
         return BackgroundSaver(saver, state)
     except (MemoryError, RuntimeError) as error:
         raise SettingError(
             "exp_manager.checkpoint_callback_params.async_save",
             True,
-            f"the copy of this rank's state has no room in host memory ({error})",
-            "Leave it out, or give the job more memory",
+            f"host memory cannot hold the copy of this rank's state ({error})",
+            "Set it to False, or give the job more memory",
         ) from error
 
 
 def _open_logs(
     path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
 ) -> tuple[MetricsFile | None, CompositeTracker]:
-    """The main rank's; the others write none."""
+    """Return the metrics file and the trackers: None and no tracker on ranks that do not write."""
     if not state.mesh.is_main:
         return None, CompositeTracker([])
     save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)

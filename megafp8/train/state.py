@@ -1,4 +1,4 @@
-"""Everything that a training step reads and changes, in one place."""
+"""Hold everything that a training step reads and changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from megafp8.train.compile import CompileCounter
 
 @dataclass
 class TrainState:
-    """The parts are made once by `build`; `step` and `consumed_samples` move."""
+    """Hold everything that a training step reads and changes, on one rank.
+
+    `build` makes it once. Parts change in place; `step` and the counters are set after each step.
+    """
 
     model: GPT | PipelinedGPT
     masters: Masters
@@ -30,11 +33,11 @@ class TrainState:
     sink: MainGradSink
     counter: GemmCounter
     mesh: Mesh
-    reducer: GradReducer | None = None  # where there are replicas
-    sequence_parallel: bool = False  # unsharded parameters' gradients are summed over tp
-    pipeline: PipelineRunner | None = None  # where the model is one stage of several
+    reducer: GradReducer | None = None  # None without replicas
+    sequence_parallel: bool = False  # then gradients of unsharded parameters are summed over tp
+    pipeline: PipelineRunner | None = None  # None without pipeline stages
     step: int = 0  # the last finished step
     consumed_samples: int = 0  # over all ranks
     num_skipped: int = 0  # steps whose gradients were not finite
-    loss_scale: LossScale | None = None  # FP16's
-    compiled: CompileCounter | None = None  # where torch compiles the layers
+    loss_scale: LossScale | None = None  # None unless the run computes in FP16
+    compiled: CompileCounter | None = None  # None unless torch compiles the layers

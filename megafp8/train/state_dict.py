@@ -1,11 +1,11 @@
-"""What a checkpoint of a run holds, as pieces of logical tensors, and loading it.
+"""List what a checkpoint of a run has, as pieces of logical tensors, and load a checkpoint.
 
     model/<name>                     FP32 master weights, logical tensors
     optimizer/<state>/<name>         AdamW's moments
     scaling/<direction>/<field>/<tensor>[/shards]
-    rng/torch                        torch's default generator (ours are keyed and need no state)
+    rng/torch                        torch's default generator (our own generators have no state)
 
-The manifest's meta keeps the scalars: step, samples, updates, configuration, data fingerprint.
+The manifest's meta has the scalars: step, samples, updates, configuration, data fingerprint.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from megafp8.train.state import TrainState
 def placements_of(
     prefix: str, segment: Segment, tensor: torch.Tensor, mesh: Mesh, *, num_shards: int
 ) -> Iterator[Placement]:
-    """The pieces that lie in a segment, with their values in `tensor` (any shape, in memory order).
+    """Yield the pieces of logical tensors in a segment, whose values are in `tensor`.
 
-    `num_shards` consecutive replicas share out the parameters; those after them have the same.
+    `tensor` may have any shape; its values are read in memory order. The parameters are divided
+    among `num_shards` consecutive replicas; replicas after those have copies.
     """
     shape, flat, begin = tuple(segment.param.shape), tensor.detach().view(-1), 0
     for held in boxes_of_run(shape, segment.begin, segment.end):
@@ -60,20 +61,20 @@ Notify = Callable[[str], None]
 
 
 def placements(state: TrainState) -> Iterator[Placement]:
-    """Every tensor of the state, as pieces of logical tensors."""
+    """Yield every tensor of the state, as pieces of logical tensors."""
     yield from _fixed_placements(state)
     yield from _passing_placements(state)
 
 
 def _fixed_placements(state: TrainState) -> Iterator[Placement]:
-    """Of tensors that training writes into."""
+    """Yield the placements of tensors that training changes in place: weights and moments."""
     yield from model_placements(state)
     for name in STATES:
         yield from _pieces(f"optimizer/{name}/", state, state.optimizer.state_tensors(name))
 
 
 def _passing_placements(state: TrainState) -> Iterator[Placement]:
-    """Of tensors that training makes anew."""
+    """Yield the placements of tensors that training replaces: FP8 scaling and torch's RNG."""
     if isinstance(state.scaling, ScalingState):
         yield from _scaling_placements(state)
     if state.mesh.is_main:
@@ -82,8 +83,11 @@ def _passing_placements(state: TrainState) -> Iterator[Placement]:
 
 
 class RepeatedPlacements:
-    """`placements`, again and again: where weights' and moments' pieces lie is found once, for as
-    long as their tensors stay in place."""
+    """Return `placements` of a state again and again.
+
+    The placements of weights and moments are computed once for as long as their tensors stay at the
+    same addresses.
+    """
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -91,6 +95,7 @@ class RepeatedPlacements:
         self._fixed: list[Placement] = []
 
     def now(self) -> list[Placement]:
+        """Return the placements of the state as it is now."""
         state = self._state
         moments = (state.optimizer.state_tensors(name) for name in STATES)
         tensors = [*state.masters.masters, *(tensor for each in moments for tensor in each)]
@@ -101,7 +106,11 @@ class RepeatedPlacements:
 
 
 def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
-    """Fill `state` from a verified checkpoint, whatever layout wrote it; returns its meta."""
+    """Fill `state` from a verified checkpoint of any layout, and return the manifest's meta.
+
+    Raises:
+        CheckpointError: The checkpoint lacks a tensor, or a loss scale that `state` needs.
+    """
     reader = Reader(step_dir)
     reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
     if isinstance(state.scaling, ScalingState):
@@ -126,19 +135,22 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
 
 
 def model_placements(state: TrainState) -> Iterator[Placement]:
-    """The master weights."""
+    """Yield the placements of the master weights."""
     return _pieces("model/", state, state.masters.masters)
 
 
 def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> Iterator[Placement]:
-    """Of tensors that belong to the masters' segments."""
+    """Yield the placements of `tensors`, one for each segment of the masters."""
     num_shards = state.masters.shards.size
     for segment, tensor in zip(state.masters.segments, tensors, strict=True):
         yield from placements_of(prefix, segment, tensor, state.mesh, num_shards=num_shards)
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:
-    """Amaxes that are reduced are the same on all ranks; others are kept as one shard per rank."""
+    """Yield the placements of FP8 scales and histories.
+
+    They are the same on all ranks if amaxes are reduced; otherwise each rank has a shard.
+    """
     assert isinstance(state.scaling, ScalingState)
     stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
     for name, row in _scaling_rows(state.scaling):
@@ -164,12 +176,16 @@ def _is_synchronized(state: TrainState) -> bool:
 
 
 def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
-    """FP8 state as it was; shards of another layout are merged by the rule of a reduction."""
+    """Load FP8 scales and histories.
+
+    Shards of another layout are merged by the rule of a reduction: the larger amax and the smaller
+    scale are taken.
+    """
     assert isinstance(state.scaling, ScalingState)
     stored = set(reader.names())
     own = list(_scaling_placements(state))
     if own and not any(name.startswith("scaling/") for name in stored):
-        notify("the checkpoint was made without FP8: scales and amax histories begin anew")
+        notify("the checkpoint was made without FP8: scales and amax histories have initial values")
         return
     same_layout = [
         p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
@@ -184,7 +200,7 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
         source = base if base in stored else f"{base}/shards"
         if source not in stored:
             raise CheckpointError(
-                reader.path, f"lacks {base}", "Continue with the FP8 settings it was made with"
+                reader.path, f"lacks {base}", "Continue with the FP8 settings of the checkpoint"
             )
         value = reader.read(source)
         if source.endswith("/shards"):

@@ -1,4 +1,4 @@
-"""One training step, in the order things happen."""
+"""Run one training step: forward and backward passes, reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from megafp8.train.state import TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """Over the global batch: nats per counted token, norm before clipping."""
+    """Hold the results of a step over the global batch.
+
+    `loss` is in nats per counted token, `grad_norm` is the norm before clipping.
+    """
 
     loss: float
     grad_norm: float
     lr: float
     num_tokens: int
-    loss_scale: float | None = None  # FP16's, of this step
-    scale_falls: bool = False  # not finite, and FP16's loss scale is to be blamed for it
-    raised: tuple[bool, ...] = ()  # by flag: whether any rank has raised it
+    loss_scale: float | None = None  # FP16's loss scale in this step
+    scale_falls: bool = False  # not finite because FP16's loss scale is too large; it will fall
+    raised: tuple[bool, ...] = ()  # for each flag, whether any rank has raised it
 
     @property
     def is_finite(self) -> bool:
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def no_flags() -> tuple[bool, ...]:
-    """The flags of a step after which nothing has to be agreed."""
+    """Return no flags, for a step after which the ranks need not agree on anything."""
     return ()
 
 
@@ -47,18 +51,19 @@ def train_step(
     microbatches: Sequence[Microbatch],
     flags: Callable[[], Sequence[bool]] = no_flags,
 ) -> StepResult:
-    """Forward, backward, reduce, clip, update. A step that is not finite updates nothing but FP16's
-    loss scale.
+    """Run one step: forward and backward passes, reduction, clipping, update.
 
-    `flags` gives what this rank wants all ranks to know. It is called once, when the step is about
-    to wait for the device, so that the answer comes back in the step's only copy to the host.
+    A step whose loss or gradient norm is not finite updates nothing but FP16's loss scale.
 
-    The loss is summed, not averaged, until all ranks' microbatches are in: one division by the
-    number of counted tokens makes it a mean over the global batch's real tokens.
+    `flags` returns what this rank wants all ranks to know. It is called once, just before the step
+    waits for the device, so that the answers arrive in the step's only copy to the host.
+
+    The loss is summed over the microbatches of all ranks. One division by the number of counted
+    tokens then makes it a mean over the real tokens of the global batch.
     """
     scaler, grad_scale = state.loss_scale, 1.0
     if scaler is not None:
-        # The scale is that of the mean loss, as in NeMo; ours is a sum.
+        # The scale is meant for the mean loss, as in NeMo; the loss here is a sum.
         num_targets = sum(batch.targets_BS.size for batch in microbatches) * state.mesh.dp.size
         grad_scale = scaler.scale / num_targets
         for module in state.model.modules():  # a pipeline stage may have no head
@@ -66,10 +71,10 @@ def train_step(
                 module.grad_scale = grad_scale
     loss_sum, num_tokens = forward_backward(state, microbatches)
     mesh = state.mesh
-    mesh.pp.all_reduce_sum(loss_sum)  # 0 but for the stage with the head
+    mesh.pp.all_reduce_sum(loss_sum)  # 0 except on the stage with the head
     totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     reduce_gradients(state)
-    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # its mean is NaN if no token counted
+    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # over 0 tokens it becomes NaN
     loss, norm, num_counted, *raised = read_back(
         mesh, (totals[0] / totals[1], norm_sum / totals[1], totals[1]), flags()
     )
@@ -96,7 +101,10 @@ def train_step(
 def forward_backward(
     state: TrainState, microbatches: Sequence[Microbatch]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accumulate the gradients of the summed loss; returns (loss sum, counted tokens), in FP64."""
+    """Accumulate the gradients of the summed loss; return the loss sum and the counted tokens.
+
+    Both are 0-d FP64 tensors on the device, of this rank's microbatches.
+    """
     device, dp = state.mesh.device, state.mesh.dp
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
@@ -126,9 +134,10 @@ def forward_backward(
 
 
 def read_back(mesh: Mesh, numbers: Sequence[torch.Tensor], flags: Sequence[bool]) -> list[float]:
-    """Return the FP64 scalars `numbers`, then 1 or 0 by flag: whether any rank raises it.
+    """Return the FP64 scalars `numbers`, then 1 or 0 for each flag: whether any rank raises it.
 
-    All of them come in one copy from the device."""
+    One copy from the device brings all of them.
+    """
     values = torch.stack(tuple(numbers))
     if flags and mesh.world.size > 1:
         raised = torch.tensor(flags, dtype=torch.float32).to(mesh.device, non_blocking=True)
@@ -138,12 +147,15 @@ def read_back(mesh: Mesh, numbers: Sequence[torch.Tensor], flags: Sequence[bool]
 
 
 def reduce_gradients(state: TrainState) -> None:
-    """Sum them over replicas, the unsharded parameters' over parts of the sequence, and the tied
-    embedding's over the stages that have it."""
+    """Sum the gradients over the ranks that have parts of them.
+
+    All gradients are summed over replicas, those of unsharded parameters over the parts of a
+    sequence, and those of a tied embedding over the stages that have a copy.
+    """
     if state.reducer is not None:
         state.reducer.finish()
     state.masters.collect_grads()
-    if state.sequence_parallel:  # each rank has seen its part of the sequence alone
+    if state.sequence_parallel:  # a rank has seen only its part of the sequence
         for grad in state.masters.replicated_grads:
             state.mesh.tp.all_reduce_sum(grad)
     if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
@@ -152,10 +164,10 @@ def reduce_gradients(state: TrainState) -> None:
 
 
 def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
-    """What this rank reads of a microbatch, on its device.
+    """Return the part of a microbatch that this rank computes, on its device.
 
-    From page-locked memory the copy does not wait for the device. Ranks that share sequences have
-    the same microbatch; each takes its tokens, and their places in the sequence.
+    The copy from page-locked memory does not wait for the device. Ranks that share sequences
+    (context parallelism) have the same microbatch; each takes its own tokens and their positions.
     """
 
     def own(array: NDArray[np.integer]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Validation: the loss over batches, leaving no trace in FP8 scales or weights."""
+"""Validate: compute the loss over batches, without an effect on FP8 scales or weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from megafp8.train.step import local_batch
 
 @torch.no_grad()
 def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, int]:
-    """(nats per counted token, counted tokens) over all data-parallel ranks' batches."""
+    """Return the loss in nats per counted token, and the number of counted tokens.
+
+    Both are over the batches of all data-parallel ranks, which call the function together.
+    """
     device = state.mesh.device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     state.model.eval()
@@ -26,13 +29,17 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
             totals[0] += state.model(own.tokens_BS, own.targets_BS, **own.documents)
             totals[1] += (own.targets_BS >= 0).sum()
     state.model.train()
-    state.mesh.pp.all_reduce_sum(totals[0])  # 0 but for the stage with the head
+    state.mesh.pp.all_reduce_sum(totals[0])  # 0 except on the stage with the head
     state.mesh.data.all_reduce_sum(totals)
     return (totals[0] / totals[1]).item(), int(totals[1].item())
 
 
 def validate(run: Run, *, whole: bool = False) -> float:
-    """Nats per token over `limit_val_batches` global batches, or over all validation text."""
+    """Validate, log and show the result, and return the loss in nats per token.
+
+    It is over `limit_val_batches` global batches, or over the validation text of a run's end if
+    `whole` is set.
+    """
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
     limit = None if whole else train.limit_val_batches * train.global_batch_size
@@ -50,7 +57,7 @@ def validate(run: Run, *, whole: bool = False) -> float:
     bits = bits_per_byte(val_loss, run.bytes_per_token)
     values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
     if run.metrics is not None:
-        # The whole validation ends a run, and is done again if the run is killed before it is over.
+        # The whole validation ends a run. A run that is killed after it validates again.
         run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
     run.trackers.log(run.state.step, values)
     run.saver.metrics["val_loss"] = val_loss
@@ -60,7 +67,7 @@ def validate(run: Run, *, whole: bool = False) -> float:
 
 
 def check_validation(run: Run) -> None:
-    """A short validation before the first step: what would fail, or be too large, fails now."""
+    """Validate shortly before the first step, so that errors and lack of memory show early."""
     train, mesh = run.spec.train, run.state.mesh
     limit = train.num_sanity_val_steps * train.global_batch_size
     batches = validation_batches(

@@ -1,4 +1,4 @@
-"""A trained model's weights alone: found, checked, and loaded into another state or model."""
+"""Find the weights of a trained model, check them, and load them into another run or model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Notify = Callable[[str], None]
 MODEL = "model/"
 WORD = f"{MODEL}embedding.word.weight"
 
-# Reading longer texts changes these on purpose: the weights are trained further under them.
+# These keys may change on purpose: weights are trained further to read longer texts.
 _MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
 
 
 def find_checkpoint(path: Path, notify: Notify) -> Path:
-    """The verified checkpoint that `path` is, or the newest good one of the run that it is.
+    """Return the verified checkpoint at `path`, or the newest good one if `path` is a run.
 
     Raises:
-        CheckpointError: There is none, or what there is is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     if (path / MANIFEST_NAME).is_file():
         store.verify(path)
@@ -48,27 +48,31 @@ def find_checkpoint(path: Path, notify: Notify) -> Path:
         raise CheckpointError(
             path,
             "has no checkpoint",
-            "Give a run's directory, one of its checkpoints, or what import_hf wrote",
+            "Give a run's directory, one of its checkpoints, or a directory that import_hf wrote",
         )
     return found
 
 
 def shape_of(reader: Reader) -> GPTSpec:
-    """The model that a checkpoint holds."""
+    """Return the architecture of the model in a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint does not describe its model.
+    """
     config = reader.meta.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
-        raise CheckpointError(reader.path, "does not say its model's shape", "Use another one")
+        raise CheckpointError(reader.path, "does not describe its model", "Use another checkpoint")
     return spec_of_tree(model, reader.global_shape(WORD)[0])
 
 
 def read_tensor(reader: Reader, name: str) -> torch.Tensor:
-    """One logical tensor of the model, FP32."""
+    """Return one logical tensor of the model in FP32; `name` is its name in the model."""
     return reader.read(MODEL + name)
 
 
 def load_model(reader: Reader, dtype: torch.dtype, device: torch.device) -> GPT:
-    """The model alone, plain and without FP8, for evaluation."""
+    """Return the model of a checkpoint on one rank, without FP8, for evaluation."""
     model = GPT(Parts(shape_of(reader), dtype, 0, RandomStreams(0)))
     for param in model.parameters():
         loaded = torch.empty(param.shape)
@@ -79,11 +83,13 @@ def load_model(reader: Reader, dtype: torch.dtype, device: torch.device) -> GPT:
 
 
 def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
-    """Fill a new run's masters and weights from `restore_from_path`; all ranks together.
+    """Fill a new run's master weights and weights from `restore_from_path`.
+
+    All ranks call it together.
 
     Raises:
         CheckpointError: There is no good checkpoint.
-        ConfigError: It holds a model of another shape or vocabulary.
+        ConfigError: The checkpoint's model has another shape or vocabulary.
     """
     assert spec.restore_from_path is not None
     named = Path(spec.restore_from_path)
@@ -93,11 +99,15 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
         notify(line)
     reader.load_into(list(state_dict.model_placements(state)))
     state.masters.write_back()
-    notify(f"weights from {found}")
+    notify(f"loaded the weights from {found}")
 
 
 def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
-    """Raise `ConfigError` if the stored model is another; returns what differs and may."""
+    """Return a message for each setting that differs from the stored model's and may differ.
+
+    Raises:
+        ConfigError: A setting differs that must be the same.
+    """
     stored, notes = shape_of(reader), []
     for key, (now, was) in same_shape(asked, stored).items():
         if key in _MAY_DIFFER:
@@ -110,17 +120,17 @@ def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
         raise ConfigError(
             "restore_from_path",
             reader.path,
-            f"its vocabulary has {stored.vocab_size} rows, padding included, and this run's "
+            f"its vocabulary has {stored.vocab_size} rows, padding included, and this run's has "
             f"{asked.vocab_size}",
-            "Train on data of the model's own tokenizer, with the "
-            "model.make_vocab_size_divisible_by that it was made with",
+            "Train on data of the model's own tokenizer, with the model's value of "
+            "model.make_vocab_size_divisible_by",
         )
     return notes
 
 
 def _misfit(key: str, now: Any, path: Path, was: Any) -> ConfigError:
     return ConfigError(
-        key, now, f"the model in {path} has {was}", f"Set {key}={was}, or start from another"
+        key, now, f"the model in {path} has {was}", f"Set {key}={was}, or start from another model"
     )
 
 

@@ -127,9 +127,9 @@ def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
     found = [(line["part"], line["outcome"]) for line in lines(tmp_path)]
     assert found == [
         ("fails", "failed: exit code 3"),
-        ("endless", "failed: cut after 1 s"),
+        ("endless", "failed: stopped after 1 s"),
         ("works", "passed"),
-        ("works", "not begun: no time was left"),
+        ("works", "not started: no time was left"),
     ]
     assert checked.failed == ["runs: fails", "runs: endless", "late: works"]
 
@@ -149,7 +149,7 @@ def test_pytest_that_is_cut_still_reports(tmp_path: Path) -> None:
     part = gpu_check.Part(part.name, part.seconds, part.command, junit)
     gpu_check.Check(tmp_path, dict(os.environ), False).stage("right", [part], float("inf"))
     (line,) = lines(tmp_path)
-    assert line["outcome"] == "failed: cut after 45 s" and line["passed"] >= 1
+    assert line["outcome"] == "failed: stopped after 45 s" and line["passed"] >= 1
 
 
 def test_no_test_that_ran_is_a_failure(tmp_path: Path) -> None:

@@ -49,5 +49,5 @@ def undisturbed(cluster: Cluster) -> list[list[tuple[str, str]]]:
     """What the metrics of the job are when nothing happens to it."""
     job = cluster.submit("undisturbed")
     assert job.wait(180) == "COMPLETED", job.log
-    assert "4 rank(s) on cpu, tensor parallel 2" in job.log
+    assert "4 ranks on cpu, tensor parallel 2" in job.log
     return job.metrics()

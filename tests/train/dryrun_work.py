@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
-from megafp8.train.dryrun import Alive, forward, stages_of
+from megafp8.train.dryrun import LiveBytes, forward, stages_of
 from megafp8.train.state import TrainState
 from tests.ranks import Rank
 
@@ -67,7 +67,7 @@ def of_a_rank(spec: RunSpec) -> dict[str, Any]:
     storages are watched here as the dry run watches its own."""
     state, held = built(spec)
     kept = {}
-    with Alive() as watched:
+    with LiveBytes() as watched:
         for index, gpt in stages_of(state).items():
             output = forward(gpt, spec, state)
             time.sleep(0.2)

@@ -175,7 +175,7 @@ ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
     "asked for": _killed_before(saver.BackgroundSaver, "start"),
     "begun": _killed_after(saver.BackgroundSaver, "start"),
     "waited for": _killed_before(saver.BackgroundSaver, "wait"),
-    "told": _killed_after(loop, "settle"),
+    "reported": _killed_after(loop, "finish_background_save"),
 }
 
 

@@ -123,8 +123,8 @@ def test_the_same_run(place: Place, undisturbed: tuple[Place, Done]) -> None:
     done = place.run(ASYNC)
     assert done.code == 0
     assert_same(place, undisturbed[0], same_settings=False)
-    told = [line for line in done.output.splitlines() if "(beside training, in " in line]
-    assert [line.split()[1] for line in told] == ["2", "4", "6", "8", "10"], done.output
+    reported = [line for line in done.output.splitlines() if "(in the background, in " in line]
+    assert [line.split()[1] for line in reported] == ["2", "4", "6", "8", "10"], done.output
 
 
 def test_a_failure_is_told_within_a_step(place: Place, undisturbed: tuple[Place, Done]) -> None:
@@ -133,7 +133,7 @@ def test_a_failure_is_told_within_a_step(place: Place, undisturbed: tuple[Place,
     assert place.steps() == [2, 6, 8, 10, 12]
     lines = done.output.splitlines()
     (warned,) = [i for i, line in enumerate(lines) if "checkpoint at step 4 failed" in line]
-    assert "ENOSPC" in lines[warned] and "training goes on" in lines[warned]
+    assert "ENOSPC" in lines[warned] and "training continues" in lines[warned]
     later = next(i for i, line in enumerate(lines) if line.startswith("step  6/"))
     assert warned < later, done.output
 
@@ -141,7 +141,7 @@ def test_a_failure_is_told_within_a_step(place: Place, undisturbed: tuple[Place,
 def test_the_next_save_waits_and_says_so(place: Place, undisturbed: tuple[Place, Done]) -> None:
     done = place.run(ASYNC, f"{EVERY}=1", KEEP_ALL, fault=["slow_saves", 0.7])
     assert done.code == 0
-    assert "step 2 waits until the checkpoint of 1 is written" in done.output
+    assert "step 2: waiting until the checkpoint of step 1 is written" in done.output
     assert place.steps() == list(range(1, STEPS + 1)), "none is left out"
     assert not list((place.dir() / "checkpoints").glob(".*"))
 
@@ -170,7 +170,7 @@ def test_two_ranks_agree_apart_from_training(place: Place) -> None:
     fault = ["in_rank", 1, "both", ["slow_saves", 0.3], ["full_disk_at", 2]]
     done = place.run(*TWO_RANKS, ASYNC, KEEP_ALL, fault=fault)
     assert done.code == 0, done.output
-    assert done.output.count("checkpoint at step 4 failed, training goes on") == 1
+    assert done.output.count("checkpoint at step 4 failed, training continues") == 1
     assert "rank1.safetensors" in done.output and "ENOSPC" in done.output
     assert place.steps() == [2, 6, 8, 10, 12]
     for step in place.steps():

@@ -215,6 +215,6 @@ def test_a_full_disk_of_one_rank_costs_that_checkpoint_only(
 ) -> None:
     done = in_second_rank(place, "full_disk_at", 2)
     assert done.code == 0, done.output
-    assert done.output.count("checkpoint at step 4 failed, training goes on") == 1
+    assert done.output.count("checkpoint at step 4 failed, training continues") == 1
     assert "rank1.safetensors" in done.output and "ENOSPC" in done.output
     assert_same(place, two_undisturbed)

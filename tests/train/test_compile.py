@@ -138,12 +138,12 @@ def test_observers_see_what_they_see_eagerly(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (gpt_spec(attention_dropout=0.1), "attention: its dropout is keyed by its place"),
+        (gpt_spec(attention_dropout=0.1), "attention: its dropout depends on its position"),
         (
             gpt_spec(
                 recompute=RecomputeSpec(granularity="selective", method="uniform", num_layers=1)
             ),
-            "attention: backward computes it again",
+            "attention: the backward pass recomputes it",
         ),
     ],
     ids=["attention's dropout", "selective recomputation"],

@@ -238,6 +238,6 @@ def test_a_full_disk_costs_that_checkpoint_only(
 ) -> None:
     done = place.run(fault=["full_disk_at", 2])
     assert done.code == 0, done.output
-    assert "checkpoint at step 4 failed, training goes on" in done.output
+    assert "checkpoint at step 4 failed, training continues" in done.output
     assert "ENOSPC" in done.output
     assert_same(place, undisturbed[0])

@@ -209,9 +209,7 @@ def test_eight_ranks_with_every_axis_by_one_command(place: Place) -> None:
     job = ("model.global_batch_size=8", "trainer.max_steps=4")
     process = place.command(*axes, *job)
     assert process.wait(400) == 0, place.command_output
-    said = (
-        "8 rank(s) on cpu, tensor parallel 2 with sequence parallelism, pipeline parallel 2 (1F1B)"
-    )
+    said = "8 ranks on cpu, tensor parallel 2 with sequence parallelism, pipeline parallel 2 (1F1B)"
     assert said in place.command_output
     assert place.command_output.count("with sequence parallelism") == 1, "one rank speaks"
     ours = losses(place)
@@ -248,8 +246,8 @@ def test_ramp_up_with_sequence_parallelism_on_stages(place: Place) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("model.optim.name=distributed_fused_adam", "ZeRO-1 over 2 rank(s): this one keeps"),
-        ("model.fsdp=True", "FSDP (full) over 2 rank(s): this one keeps"),
+        ("model.optim.name=distributed_fused_adam", "ZeRO-1 over 2 ranks: this one keeps"),
+        ("model.fsdp=True", "FSDP (full) over 2 ranks: this one keeps"),
     ],
 )
 def test_a_sharded_run_is_continued_by_one_rank(

@@ -23,7 +23,7 @@ def test_a_new_run_goes_on_from_a_checkpoint(place: Place) -> None:
         given = f"{key}.resume_from_checkpoint={middle}"
         done = place.run(*STEPS, f"exp_manager.name={name}", given)
         assert done.code == 0, done.output
-        assert f"going on from {middle}, at step 2" in done.output
+        assert f"starting from {middle}, at step 2" in done.output
         assert losses(place, name) == losses(place, "whole")[2:]
         for file in place.checkpoint(4, "whole").glob("*.safetensors"):
             assert file.read_bytes() == (place.checkpoint(4, name) / file.name).read_bytes()

@@ -23,7 +23,7 @@ def trial(place: Place, *more: str) -> tuple[str, dict[str, Any], Path]:
 
 def test_a_trial_is_short_to_its_end(place: Place) -> None:
     output, summary, directory = trial(place, "trainer.limit_val_batches=50")
-    assert "fast_dev_run: 2 step(s), validation on 2 global batch(es)" in output
+    assert "fast_dev_run: 2 steps, validation on 2 global batches" in output
     assert "whole validation text" not in output and "a sample:" not in output
     assert "continue with" not in output and summary["continue_command"] is None
     assert summary["unigram_bits_per_byte"] is None and summary["xz_bits_per_byte"] is None
@@ -50,8 +50,9 @@ def test_what_ran_in_fp8_and_by_what(place: Place, more: tuple[str, ...], kernel
         assert counted == 0 and summary["fp8_share_by_kernel"] == {} and "FP8:" not in output
         return
     assert 0 < counted < 1 and summary["fp8_share_by_kernel"] == {kernel: counted}
-    line = f"FP8: {counted:.1%} of the GEMM FLOPs of a step without attention ({kernel}); higher: "
-    assert line + "; ".join(summary["higher_precision"]) in output
+    line = f"FP8: {counted:.1%} of the GEMM FLOPs of a step without attention ({kernel}); "
+    line += f"in higher precision: {'; '.join(summary['higher_precision'])}"
+    assert line in output
     first_or_last = "layers.0.attention.qkv, layers.1.mlp.fc2 (first or last"
     assert (first_or_last in output) == (kernel == "torchao emulated")
     assert "precision" in output and summary["precision"] in output

@@ -263,8 +263,8 @@ def test_a_text_beyond_learned_positions_is_refused() -> None:
 def test_a_text_beyond_the_trained_length_is_told(positions: str) -> None:
     spec = gpt_spec(position_embedding_type=positions)  # of 16
     assert beyond_training(spec, 6, 10) is None
-    told = beyond_training(spec, 7, 10)
+    warning = beyond_training(spec, 7, 10)
     if positions == "learned_absolute":
-        assert told is None  # refused
+        assert warning is None  # refused
     else:
-        assert told is not None and "are 17; the model was trained on 16" in told
+        assert warning is not None and "are 17; the model was trained on texts of 16" in warning

@@ -1,1 +1,1 @@
-"""What a run reports: its header, its FP8 share and health, its summary, its profile."""
+"""Report about a run: its header, FP8 fraction and health, summary and profile."""

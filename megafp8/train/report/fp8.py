@@ -1,7 +1,8 @@
-"""Which share of a step's GEMM FLOPs will be FP8, told from the model that was built, and which
-kernels run it: tensor cores or emulation, and who casts.
+"""Compute which fraction of a step's GEMM FLOPs will be FP8, and name the kernels that run them.
 
-Attention's two products are counted apart, never in FP8; see the counted share in summary.json.
+The fraction is computed from the model that was built. Kernels are FP8 tensor cores or an
+emulation, and Triton, C or torch for the casts. Attention's two products are never in FP8 and not
+included here; summary.json has the counted fraction with and without them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from megafp8.train.state import TrainState
 
 @dataclass(frozen=True)
 class PrecisionShare:
-    """FLOPs of one token, forward and backward, over the whole model; what is not FP8, and why."""
+    """Hold the GEMM FLOPs of one token, forward and backward, over the whole model.
+
+    `higher` names the linears that are not in FP8, or only in part, each with the reason.
+    """
 
     fp8_flops: int
     total_flops: int
@@ -39,12 +43,16 @@ class PrecisionShare:
 
     @property
     def share(self) -> float:
+        """Fraction of the FLOPs that are in FP8, 0 to 1."""
         return self.fp8_flops / max(1, self.total_flops)
 
 
 @dataclass(frozen=True)
 class LinearFlops:
-    """The same of one rank's linears; `reasons` has the names of those not wholly in FP8."""
+    """Hold the GEMM FLOPs of one token over the linears of one rank.
+
+    `reasons` has the names of the linears that are not wholly in FP8, by reason.
+    """
 
     fp8: int
     total: int
@@ -52,14 +60,17 @@ class LinearFlops:
 
 
 def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
-    """Of a model that lives on one rank."""
+    """Return the FP8 fraction of a model that is on one rank."""
     return share_of_ranks([linear_flops(model, recipe)], spec, num_replicas=1)
 
 
 def share_of_ranks(
     parts: Sequence[LinearFlops], spec: GPTSpec, num_replicas: int
 ) -> PrecisionShare:
-    """From what all ranks hold; `num_replicas` of them hold the same."""
+    """Return the FP8 fraction of a model, given the FLOPs of all ranks.
+
+    Each part of the model is on `num_replicas` ranks.
+    """
     total = sum(part.total for part in parts) // num_replicas
     head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -73,9 +84,12 @@ def share_of_ranks(
 
 
 def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
-    """How much of a step is FP8, where it was asked for; raises if it is nothing.
+    """Return the FP8 fraction of a run's steps, or None for a run without FP8.
 
-    All ranks together.
+    All ranks call it together.
+
+    Raises:
+        ConfigError: The run asks for FP8, and no product would run in it.
     """
     recipe = spec.precision.fp8
     if recipe is None:
@@ -87,7 +101,7 @@ def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
 
 
 def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:
-    """Of our own linears and other backends' modules."""
+    """Return the FLOPs of one rank's model, of our own linears and of other backends' modules."""
     fp8 = total = 0
     reasons: dict[str, list[str]] = defaultdict(list)
     for linear in linears_of(model):
@@ -112,7 +126,7 @@ def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:
 
 
 def require_fp8(share: PrecisionShare) -> None:
-    """FP8 was asked for: something must run in it."""
+    """Raise `ConfigError` if no product is in FP8, since the run asks for FP8."""
     if share.fp8_flops == 0:
         raise ConfigError(
             "model.fp8",
@@ -148,8 +162,11 @@ LAYOUTS_OF: dict[RecipeName, tuple[Layout, ...]] = {
 }
 
 
-def means_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:
-    """`engine` is the scaling state's; `work` the dtype of the products' results."""
+def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:
+    """Return a description of the kernels that run the recipe's products and casts on `device`.
+
+    `engine` is the scaling state's; `work` is the dtype of the products' results.
+    """
     named = [recipe.name, *(rule.precision for rule in recipe.modules)]
     recipes = [name for name in dict.fromkeys(named) if name != HIGH_PRECISION]
     in_hardware = [

@@ -1,4 +1,4 @@
-"""What a run reports before its first step."""
+"""Describe a run before its first step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from megafp8.backends import choose
 from megafp8.data.prepare import PreparedData
 from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
+from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
 from megafp8.precision.formats import DTYPES
 from megafp8.specs import RunSpec, TrainSpec
-from megafp8.train.report.fp8 import PrecisionShare, means_of
+from megafp8.train.report.fp8 import PrecisionShare, kernels_of
 from megafp8.train.state import TrainState
 
 
 def describe(
     spec: RunSpec, state: TrainState, data: PreparedData, share: PrecisionShare | None
 ) -> list[str]:
-    """What this run is, in a few lines; `share` is what of it will be FP8, where that is asked."""
+    """Return a few lines that describe a run. All ranks call it together.
+
+    `share` is the fraction of the run's FLOPs in FP8, or None for a run without FP8.
+    """
     model, train = spec.model, spec.train
-    # Fused and sharded parameters count once, by their logical shapes; so do two stages' copies.
+    # Pieces of fused and sharded parameters count by their logical shapes, copies not at all.
     pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
     own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
     count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
     num_params = int(state.mesh.pp.all_reduce_sum(count).item())
-    layout = f"{spec.parallel.world_size} rank(s) on {state.mesh.device.type}"
+    layout = f"{plural(spec.parallel.world_size, 'rank')} on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
     layout += " with sequence parallelism" if state.sequence_parallel else ""
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
@@ -56,12 +60,12 @@ def _fp8_share(spec: RunSpec, state: TrainState, share: PrecisionShare | None) -
         return []
     return [
         f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention "
-        f"({fp8_kernel(spec, state)}); higher: {'; '.join(share.higher)}"
+        f"({fp8_kernel(spec, state)}); in higher precision: {'; '.join(share.higher)}"
     ]
 
 
 def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
-    """What a rank holds of a sharded state, counted from its tensors."""
+    """Return a line on the part of a sharded state that this rank has, counted in its tensors."""
     fsdp = spec.parallel.fsdp
     if fsdp is None and not spec.optim.shards_states:
         return []
@@ -69,10 +73,10 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     whole = 12 * sum(param.numel() for param in state.masters.params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
     kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
-    gradients = "gradients whole" if fsdp is None else "gradients likewise"
+    gradients = "and all gradients" if fsdp is None else "and the same part of the gradients"
     return [
-        f"{name} over {state.masters.shards.size} rank(s): this one keeps {kept} of FP32 weights "
-        f"and moments, {gradients}"
+        f"{name} over {plural(state.masters.shards.size, 'rank')}: this one keeps {kept} of FP32 "
+        f"weights and moments, {gradients}"
     ]
 
 
@@ -84,25 +88,27 @@ def _rampup(train: TrainSpec) -> str:
 
 
 def smoke_options(spec: RunSpec) -> list[str]:
-    """A line for each option that makes this run other than an ordinary one."""
+    """Return a line for each option that makes this run differ from an ordinary one."""
     train, lines = spec.train, []
     if train.fast_dev_run:
-        steps = f"fast_dev_run: {train.max_steps} step(s)"
-        short = f"validation on {train.limit_val_batches} global batch(es)"
+        steps = f"fast_dev_run: {plural(train.max_steps, 'step')}"
+        batches = plural(train.limit_val_batches, "global batch", "global batches")
+        short = f"validation on {batches}"
         lines.append(f"{steps}, {short}; no checkpoints, no loggers, a directory of its own")
     if not train.limit_val_batches:
         lines.append("limit_val_batches=0: no validation")
     if train.overfit_batches:
         lines.append(f"overfit_batches: the first {train.overfit_batches} global batches repeat")
     if train.gc_interval:
-        lines.append(f"gc_interval: garbage is collected every {train.gc_interval} step(s) only")
+        interval = plural(train.gc_interval, "step")
+        lines.append(f"gc_interval: garbage is collected every {interval} only")
     if train.deterministic:
         lines.append("deterministic: operations without a deterministic algorithm are errors")
     return lines
 
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
-    """The formats, and the means by which they run here."""
+    """Return the number formats of a run, and the kernels that run them on this machine."""
     in_bf16 = spec.precision.compute == "bf16"
     if not in_bf16 or not bf16.fp32_products(state.mesh.device):
         return _formats_of(spec, state)
@@ -130,23 +136,26 @@ def _formats_of(spec: RunSpec, state: TrainState) -> str:
     work = DTYPES[spec.precision.compute]
     return (
         f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"{means_of(recipe, state.scaling.engine, device, work)}"
+        f"{kernels_of(recipe, state.scaling.engine, device, work)}"
     )
 
 
 def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
-    """Backend and kernel of the FP8 products: `native emulated`, `te tensor cores`, …"""
+    """Return backend and kernel of the FP8 products, such as `native emulated`."""
     recipe, device = spec.precision.fp8, state.mesh.device
     if spec.precision.backend != "native" or recipe is None:
         return choose.fp8_kernel(spec, device)
-    means = means_of(recipe, state.scaling.engine, device, DTYPES[spec.precision.compute])
-    kinds = [kind for kind in ("tensor cores", "emulated") if kind in means]
+    kernels = kernels_of(recipe, state.scaling.engine, device, DTYPES[spec.precision.compute])
+    kinds = [kind for kind in ("tensor cores", "emulated") if kind in kernels]
     return f"native {' and '.join(kinds)}"
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """An FP32 weight that is its own master counts in both."""
+    """Hold the bytes of this rank's state.
+
+    An FP32 weight that is its own master weight counts as both.
+    """
 
     weights: int
     masters: int
@@ -155,6 +164,7 @@ class StateBytes:
 
 
 def bytes_of(state: TrainState) -> StateBytes:
+    """Return the bytes that this rank's state takes, counted in its tensors."""
     masters, optimizer = state.masters, state.optimizer
     return StateBytes(
         weights=storage_bytes(masters.held_params),
@@ -165,6 +175,6 @@ def bytes_of(state: TrainState) -> StateBytes:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the memory behind them, padding included, each piece of it once."""
+    """Return the bytes of the storages behind `tensors`, padding included, each storage once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""FP8's health during training: measured at log steps, written, and warned of."""
+"""Measure the FP8 health of a training run at log steps, write it, and warn of bad tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.specs import HealthSpec
 from megafp8.train.state import TrainState
 
-MOST_WARNINGS = 3  # tensors named in one step; the file has all
+MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
 
 
 class HealthLog:
-    """Of one run. `begin` before a step that will be logged, `end` after it."""
+    """Log the FP8 health of one run. Call `begin` before a step that is logged, `end` after it."""
 
     def __init__(
         self, state: TrainState, spec: HealthSpec, run_dir: Path | None, step: int, warn: Warn
     ) -> None:
-        """`run_dir` is None on ranks that do not write; `step`: that training continues from."""
+        """Open health.jsonl in `run_dir`, which is None on ranks that do not write.
+
+        `step` is the step that training continues from.
+        """
         self._state, self._spec, self._warn = state, spec, warn
         self._probe: HealthProbe | TableProbe | None = None
         if isinstance(state.scaling, TeScaling) and spec.mode != "off":
@@ -38,12 +41,16 @@ class HealthLog:
         self._is_attached = False
 
     def begin(self) -> None:
+        """Measure the casts from now on, until `end` or `abandon`."""
         if self._probe is not None:
             self._probe.attach()
             self._is_attached = True
 
     def end(self, step: int, trackers: CompositeTracker) -> None:
-        """All ranks together; nothing if there was no `begin`."""
+        """Write what was measured since `begin` as the health of `step`, and warn of bad tensors.
+
+        All ranks call it together. It does nothing if there was no `begin`.
+        """
         if self._probe is None or not self._is_attached:
             return
         self._is_attached = False
@@ -61,26 +68,28 @@ class HealthLog:
         self._complain(record)
 
     def abandon(self) -> None:
-        """The step that `begin` was called for will be done again."""
+        """Forget what was measured since `begin`, because the step will be done again."""
         if self._probe is not None and self._is_attached:
             self._probe.detach()
             self._is_attached = False
 
     def rewind(self, step: int) -> None:
+        """Drop the records of steps after `step`, when training goes back to a checkpoint."""
         if self._file is not None:
             self._file.rewind(step)
 
     def close(self) -> None:
+        """Close health.jsonl."""
         if self._file is not None:
             self._file.close()
 
     def _complain(self, record: HealthRecord) -> None:
-        """Each tensor once, until it has been well again."""
+        """Warn of each bad tensor once, and again only after it has been good in between."""
         found = complaints(record, self._spec)
         new = [name for name in found if name not in self._warned]
         for name in new[:MOST_WARNINGS]:
-            self._warn(f"step {record.step}: {name} {found[name]} in FP8")
+            self._warn(f"step {record.step}: {name} in FP8: {found[name]}")
         if len(new) > MOST_WARNINGS:
             rest = len(new) - MOST_WARNINGS
-            self._warn(f"step {record.step}: and {rest} more tensors, see {HEALTH_FILE}")
+            self._warn(f"step {record.step}: and {rest} more tensors; all are in {HEALTH_FILE}")
         self._warned = set(found)

@@ -1,8 +1,9 @@
-"""What a step spends its time on, and what held the memory when it ran out.
+"""Profile the time of training steps, and record what held the memory when it ran out.
 
-With CUDA the profile is Nsight Systems': the steps are marked for `nsys profile
---capture-range=cudaProfilerApi` and each operation becomes an NVTX range. Elsewhere torch's own
-profiler writes a Chrome trace into the run's directory (chrome://tracing, ui.perfetto.dev).
+On a CUDA device, Nsight Systems makes the profile: the steps are marked for `nsys profile
+--capture-range=cudaProfilerApi`, and each operation becomes an NVTX range. On other devices,
+torch's own profiler writes a Chrome trace to the run's directory (chrome://tracing or
+ui.perfetto.dev shows it).
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from megafp8.specs.run import ProfileSpec
 
 Notify = Callable[[str], None]
 
-MEMORY_EVENTS = 200_000  # allocations and frees that a snapshot remembers, the last ones
+MEMORY_EVENTS = 200_000  # number of the last allocations and frees that a snapshot has
 
 
 class StepProfiler:
-    """Call `before_step` and `after_step` around each step; `close` when training ends anyhow."""
+    """Profile the steps that the spec names, on the ranks that it names.
+
+    Call `before_step` and `after_step` around each step, and `close` when training ends for
+    whatever reason.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,7 @@ class StepProfiler:
         self._stack: contextlib.ExitStack | None = None
 
     def before_step(self, step: int) -> None:
-        """`step`: optimizer steps done before this one."""
+        """Start the profile if it is due; `step` optimizer steps are done before this one."""
         if self._is_chosen and step == self.spec.start_step:
             self._stack = contextlib.ExitStack()
             if self.device.type == "cuda":
@@ -49,7 +54,7 @@ class StepProfiler:
             torch.cuda.nvtx.range_push(f"step {step + 1}")
 
     def after_step(self, step: int) -> None:
-        """`step`: as `before_step` got it."""
+        """End the profile if it is due; `step` is the number that `before_step` got."""
         if self._stack is None:
             return
         if self.device.type == "cuda":
@@ -58,6 +63,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
+        """End the profile that is under way, if there is one, and write its trace."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
@@ -69,7 +75,7 @@ class StepProfiler:
             activities=[activity], record_shapes=self.spec.gen_shape
         ) as profile:
             yield
-        error: Exception | str = "see above"  # torch may tell on stderr instead of raising
+        error: Exception | str = "see above"  # torch may print on stderr instead of raising
         try:
             profile.export_chrome_trace(str(self.trace_file))
         except (OSError, RuntimeError) as failure:
@@ -97,7 +103,10 @@ def _nvtx_ranges(shapes: bool) -> Iterator[None]:
 def memory_snapshot_on_oom(
     enabled: bool, directory: Path, rank: int, notify: Notify
 ) -> Iterator[None]:
-    """Writes what held CUDA's memory if it runs out inside (for pytorch.org/memory_viz)."""
+    """Write what held CUDA's memory if it runs out inside this context.
+
+    pytorch.org/memory_viz shows the file.
+    """
     if not enabled:
         yield
         return
@@ -107,7 +116,7 @@ def memory_snapshot_on_oom(
     except torch.OutOfMemoryError:
         file = directory / f"memory_rank{rank}.pickle"
         torch.cuda.memory._dump_snapshot(str(file))
-        notify(f"CUDA is out of memory; what held it: {file} (see pytorch.org/memory_viz)")
+        notify(f"CUDA is out of memory; {file} shows what held it (see pytorch.org/memory_viz)")
         raise
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

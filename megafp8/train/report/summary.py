@@ -1,4 +1,4 @@
-"""What a run says of itself at its end: the summary, how to continue it, a sample."""
+"""Summarize a run at its end: the results, how to continue it, and a sample of its text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ SAMPLE_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed:
-    """What the user gave, beside the spec: see `megafp8.train.pretrain.pretrain`."""
+class CommandLine:
+    """Hold the user's command and settings, for reports; see `megafp8.train.pretrain.pretrain`."""
 
-    command: Sequence[str]
-    settings: tuple[str, ...]
-    record: Mapping[str, object]
+    command: Sequence[str]  # the words of the command
+    settings: tuple[str, ...]  # lines for the console
+    record: Mapping[str, object]  # the same settings, for summary.json
 
 
-def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) -> RunSummary:
-    """The last validation beside what simple predictors reach on its text, and what really ran."""
+def summarize(
+    run: Run, path: Path, command_line: CommandLine, finished: bool, began: float
+) -> RunSummary:
+    """Validate a finished run on its validation text, and return the summary of the run.
+
+    All ranks call it together. `path` is the run's directory, `finished` says that the last step
+    was reached, `began` is the start of the process on the monotonic clock.
+    """
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
     validates = finished and spec.train.limit_val_batches > 0
@@ -61,9 +67,9 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         total_steps=spec.train.max_steps,
         log_dir=str(path),
         continue_command=(
-            None  # a trial leaves nothing to continue
+            None  # a trial run leaves nothing to continue
             if spec.train.fast_dev_run
-            else continue_command(spec, path, typed.command, finished)
+            else continue_command(spec, path, command_line.command, finished)
         ),
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
@@ -84,8 +90,8 @@ def summarize(run: Run, path: Path, typed: Typed, finished: bool, began: float) 
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
         extra={
-            **typed.record,
-            # Counted where the products are called, in this process and on this rank.
+            **command_line.record,
+            # These FLOPs are counted where products are called, in this process and on this rank.
             "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
             "fp8_share_planned": 0.0 if share is None else share.share,
             "higher_precision": [] if share is None else list(share.higher),
@@ -116,7 +122,7 @@ def _coverage(data: PreparedData) -> str:
 
 
 def _num_validated(run: Run) -> int:
-    """Tokens that the last validation read."""
+    """Return the number of tokens that the last validation read."""
     train, data = run.spec.train, run.data
     if not train.fast_dev_run:
         return data.num_final_tokens
@@ -127,19 +133,23 @@ def _num_validated(run: Run) -> int:
 def continue_command(
     spec: RunSpec, path: Path, command: Sequence[str], finished: bool
 ) -> str | None:
-    """The same command continues a run that was stopped; a finished one needs more steps."""
-    words = [word for word in command if not word.startswith("trainer.max_steps=")]
-    named = any("exp_manager.name=" in w or "exp_manager.explicit_log_dir=" in w for w in words)
-    if finished:
-        if not named:
-            words.append(f"exp_manager.name={path.name}")
-        words.append(f"trainer.max_steps={2 * spec.train.max_steps}")
-        return shlex.join(words)
-    return shlex.join(command)
+    """Return the command that continues a run.
+
+    It is the same command for a run that was stopped. A finished run needs more steps, and its name
+    if the command does not give one.
+    """
+    if not finished:
+        return shlex.join(command)
+    arguments = [word for word in command if not word.startswith("trainer.max_steps=")]
+    names_run = ("exp_manager.name=", "exp_manager.explicit_log_dir=")
+    if not any(key in argument for argument in arguments for key in names_run):
+        arguments.append(f"exp_manager.name={path.name}")
+    arguments.append(f"trainer.max_steps={2 * spec.train.max_steps}")
+    return shlex.join(arguments)
 
 
 def sample_text(run: Run) -> str:
-    """A short continuation by the model as it stands."""
+    """Return a short text that the model generates in its current state, after a fixed prompt."""
     tokenizer = run.data.tokenizer
     prompt = tokenizer.encode(SAMPLE_PROMPT)
     drawn = sample(

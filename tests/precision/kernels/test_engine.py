@@ -25,7 +25,7 @@ from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
-from megafp8.train.report.fp8 import means_of
+from megafp8.train.report.fp8 import kernels_of
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
 from tests.precision.kernels.test_scaled_mm import exact
@@ -384,12 +384,12 @@ def test_a_model_trains_the_same(name: RecipeName) -> None:
 def test_a_cpu_emulates_and_what_runs_is_said() -> None:
     assert engine_of(CPU) is EMULATED
     recipe, work = recipe_of("rowwise"), torch.bfloat16
-    assert "emulated" in means_of(recipe, EMULATED, CPU, work)
-    said = means_of(recipe, hopper(), CPU, work)
+    assert "emulated" in kernels_of(recipe, EMULATED, CPU, work)
+    said = kernels_of(recipe, hopper(), CPU, work)
     assert said == "FP8 tensor cores, casts in Triton"
-    assert "emulated: FP32 GEMMs" in means_of(recipe, hopper(), CPU, torch.float32)
+    assert "emulated: FP32 GEMMs" in kernels_of(recipe, hopper(), CPU, torch.float32)
     ada = Engine(uses_triton=True, layouts=frozenset({"tensor"}))
-    assert "emulated" in means_of(recipe, ada, CPU, work)
+    assert "emulated" in kernels_of(recipe, ada, CPU, work)
 
 
 def test_operands_of_a_device_without_row_products_are_one_copy() -> None:
