@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
-# megafp8 on NVIDIA's PyTorch image, whose torch (and Transformer Engine) are kept; or on any image
-# with Python 3.11 or newer and pip, which then gets a CPU build of torch:
+# This image has megafp8 on NVIDIA's PyTorch image, whose torch and Transformer Engine are kept. It can
+# also be built on any image with Python 3.11 or newer and pip, which then gets a CPU build of torch:
 #   docker build -t megafp8 .
 #   docker build -t megafp8:cpu --build-arg BASE_IMAGE=python:3.12-slim .
 #   docker run --gpus all --ipc host -v "$PWD/runs:/workspace/megafp8/runs" megafp8 model.fp8=True
@@ -8,9 +8,9 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
 ARG TORCH_PIN=2.13.0
-# "dev" brings the tests' tools along.
+# "dev" also installs the tools that the tests need.
 ARG EXTRAS=""
-# The image's own Python is used, also where a distribution marks it as its own (PEP 668).
+# The image's own Python is used, even if a distribution marks it as externally managed (PEP 668).
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
@@ -19,8 +19,8 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace/megafp8
 
-# Dependencies first, from the two files that decide them: editing the code or a text keeps this
-# layer. (The package's metadata wants a README and a licence to be there; the real ones follow.)
+# Dependencies are installed first, from the two files that determine them, so that a change of code or
+# text keeps this layer. (The package's metadata needs a README and a licence; the real files follow.)
 COPY pyproject.toml ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
@@ -29,7 +29,7 @@ RUN touch README.md LICENSE \
 
 COPY . .
 
-# 10001: an id that base images leave free. It owns the places that a run writes to, not the code.
+# Base images leave the id 10001 free. This user owns the directories that a run writes to, not the code.
 RUN useradd --create-home --uid 10001 --shell /bin/bash megafp8 \
     && install --directory --owner=megafp8 --group=megafp8 runs outputs multirun
 USER 10001

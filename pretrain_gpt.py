@@ -1,6 +1,6 @@
 """Pretrain a GPT: `python pretrain_gpt.py model.fp8=True trainer.max_steps=600 …`.
 
-`--help` lists every key; `--cfg job` shows the composed configuration; `-m` sweeps.
+`--help` lists every key, `--cfg job` shows the composed configuration, and `-m` runs a sweep.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ DEFAULT_CONFIG = "pretrain_gpt"
 
 
 def gpu_available() -> bool:
+    """Whether PyTorch finds a GPU.
+
+    Raises:
+        SettingError: Slurm gave this job GPUs and PyTorch finds none.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -31,15 +36,19 @@ def gpu_available() -> bool:
             "trainer.accelerator",
             None,
             f"Slurm gave GPU(s) {given} to this job, and PyTorch {torch.__version__} finds none",
-            "Use a CUDA build or container with the driver in it (nvidia-smi there helps), or "
-            "trainer.accelerator=cpu",
+            "Use a CUDA build of PyTorch, and a container that sees the driver (check with "
+            "nvidia-smi), or set trainer.accelerator=cpu",
         )
     return available
 
 
 def task(cfg: DictConfig, info: AppInfo) -> int:
-    """One run: in this process, or as ranks that this process starts and watches."""
-    adopt_step(os.environ)  # here too: a sweep's job on Slurm does not come by way of `main`
+    """Run one job, in this process or on ranks that it starts and watches; return the exit code.
+
+    Raises:
+        SettingError: The job asks for ranks that this process cannot start.
+    """
+    adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
     command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
@@ -57,9 +66,8 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
             raise SettingError(
                 "trainer.max_restarts",
                 restarts,
-                "these ranks were started by torchrun or srun, and only their launcher can start "
-                "them again",
-                "Leave it out; give torchrun --max-restarts, or let Slurm requeue the job",
+                "torchrun or srun started these ranks, and only that launcher can start them again",
+                "Leave it out, and use torchrun's --max-restarts or let Slurm requeue the job",
             )
     elif spec.parallel.num_nodes > 1:
         raise SettingError(
@@ -83,7 +91,10 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
 
 
 def main() -> int:
-    """Returns the exit code. Ctrl-C before training begins has nothing to save."""
+    """Run the command line, and return the exit code.
+
+    After Ctrl-C before training there is nothing to save.
+    """
     prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)

@@ -1,12 +1,13 @@
-"""What the amax reductions of delayed scaling cost on ranks of this machine, as shares of a step.
+"""Measure which fraction of a step the amax reductions of delayed scaling take on this machine.
 
     python benchmarks/amax_reduction.py            # 12 x 768 over four tensor-parallel ranks
     python benchmarks/amax_reduction.py --tp 1     # four replicas
 
-`call`: one all-reduce of each direction's amaxes after a barrier, so that nobody waits for a rank
-that is late. `waited`: what a forward and backward pass spends in its reductions, started at their
-events and waited for when a scale is read (`started`), or waited for at once (`at once`); waiting
-for late ranks is in it. Steps of both kinds take turns, in one run.
+Three times are measured. `call` is one all-reduce of the amaxes of each direction after a barrier,
+so that no rank waits for one that is late. `started` and `at once` are the time that a forward and
+backward pass spends in its reductions, which includes waiting for late ranks: with `started`, a
+reduction is started at its event and waited for when a scale is read, with `at once` it is waited
+for when it is started. Steps of both kinds alternate in one run.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ from megafp8.train.build import build
 from megafp8.train.process import prepare_process
 from megafp8.train.step import forward_backward
 
-CALLS = 20  # of each direction in a round
+CALLS = 20  # all-reduces of each direction
 
 
 class Timed:
-    """Reductions of amaxes and the time spent in them."""
+    """Reduce amaxes over an axis of the mesh, and add up the seconds spent in the reductions.
+
+    `at_once` waits for a reduction when it is started.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.seconds, self.at_once = axis, 0.0, False
 
     def start(self, amax: torch.Tensor) -> TimedPending:
+        """Start to take the maximum of `amax` over the ranks."""
         began = time.perf_counter()
         pending = self.axis.start_all_reduce_max(amax)
         if self.at_once:
@@ -57,10 +62,13 @@ class Timed:
 
 @dataclasses.dataclass
 class TimedPending:
+    """Hold a reduction that was started."""
+
     timed: Timed
     pending: Pending
 
     def wait(self) -> torch.Tensor:
+        """Wait for the reduction, count the time, and return its result."""
         began = time.perf_counter()
         if not self.timed.at_once:
             self.pending.wait()
@@ -69,20 +77,24 @@ class TimedPending:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tp", type=int, default=4, help="the rest are replicas")
+    parser.add_argument(
+        "--tp", type=int, default=4, help="tensor-parallel ranks; the other ranks are replicas"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 
 
 def main() -> None:
+    """Start the ranks, or measure on this rank and write the result."""
     args = arguments(sys.argv[1:])
     if not is_rank():
         sys.exit(launch(__file__, sys.argv[1:], args.ranks))
@@ -97,7 +109,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float] | None:
-    """Medians in seconds; None on ranks other than the first."""
+    """Return the median of each time in seconds, or None on ranks other than the first."""
     overrides = [
         f"trainer.devices={args.ranks}",
         f"model.tensor_model_parallel_size={args.tp}",
@@ -138,6 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, float] | None:
 
 
 def call(axis: Axis, amax: torch.Tensor) -> float:
+    """Return the seconds of one all-reduce of a tensor like `amax`, after a barrier."""
     dist.barrier()
     began = time.perf_counter()
     axis.all_reduce_max(torch.zeros_like(amax))
@@ -145,6 +158,7 @@ def call(axis: Axis, amax: torch.Tensor) -> float:
 
 
 def report(args: argparse.Namespace, medians: dict[str, float]) -> None:
+    """Print the times and their fractions of a step, and write the result file."""
     shares = {name: medians[name] / medians["step"] for name in ("call", "started", "at once")}
     print(f"a forward and backward pass: {medians['step']:.2f} s")
     for name, share in shares.items():

@@ -1,10 +1,11 @@
-"""What checkpoints written beside training cost the default job in FP8.
+"""Measure what checkpoints written in the background cost the default job in FP8.
 
-All in one process, so that its ratios hold on a busy machine too. `pause`: how long `start` takes,
-beside one plain copy of as many bytes, in turn. `total`: the processor time of a whole save, that
-is copying, checking, hashing, writing and reading back, over that of the 50 steps between two; an
-upper bound of what training loses, as if no core were ever idle. `fork`: what making a child
-process with a copy on write would take instead, before its page faults.
+Everything runs in one process, so that ratios are valid on a busy machine too. Three costs are
+measured. `pause` is the time that `start` takes, compared with one plain copy of as many bytes; the
+two alternate. `total` is the processor time of a whole save (copying, checking, hashing, writing
+and reading back) over that of the 50 steps between two saves; it is an upper bound of what training
+loses, as if no core were ever idle. `fork` is the time to make a child process with copy on write
+instead, without the page faults that follow.
 
     python benchmarks/async_save.py --saves 20
 """
@@ -38,10 +39,11 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 
 STEPS_BETWEEN = 50
-VOCAB = 4096  # the built-in corpus's
+VOCAB = 4096  # the vocabulary of the built-in corpus
 
 
 def main() -> None:
+    """Measure steps, saves and forks, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--saves", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4)
@@ -82,11 +84,11 @@ def main() -> None:
     step = statistics.median(steps)
     today = datetime.date.today().isoformat()
     result = {
-        "what": "saves of the default job in FP8, written beside training; medians",
+        "what": "saves of the default job in FP8, written in the background; medians",
         "date": today,
         "cpu": runpy.run_path(str(Path(__file__).with_name("cpu_step.py")))["cpu_name"](),
         "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],  # others at work on the machine
+        "load": os.getloadavg()[0],  # shows whether other programs used the machine
         "command": " ".join(["python", "benchmarks/async_save.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "state_bytes": background.num_bytes,
@@ -107,7 +109,7 @@ def main() -> None:
 
 
 def step_seconds(state: TrainState, batches: list[Microbatch]) -> float:
-    """Processor time of one training step."""
+    """Return the processor time of one training step in seconds."""
     began = time.process_time()
     train_step(state, batches)
     state.step += 1
@@ -115,7 +117,7 @@ def step_seconds(state: TrainState, batches: list[Microbatch]) -> float:
 
 
 def fork_seconds() -> float:
-    """Until this process goes on."""
+    """Return the seconds that this process needs to fork and continue."""
     began = time.perf_counter()
     child = os.fork()
     if child == 0:

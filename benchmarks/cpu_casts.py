@@ -1,6 +1,8 @@
-"""The C casts on one thread: CPU time of each beside plain copies, and the speed over the same
-source compiled with `-ftrapping-math`, as it was once: gcc then vectorizes no comparison of floats
-without AVX-512. `--march` compiles both for a lesser CPU. Writes a result file.
+"""Measure the CPU time of the FP8 casts in C on one thread, compared with plain copies.
+
+The casts are also compared with the same source compiled with `-ftrapping-math`, a flag that was
+used earlier: gcc then vectorizes no comparison of floats without AVX-512. `--march` compiles both
+for an older CPU. The benchmark writes a result file.
 
     python benchmarks/cpu_casts.py --march x86-64-v3
 """
@@ -30,6 +32,7 @@ from megafp8.precision.kernels.compile import library
 
 
 def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
+    """Return the copies, casts and decodings of a [rows, cols] tensor by their names."""
     scale, amax, made = torch.tensor(100.0), torch.zeros(()), {}
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, cols, generator=generator)
@@ -51,7 +54,7 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
 
 
 def measured(rows: int, cols: int, rounds: int) -> dict[str, float]:
-    """Medians of CPU seconds, operations interleaved."""
+    """Return the median of each operation's CPU seconds; the operations alternate."""
     torch.set_num_threads(1)
     made = operations(rows, cols)
     seconds: dict[str, list[float]] = {name: [] for name in made}
@@ -64,7 +67,7 @@ def measured(rows: int, cols: int, rounds: int) -> dict[str, float]:
 
 
 def compiled_with(flags: str, arguments: list[str]) -> dict[str, float]:
-    """Measured in a process whose kernels are compiled with these flags at the end."""
+    """Return `measured` of a process whose kernels are compiled with additional `flags`."""
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder, "compiler")
         compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" {flags}\n')
@@ -77,12 +80,15 @@ def compiled_with(flags: str, arguments: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure the casts with and without trapping math, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--cols", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--march", default="native", help="the compiler's -march")
-    parser.add_argument("--only-measure", action="store_true", help="print medians alone")
+    parser.add_argument(
+        "--only-measure", action="store_true", help="print the medians as JSON and write no result"
+    )
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.only_measure:

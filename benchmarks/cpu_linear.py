@@ -1,9 +1,10 @@
-"""The four linears of a GPT's layers on a CPU, forward and backward: ours in every recipe, torchao.
+"""Time the linears of a GPT's layers on a CPU, in each of our recipes and in torchao's.
 
-torchao (`Float8LinearConfig(emulate=True)`) is what there is otherwise to run such a recipe without
-FP8 tensor cores; its products are FP32. All variants see the same inputs; each has its own FP32 or
-BF16 weights, and gradients are added up as each does it. Variants are interleaved; the figure is
-the process's CPU time, which other work on the machine disturbs least. Medians over the rounds.
+Each linear runs forward and backward. torchao's emulation (`Float8LinearConfig(emulate=True)`) is
+the other way to run such recipes without FP8 tensor cores; its products are in FP32. All variants
+get the same inputs; each has its own BF16 weights, and accumulates gradients in its own way. The
+variants alternate. A figure is the median over the rounds of the process's CPU time, which other
+programs on the machine disturb least.
 
     python benchmarks/cpu_linear.py --layers 12 --width 768 --threads 1
 """
@@ -39,11 +40,12 @@ Step = Callable[[], float]
 
 
 def shapes(width: int) -> list[tuple[int, int]]:
-    """(in, out) of QKV, projection, FC1 and FC2."""
+    """Return the (in, out) features of QKV, projection, FC1 and FC2."""
     return [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
 
 
 def recipe_of(name: RecipeName) -> Fp8Recipe:
+    """Return a recipe with its usual formats and kind of scales."""
     return Fp8Recipe(
         name=name,
         backward_format="e5m2" if name in ("delayed", "tensorwise") else "e4m3",
@@ -54,7 +56,7 @@ def recipe_of(name: RecipeName) -> Fp8Recipe:
 def ours(
     args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: RecipeName | None
 ) -> Step:
-    """A step of our linears; None: in BF16."""
+    """Return a step of our linears in the recipe `name`, or in BF16 if it is None."""
     state = None if name is None else ScalingState(recipe_of(name))
     sink = MainGradSink()
     linears = []
@@ -88,6 +90,7 @@ def ours(
 
 
 def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: RecipeName) -> Step:
+    """Return a step of torchao's emulated linears in the recipe `name`."""
     plain = nn.ModuleList(
         nn.Linear(ins, outs, bias=False, dtype=torch.bfloat16)
         for _ in range(args.layers)
@@ -104,6 +107,7 @@ def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: Rec
 
 
 def plain_bf16(args: argparse.Namespace, inputs: dict[int, torch.Tensor]) -> Step:
+    """Return a step of torch's own linears in BF16."""
     model = nn.ModuleList(
         nn.Linear(ins, outs, bias=False, dtype=torch.bfloat16)
         for _ in range(args.layers)
@@ -120,7 +124,7 @@ def plain_bf16(args: argparse.Namespace, inputs: dict[int, torch.Tensor]) -> Ste
 def run(
     linears: list[nn.Module], inputs: dict[int, torch.Tensor], args: argparse.Namespace
 ) -> float:
-    """CPU seconds of forward and backward of every linear, one after the other."""
+    """Run every linear forward and backward, one after another; return the CPU seconds."""
     began = time.process_time()
     sizes = shapes(args.width) * args.layers
     for linear, (ins, outs) in zip(linears, sizes, strict=True):
@@ -130,6 +134,7 @@ def run(
 
 
 def main() -> None:
+    """Time all variants, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -160,6 +165,7 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, medians: dict[str, float]) -> None:
+    """Print times and ratios, and write the result file."""
     names = [name.removeprefix("torchao ") for name in medians if name.startswith("torchao ")]
     ratios = {f"{name} over torchao": medians[f"torchao {name}"] / medians[name] for name in names}
     ratios |= {f"{name} over bf16": medians["bf16"] / medians[name] for name in RECIPES}

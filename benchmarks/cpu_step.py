@@ -1,10 +1,10 @@
-"""One forward and backward of a GPT on a CPU: our FP32, BF16 and FP8, and plain PyTorch.
+"""Time one forward and backward pass of a GPT on a CPU, in our precisions and in plain PyTorch.
 
-Our precisions are interleaved in this process; plain PyTorch in BF16, and the same with torchao's
-emulated FP8, (no setting of ours) run in processes of their own that do one step whenever they are
-asked, alternated with ours. Medians over the rounds, and ratios of medians: of wall time, or with
-`--cpu-time` of CPU time, which other work on the machine disturbs less. Writes a result file with
-versions and command.
+Our FP32, BF16 and FP8 alternate in this process. Plain PyTorch in BF16, and the same with torchao's
+emulated FP8, run in processes of their own without our settings; these do one step on request, and
+alternate with ours. The figures are medians over the rounds and ratios of medians: of wall time, or
+with `--cpu-time` of CPU time, which other programs on the machine disturb less. The benchmark
+writes a result file with versions and command.
 
     python benchmarks/cpu_step.py --layers 12 --width 768 --threads 2
 """
@@ -51,14 +51,14 @@ VARIANTS = {
     "fp8 params": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_params=True"),
 }
 WITH_BF16_PRODUCTS = {"bf16, bf16 products": "bf16", "fp8, bf16 products": "fp8"}
-"""The same as the named variant on a CPU that is taken for one with BF16 instructions."""
+"""The same as the named variant, with BF16 products as on a CPU that has BF16 instructions."""
 IMITATION = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "MEGAFP8_CPU_FLAGS")
-"""The environment variables with which `python -m tests.cpu_levels` imitates a lesser CPU."""
+"""The environment variables with which `python -m tests.cpu_levels` imitates an older CPU."""
 OTHERS = {"plain bf16": "bfloat16", "torchao tensorwise": "torchao"}
 
 
 def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
-    """The run that a user would get with these sizes and settings."""
+    """Return the run that a user would get with these sizes and settings."""
     cfg = load(
         [
             f"model.num_layers={args.layers}",
@@ -78,7 +78,10 @@ def spec_of(args: argparse.Namespace, settings: Sequence[str]) -> RunSpec:
 def timed_step(
     state: TrainState, microbatch: Microbatch, clock: Clock, *, bf16_products: bool = False
 ) -> float:
-    """`bf16_products`: as on a CPU with BF16 instructions, whatever this one has."""
+    """Run one forward and backward pass, and return its seconds.
+
+    `bf16_products` computes products in BF16 even if this CPU has no instructions for it.
+    """
     is_fast = bf16_products or cpu.fast_at_bf16()
     with patch.object(cpu, "fast_at_bf16", lambda: is_fast):
         began = clock()
@@ -87,7 +90,7 @@ def timed_step(
 
 
 class PlainProcess:
-    """Plain PyTorch, asked for one step at a time."""
+    """Run plain PyTorch in a process of its own, one step on each request."""
 
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         shape = (args.layers, args.width, args.width // 64, args.vocab, args.batch, args.seq)
@@ -98,18 +101,21 @@ class PlainProcess:
         self.field = "cpu" if args.cpu_time else "seconds"
 
     def timed_step(self) -> float:
+        """Request one step, and return its seconds."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
         return float(json.loads(self.process.stdout.readline())[self.field])
 
     def close(self) -> None:
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def cpu_name() -> str:
+    """Return the CPU's name and those of its instruction sets that matter here."""
     words = Path("/proc/cpuinfo").read_text().splitlines()
     name = next(line.split(":")[1].strip() for line in words if line.startswith("model name"))
     flags = next(line for line in words if line.startswith("flags")).split()
@@ -118,6 +124,7 @@ def cpu_name() -> str:
 
 
 def main() -> None:
+    """Time all variants, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -126,19 +133,23 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="alternations with plain PyTorch")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each variant a round")
-    parser.add_argument("--cpu-time", action="store_true", help="instead of wall time")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="timed steps of each variant in a round"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="measure CPU time instead of wall time"
+    )
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument(
         "--with-bf16-products",
         action="store_true",
-        help="also time BF16 products, where this CPU has no instructions for them",
+        help="also time BF16 products on a CPU that has no instructions for them",
     )
-    parser.add_argument("--alone", action="store_true", help="without plain PyTorch and torchao")
+    parser.add_argument("--alone", action="store_true", help="leave out plain PyTorch and torchao")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
-    # Before our settings: they inherit nothing of them.
+    # The other processes start before our settings are made, and so inherit none of them.
     asked = {} if args.alone else OTHERS
     others = {name: PlainProcess(args, dtype) for name, dtype in asked.items()}
     prepare_process(torch.device("cpu"), fp32=True)
@@ -159,7 +170,7 @@ def main() -> None:
             timed_step(state, microbatch, clock, bf16_products=name in WITH_BF16_PRODUCTS)
     for _ in range(args.rounds):
         for name, plain in others.items():
-            plain.timed_step()  # its first step after a pause is not counted, nor is ours
+            plain.timed_step()  # the first step after a pause is not counted
             seconds[name] += [plain.timed_step() for _ in range(args.steps)]
         timed_step(states["bf16"], microbatch, clock)
         for _ in range(args.steps):
@@ -174,6 +185,7 @@ def main() -> None:
 def report(
     args: argparse.Namespace, medians: dict[str, float], seconds: dict[str, list[float]]
 ) -> None:
+    """Print times and ratios, and write the result file."""
     tokens = args.batch * args.seq
     compared = {
         "our bf16 over plain bf16": ("bf16", "plain bf16"),

@@ -1,7 +1,7 @@
-"""Time to find where every sample starts: ours in NumPy beside Megatron's in C++.
+"""Time the computation of where every sample starts: ours in NumPy, and Megatron's in C++.
 
-Both get the same document lengths and the same shuffled order; rounds alternate, and the ratio is
-that of the medians. Needs the megatron-core package, whose compiled helper is called.
+Both get the same document lengths and the same shuffled order. Rounds alternate, and the ratio is
+that of the medians. The benchmark needs the package megatron-core, whose compiled helper it calls.
 
     python benchmarks/data_index.py --documents 10000000 --tokens 1000000000
 """
@@ -25,6 +25,7 @@ from megafp8.data.index_maps import sample_index, shuffled
 
 
 def main() -> None:
+    """Time both in turn, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--tokens", type=int, default=1_000_000_000)
@@ -38,7 +39,7 @@ def main() -> None:
     from megatron.core.datasets import helpers
 
     rng = np.random.default_rng(0)
-    # Long-tailed, as texts are, with the asked mean.
+    # Lengths have a long tail, as those of real texts do, and the requested mean.
     lengths = rng.lognormal(0.0, 1.0, args.documents)
     lengths = np.maximum(1, np.rint(lengths * (args.tokens / lengths.sum()))).astype(np.int32)
     total = int(lengths.sum())
@@ -53,7 +54,7 @@ def main() -> None:
         ours.append(time.perf_counter() - began)
     assert abs(len(index) - len(first)) <= 2 and len(offset) == len(first)
     result = {
-        "what": "sample index: NumPy beside Megatron's C++",
+        "what": "sample index: NumPy and Megatron's C++",
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         "documents": args.documents,

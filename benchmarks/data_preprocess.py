@@ -1,11 +1,11 @@
-"""Throughput of the preprocessing command beside `tokenizers.encode_batch` on the same documents.
+"""Compare the throughput of the preprocessing command with that of `tokenizers.encode_batch`.
 
-The documents are lines of Python's own library, drawn at random, as one JSONL file. The library
-gets them in memory, in batches, and only its calls are timed, with as many threads as the command
-has workers. The command does everything: it starts, reads JSON, encodes, writes and hashes. Both
-take the same trained byte-level BPE. They run in turns of a few seconds, one stopped while the
-other runs, and only their own turns count: a machine's other work comes and goes, and so hits both
-alike. Processor seconds are given beside those of the clock.
+Both encode the same documents, which are random lines of Python's own library in one JSONL file.
+`encode_batch` gets them in memory, in batches, and only its calls are timed; it has as many threads
+as the command has workers. The command does everything: it starts, reads JSON, encodes, writes and
+hashes. Both use the same trained byte-level BPE. They run in turns of a few seconds, one stopped
+while the other runs, and only their own turns count, so that other programs on the machine affect
+both equally. The result has processor seconds and wall seconds.
 
     python benchmarks/data_preprocess.py --megabytes 200 --threads 2
 """
@@ -51,22 +51,24 @@ for first in range(0, len(texts), int(sys.argv[3])):
 
 @dataclass
 class Contender:
-    """A process with its children, in a group of its own, and the seconds of its turns."""
+    """Hold a process with its children, in a group of its own, and the seconds of its turns."""
 
     process: subprocess.Popen[str]
-    cpu_before: float = 0.0  # what it took to get ready
+    cpu_before: float = 0.0  # CPU seconds before the first turn
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
     @property
     def runs(self) -> bool:
+        """Whether the process has not ended."""
         return self.process.returncode is None
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process and its children."""
         os.killpg(self.process.pid, number)
 
     def turn(self, seconds: float) -> None:
-        """Let it run so long, or to its end."""
+        """Let the process run for `seconds`, or to its end, and count the time."""
         began, before = time.perf_counter(), children_seconds()
         self.signal(signal.SIGCONT)
         try:
@@ -81,13 +83,13 @@ class Contender:
 
 
 def children_seconds() -> float:
-    """Processor seconds of all children that have ended, and of theirs."""
+    """Return the processor seconds of all children that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def write_part(path: Path, lines: list[str], megabytes: float, seed: int) -> int:
-    """Documents of 20 to 400 lines; returns the bytes of their text."""
+    """Write documents of 20 to 400 random lines; return the bytes of their text."""
     rng, done = random.Random(seed), 0
     with open(path, "w", encoding="utf-8") as file:
         while done < megabytes * 1e6:
@@ -120,7 +122,7 @@ def library(words: Path, part: Path, threads: int) -> Contender:
 
 
 def command(words: Path, part: Path, output: Path, threads: int) -> Contender:
-    """Stopped at its very beginning."""
+    """Return the preprocessing command, stopped at its beginning."""
     argv = [sys.executable, "-m", "megafp8.cli.preprocess", str(part), "--output", str(output)]
     argv += ["--tokenizer", str(words), "--workers", str(threads)]
     process = subprocess.Popen(
@@ -136,9 +138,10 @@ def command(words: Path, part: Path, output: Path, threads: int) -> Contender:
 
 
 def main() -> None:
+    """Run both in turns, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=200.0)
-    parser.add_argument("--turn", type=float, default=3.0, help="seconds")
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds of a turn")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -164,7 +167,7 @@ def main() -> None:
                 if contender.runs:
                     contender.signal(signal.SIGKILL)
     result = {
-        "what": "preprocessing command beside tokenizers.encode_batch",
+        "what": "preprocessing command compared with tokenizers.encode_batch",
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
         "megabytes": num_bytes / 1e6,

@@ -1,7 +1,7 @@
-"""What `model.fp8_health` costs: forward and backward with and without the probe, in CPU time.
+"""Measure what `model.fp8_health` costs: forward and backward passes with and without its probe.
 
-A step that is logged is measured; others cost nothing. `share` is that of all steps at
-`trainer.log_every_n_steps=10`.
+Times are CPU times of a step that is logged; other steps cost nothing. The fractions printed are of
+the time of all steps with `trainer.log_every_n_steps=10`.
 
     python benchmarks/fp8_health.py --layers 4 --width 256
 """
@@ -36,6 +36,7 @@ LOG_EVERY = 10
 
 
 def main() -> None:
+    """Time steps with each kind of probe, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -80,7 +81,7 @@ def main() -> None:
     shares = {mode: (medians[mode] / medians["off"] - 1) / LOG_EVERY for mode in ("scales", "full")}
     for mode, median in medians.items():
         extra = f"  {shares[mode]:+.2%} of all steps" if mode in shares else ""
-        print(f"{mode:>7}  {1e3 * median:8.1f} ms of CPU a logged step{extra}")
+        print(f"{mode:>7}  {1e3 * median:8.1f} ms of CPU for a logged step{extra}")
     today = datetime.date.today().isoformat()
     result = {
         "what": "forward and backward of a step that is logged, medians of CPU time, one thread",

@@ -1,7 +1,7 @@
-"""FP8 against BF16 on the default job: the same seeds and data, training and validation loss.
+"""Compare FP8 with BF16 on the default job: training and validation loss, same seeds and data.
 
-Each run is `pretrain_gpt.py` as a user would start it. Runs that exist already (finished under
-`--runs`) are not run again. Writes a result file and the plot of the curves.
+Each run is `pretrain_gpt.py` as a user would start it. Runs that have finished under `--runs`
+already are not run again. The benchmark writes a result file and a plot of the curves.
 
     python benchmarks/fp8_vs_bf16.py --seeds 1234 1 2 --jobs 2 --threads 1
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(precision: str, seed: int, args: argparse.Namespace) -> Path:
-    """One run to its end; returns its directory."""
+    """Run one job to its end, and return its directory."""
     path = Path(args.runs).resolve() / f"{precision}-{seed}"
     summary = path / "summary.json"
     if summary.exists() and json.loads(summary.read_text())["status"] == "finished":
@@ -49,6 +49,7 @@ def run(precision: str, seed: int, args: argparse.Namespace) -> Path:
 
 
 def collect(path: Path) -> dict[str, Any]:
+    """Return the losses and results of a finished run."""
     lines = read_metrics(path / "metrics.jsonl")
     summary = json.loads((path / "summary.json").read_text())
     return {
@@ -66,6 +67,7 @@ def collect(path: Path) -> dict[str, Any]:
 
 
 def compare(runs: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> dict[str, Any]:
+    """Return the differences between FP8 and BF16 for each seed, and the spread over seeds."""
     gaps, first_steps = {}, {}
     for seed in seeds:
         fp8, bf16 = runs["fp8", seed], runs["bf16", seed]
@@ -84,6 +86,7 @@ def compare(runs: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> di
 def plot(
     runs: dict[tuple[str, int], dict[str, Any]], seeds: list[int], comparison: dict[str, Any]
 ) -> Path:
+    """Draw the curves of all runs and their differences; return the picture's path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,12 +132,15 @@ def plot(
 
 
 def main() -> None:
+    """Run all jobs, compare them, and write the result and the plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--threads", type=int, default=2, help="threads of each run")
     parser.add_argument("--runs", default="runs/fp8-vs-bf16")
-    parser.add_argument("overrides", nargs="*", help="for every run, e.g. trainer.max_steps=100")
+    parser.add_argument(
+        "overrides", nargs="*", help="settings of every run, such as trainer.max_steps=100"
+    )
     args = parser.parse_args()
     wanted = [(precision, seed) for seed in args.seeds for precision in ("fp8", "bf16")]
     with ThreadPoolExecutor(args.jobs) as pool:

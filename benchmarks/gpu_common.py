@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the hardware's peaks, timing by events, result files."""
+"""Provide what the GPU benchmarks share: hardware peaks, timing by events, result files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ import torch
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
 RESULTS = Path(__file__).parent / "results"
 PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs
-LINES = "results.jsonl"  # beside the results: one line for each row, as it comes
+LINES = "results.jsonl"  # in the folder of the results: one line for each row
 
 
 def bytes_per_second(name: str) -> float:
-    """Of the memory, by the data sheet; an H200's where the device is neither."""
+    """Return the memory bandwidth of a device by its data sheet.
+
+    It is that of an H200 for any device but an H100.
+    """
     return 3.35e12 if "H100" in name else 4.8e12
 
 
 def device_and_name() -> tuple[torch.device, str]:
+    """Return the device to measure and its name: a CUDA device if there is one."""
     if torch.cuda.is_available():
         return torch.device("cuda"), torch.cuda.get_device_name()
     return torch.device("cpu"), "cpu"
 
 
 def timed(run: Callable[[], object], device: torch.device, warm_up: int, runs: int) -> list[float]:
-    """Seconds of each run.
+    """Return the seconds of each of `runs` calls, after `warm_up` calls that are not timed.
 
-    On a GPU all runs are queued behind a pause and waited for once: a wait after each would add the
-    time that the host needs to launch the first kernel of the next one.
+    On a GPU, all runs are queued behind a pause and waited for once. A wait after each run would
+    add the time that the host needs to launch the first kernel of the next one.
     """
     for _ in range(warm_up):
         run()
@@ -60,6 +64,7 @@ def timed(run: Callable[[], object], device: torch.device, warm_up: int, runs: i
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
+    """Return the median, the least and the largest of times, for a row of results."""
     return {
         "median_seconds": statistics.median(seconds),
         "min_seconds": min(seconds),
@@ -68,6 +73,7 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def git_commit() -> str:
+    """Return the commit of this checkout, or "unknown"."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -76,7 +82,10 @@ def git_commit() -> str:
 def write_result(
     folder: Path, subject: str, name: str, what: str, content: Mapping[str, Any]
 ) -> Path:
-    """`DATE_HARDWARE_SUBJECT.json`, with versions, commit and command."""
+    """Write `DATE_HARDWARE_SUBJECT.json` to `folder`, and return its path.
+
+    The file has `content`, and versions, commit and command.
+    """
     today = datetime.date.today().isoformat()
     result = {
         "what": what,
@@ -98,28 +107,31 @@ def write_result(
 
 
 class Results:
-    """The rows of one benchmark, on the disk as soon as they are measured.
+    """Collect the rows of one benchmark, and write each to the disk as soon as it is measured.
 
-    Each row is a line of `results.jsonl` too, where a reader sees what came last.
+    Each row is also appended to `results.jsonl`, which shows the newest row last.
     """
 
     def __init__(self, folder: Path, subject: str, name: str, what: str, **content: Any) -> None:
         self.folder, self.subject, self.name, self.what = folder, subject, name, what
         self.rows: dict[str, dict[str, Any]] = {}
-        self.skipped: dict[str, str] = {}  # why a row could not be had here
-        self.failed: dict[str, str] = {}  # what went wrong
+        self.skipped: dict[str, str] = {}  # rows that cannot be measured here, with reasons
+        self.failed: dict[str, str] = {}  # rows that failed, with errors
         self.content = content
 
     def add(self, key: str, row: dict[str, Any]) -> None:
+        """Write a row that was measured."""
         self.rows[key] = row
         self._write(key, {"row": row})
 
     def skip(self, key: str, reason: str) -> None:
+        """Write why a row cannot be measured here."""
         self.skipped[key] = reason
         print(f"{key:>24}  skipped: {reason}", flush=True)
         self._write(key, {"skipped": reason})
 
     def fail(self, key: str, error: str) -> None:
+        """Write that measuring a row failed."""
         self.failed[key] = error
         print(f"{key:>24}  failed: {error}", flush=True)
         self._write(key, {"failed": error})
@@ -132,5 +144,5 @@ class Results:
             file.write(json.dumps(line) + "\n")
 
     def exit_code(self) -> int:
-        """1 where something failed, or nothing was measured."""
+        """Return 1 if a row failed or none was measured, else 0."""
         return int(bool(self.failed) or not self.rows)

@@ -1,11 +1,12 @@
-"""One matrix product on a GPU: BF16, and FP8 on ready operands, against its floor.
+"""Time one matrix product on a GPU, in BF16 and FP8, and compare it with its floor.
 
-Random normal operands (zeros and small integers draw less power and run faster), CUDA events,
-medians. FP8 runs with and without fast accumulation, through the project's own entry. The floor is
-the larger of operations over peak and bytes over bandwidth of the SXM card.
+Operands are random normal numbers, since zeros and small integers need less power and run faster;
+FP8 operands are quantized before. Times are medians of CUDA events. FP8 runs with and without fast
+accumulation, through this project's own function. The floor is the larger of operations over peak
+and bytes over bandwidth of the SXM card.
 
     python benchmarks/gpu_gemm.py --size 8192
-    python benchmarks/gpu_gemm.py --tiny            # on a CPU: does it run
+    python benchmarks/gpu_gemm.py --tiny            # check on a CPU that it runs
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from megafp8.precision.kernels.scaled_mm import scaled_mm, unsupported
 
 
 def floor_seconds(size: int, precision: str, name: str) -> float:
-    """For three square matrices, the result in BF16."""
+    """Return the floor of a product of two square matrices with a result in BF16, in seconds."""
     operand_bytes = {"bf16": 2, "fp8": 1}[precision]
     num_bytes = size * size * (2 * operand_bytes + 2)
     return max(2 * size**3 / PEAK_FLOPS[precision], num_bytes / bytes_per_second(name))
 
 
 def variants(size: int, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return the products that run on `device`, by name."""
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     a_bf16, b_bf16 = a.bfloat16(), b.bfloat16()
@@ -55,16 +57,19 @@ def variants(size: int, device: torch.device) -> dict[str, Callable[[], torch.Te
 
 
 def main() -> None:
+    """Time each product, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="64, few runs, any device: a check")
+    parser.add_argument(
+        "--tiny", action="store_true", help="check on any device: size 64, few runs"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
+        parser.error("there is no CUDA device to measure (--tiny checks that the benchmark runs)")
     if args.tiny:
         args.size, args.runs, args.warm_up = 64, 3, 1
     title = f"{args.size} cubed product of random normal operands, scales 1; medians"

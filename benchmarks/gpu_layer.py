@@ -1,13 +1,14 @@
-"""One transformer layer on a GPU, forward and backward: BF16 and FP8, eager and compiled.
+"""Time one transformer layer on a GPU, forward and backward, in BF16 and FP8, eager and compiled.
 
-Through the parts of a real run: scales roll, weights are quantized anew in every run (as with an
-accumulation of one), weight gradients go to FP32. Random normal input, CUDA events, medians; one
-process for all, so that ratios are of one clock. TFLOP/s count attention in full and, apart from
-that, by its causal half. The floor adds up the larger of operations over peak and bytes over
-bandwidth of each product; passes between products are not in it, as they could be fused.
+The layer runs as in a real run: scales are updated, weights are quantized in each run (as with one
+microbatch in a step), weight gradients are added in FP32. The input is random normal numbers. Times
+are medians of CUDA events, of one process, so that ratios are of one clock. TFLOP/s are given
+twice, counting attention in full and by its causal half. The floor is the sum over all products of
+the larger of operations over peak and bytes over bandwidth. Operations between products are not
+part of the floor, since they could be fused.
 
     python benchmarks/gpu_layer.py
-    python benchmarks/gpu_layer.py --tiny            # on a CPU: does it run
+    python benchmarks/gpu_layer.py --tiny            # check on a CPU that it runs
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 def state_of(
     args: argparse.Namespace, device: torch.device, settings: tuple[str, ...]
 ) -> TrainState:
-    """A GPT of one layer, as a user's settings build it; only its layer is run."""
+    """Return a GPT of one layer, as a user's settings build it; only its layer is run."""
     cfg = load(
         [
             "model.num_layers=1",
@@ -84,7 +85,7 @@ def state_of(
 def one_run(
     state: TrainState, args: argparse.Namespace, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """One microbatch; returns the gradient of the layer's input."""
+    """Return a function that runs one microbatch and returns the gradient of the layer's input."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (args.batch, args.seq, args.hidden)
     x = torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_()
@@ -105,12 +106,15 @@ def one_run(
 
 
 def linear_shapes(hidden: int) -> list[tuple[int, int]]:
-    """(out, in) of QKV, projection, FC1 and FC2."""
+    """Return the (out, in) features of QKV, projection, FC1 and FC2."""
     return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
 
 
 def floor_seconds(args: argparse.Namespace, name: str, in_fp8: bool) -> float:
-    """Of the linears' three products and attention's; results and plain operands in BF16."""
+    """Return the floor of the linears' three products each and of attention's, in seconds.
+
+    Results are in BF16, and so are operands that are not in FP8.
+    """
     tokens, bandwidth, total = args.batch * args.seq, bytes_per_second(name), 0.0
     precision, size = ("fp8", 1) if in_fp8 else ("bf16", 2)
     for outs, ins in linear_shapes(args.hidden):
@@ -121,13 +125,14 @@ def floor_seconds(args: argparse.Namespace, name: str, in_fp8: bool) -> float:
 
 
 def causal_attention_flops(args: argparse.Namespace) -> int:
-    """Forward and backward: two and four products, half of each."""
+    """Return the FLOPs of attention: half of two products forward and of four backward."""
     return 6 * args.batch * args.seq**2 * args.hidden
 
 
 def measure(
     args: argparse.Namespace, device: torch.device, name: str, settings: tuple[str, ...]
 ) -> dict[str, Any]:
+    """Return the row of one variant: times, rates, memory and the kernels that ran."""
     state = state_of(args, device, settings)
     run = one_run(state, args, device)
     run()
@@ -155,6 +160,7 @@ def measure(
 
 
 def main() -> None:
+    """Time each variant, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
@@ -163,12 +169,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--tiny", action="store_true", help="any device, few runs: a check")
+    parser.add_argument(
+        "--tiny", action="store_true", help="check on any device: a small layer, few runs"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
+        parser.error("there is no CUDA device to measure (--tiny checks that the benchmark runs)")
     if args.tiny:
         args.hidden, args.heads, args.batch, args.seq, args.runs, args.warm_up = 128, 2, 2, 64, 2, 1
     shape = {key: getattr(args, key) for key in ("hidden", "heads", "batch", "seq", "runs")}
@@ -178,9 +186,9 @@ def main() -> None:
     for what in args.variants:
         try:
             row = measure(args, device, name, VARIANTS[what])
-        except UserError as error:  # refused here: a backend that is not there
+        except UserError as error:  # this backend is not installed, or refuses the layer
             results.skip(what, str(error))
-        except Exception as error:  # one variant's error is not the others'
+        except Exception as error:  # the other variants still run
             results.fail(what, f"{type(error).__name__}: {error}")
         else:
             row |= beside_bf16(row, results.rows.get("bf16", row if what == "bf16" else None))
@@ -193,6 +201,7 @@ def main() -> None:
 
 
 def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, float | None]:
+    """Return speed and memory relative to BF16's row, if there is one."""
     if base is None:
         return {"times_bf16": None, "bf16_share_of_peak": None, "memory_over_bf16": None}
     has_memory = base["peak_memory_bytes"]
@@ -206,6 +215,7 @@ def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, f
 
 
 def shown(what: str, row: dict[str, Any]) -> str:
+    """Return a row as one line of text."""
     ratio = row["times_bf16"]
     return (
         f"{what:>24}  {1e3 * row['median_seconds']:9.3f} ms  "

@@ -1,4 +1,4 @@
-"""Does anything run on this GPU: one small answer for each thing that a run will need.
+"""Check that each operation that a run needs works on this GPU, and is right.
 
 device    versions, and the speed of a copy and of one BF16 product
 products  `torch._scaled_mm` in each layout, number of rows, bias and result, against float64
@@ -7,7 +7,7 @@ sdpa      which kernels attention starts, forward and backward
 layers    a layer of each recipe, forward and backward: finite, and close to BF16
 
 python benchmarks/gpu_runs.py products --results DIR
-python benchmarks/gpu_runs.py layers --tiny --results DIR    # on a CPU: does it run
+python benchmarks/gpu_runs.py layers --tiny --results DIR    # check on a CPU that it runs
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ PAIRS: tuple[tuple[Layout, Layout], ...] = (
 
 
 def device_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield the checks of the device itself, each with its name."""
     yield "versions", versions
     runs, size = (2, 64) if tiny else (20, 8192)
     a = torch.randn(size, size, device=device).bfloat16()
@@ -63,6 +64,7 @@ def device_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callabl
 
 
 def versions() -> Row:
+    """Return the versions of Python, torch, CUDA and Triton, and the device's properties."""
     found: Row = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
         found |= {
@@ -81,6 +83,7 @@ def versions() -> Row:
 
 
 def product_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield the checks of FP8 products in all forms that the device supports."""
     rows = (1, 33) if tiny else (1, 4, 33, 128, 8192)
     for pair, num_rows, has_bias, dtype in itertools.product(
         PAIRS, rows, (False, True), (torch.bfloat16, torch.float32)
@@ -88,7 +91,7 @@ def product_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callab
         if device.type == "cpu" and "tensor" not in pair:
             continue  # torch's CPU product takes scales of tensors, and of rows for some sizes
         if "tensor" not in pair and dtype == torch.float32:
-            continue  # products with other scales are asked for in BF16 alone
+            continue  # products with other scales are needed in BF16 only
         if any(unsupported(device, layout) for layout in pair) and device.type == "cuda":
             continue
         name = f"{'x'.join(pair)} M {num_rows}{' bias' if has_bias else ''} {dtype}"
@@ -98,7 +101,7 @@ def product_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callab
 def product_row(
     device: torch.device, pair: tuple[Layout, Layout], rows: int, has_bias: bool, dtype: torch.dtype
 ) -> Row:
-    """Raises where the product is refused; the error is measured against float64."""
+    """Run one product, and compare it with float64. It raises if torch refuses the product."""
     cols, inner = 256, 512
     generator = torch.Generator(device).manual_seed(rows)
     operands, exact = [], []
@@ -123,6 +126,7 @@ def product_row(
 
 
 def cast_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield the checks of each recipe's casts of each operand."""
     shape = (64, 128) if tiny else (8192, 4096)
     roles: tuple[Role, ...] = get_args(Role)
     for recipe, role in itertools.product(RECIPES, roles):
@@ -130,7 +134,7 @@ def cast_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[
 
 
 def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool) -> Row:
-    """Both orientations by the device's own engine and by torch's operations."""
+    """Cast in both orientations by the device's own engine and by torch's operations; compare."""
     by_tensor = name in ("delayed", "tensorwise")
     recipe = Fp8Recipe(
         name=name, backward_format="e5m2" if by_tensor else "e4m3", power_2_scale=not by_tensor
@@ -155,6 +159,7 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
 
 
 def same_tensor(a: Fp8Tensor | None, b: Fp8Tensor | None) -> bool:
+    """Whether payload and scale of two FP8 tensors are the same bits, or both tensors are None."""
     if a is None or b is None:
         return a is b
     payloads = (t.payload.contiguous().view(torch.uint8) for t in (a, b))
@@ -162,6 +167,8 @@ def same_tensor(a: Fp8Tensor | None, b: Fp8Tensor | None) -> bool:
 
 
 def sdpa_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield the check that names the kernels of attention."""
+
     def row() -> Row:
         shape = (1, 2, 64, 64) if tiny else (4, 32, 2048, 128)
         q, k, v = (
@@ -183,6 +190,7 @@ def sdpa_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[
 
 
 def layer_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Yield the checks of a layer in each recipe; the first one is the layer in BF16."""
     import gpu_layer
 
     args = argparse.Namespace(hidden=4096, heads=32, batch=1, seq=2048)
@@ -193,7 +201,7 @@ def layer_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable
     base: dict[str, torch.Tensor] = {}
 
     def row(name: str) -> Row:
-        """Two microbatches: the second one has scales from the first."""
+        """Run two microbatches, so that the second one has scales from the first."""
         state = gpu_layer.state_of(args, device, settings[name])
         run = gpu_layer.one_run(state, args, device)
         run()
@@ -224,14 +232,15 @@ PARTS = {
 
 
 def main() -> None:
+    """Run the checks of one part, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--tiny", action="store_true", help="any device, small shapes: a check")
+    parser.add_argument("--tiny", action="store_true", help="check on any device: small shapes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device: this asks one (--tiny checks that it runs)")
+        parser.error("there is no CUDA device to check (--tiny checks that this program runs)")
     results = Results(args.results, f"runs-{args.part}", name, __doc__.splitlines()[0])
     for key, row in PARTS[args.part](device, args.tiny):
         try:

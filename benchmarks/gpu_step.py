@@ -1,11 +1,11 @@
-"""Training steps on a GPU: presets in BF16 and FP8, as `pretrain_gpt.py` runs them.
+"""Time training steps on a GPU: presets in BF16 and FP8, as `pretrain_gpt.py` runs them.
 
-Each row is a run of its own with real data, loss, clipping and optimizer: medians of the steps
-after the warm-up, from the run's own metrics. No recomputation unless said. The floor is that of
-the products: FLOPs over peak, attention causal.
+Each row is a run of its own with real data, loss, clipping and optimizer. Its figures are medians
+of the steps after the warm-up, from the run's own metrics. Activations are not recomputed. The
+floor is that of the products: FLOPs over peak, with causal attention.
 
     python benchmarks/gpu_step.py --presets 1.3b 5b
-    python benchmarks/gpu_step.py --tiny             # on a CPU: does it run
+    python benchmarks/gpu_step.py --tiny             # check on a CPU that it runs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megafp8.observe.metrics import read_metrics
 from megafp8.specs import GPTSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA_8B = (  # as many of its 32 layers as fit
+LLAMA_8B = (  # 8 of its 32 layers, so that it fits
     "model.num_layers=8",
     "model.hidden_size=4096",
     "model.ffn_hidden_size=14336",
@@ -77,6 +77,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str]:
+    """Return the settings of a run, except those for its length, logs and directory."""
     chosen = [*PRESETS[preset], *VARIANTS[variant], "trainer.precision=bf16"]
     if not any(setting.startswith("model.activation=") for setting in chosen):
         chosen.append("model.openai_gelu=True")  # Transformer Engine's GELU: all compute the same
@@ -87,7 +88,11 @@ def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str
 
 
 def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One run to its end, in a process of its own; raises CalledProcessError where it failed."""
+    """Run one job in a process of its own, and return its row.
+
+    Raises:
+        subprocess.CalledProcessError: The job failed.
+    """
     steps = args.warm_up + args.steps
     command = [
         sys.executable,
@@ -109,20 +114,22 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
 
 
 def spec_of(preset: str, variant: str, args: argparse.Namespace) -> GPTSpec:
+    """Return the architecture of a run's model."""
     return resolve(load(settings_of(preset, variant, args)), lambda: False).model
 
 
 def linear_flops_per_token(spec: GPTSpec) -> float:
-    """Forward and backward, of the products that may run in FP8."""
+    """Return the FLOPs of one token, forward and backward, of products that may run in FP8."""
     hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
     attention = hidden * (2 * spec.query_size + 2 * spec.kv_size)
     return 6.0 * spec.num_layers * (attention + (3 if spec.is_gated else 2) * hidden * ffn)
 
 
 def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) -> dict[str, Any]:
+    """Return the row of a run, given its metrics after the warm-up and its summary."""
     seconds = statistics.median(line["step_seconds"] for line in lines)
     tokens = round(lines[-1]["tokens_per_second"] * lines[-1]["step_seconds"])
-    # What a token costs by either count is the same in every step.
+    # The FLOPs of a token are the same in every step.
     per_token = {
         count: 1e12 * lines[-1][f"tflops_{count}"] / lines[-1]["tokens_per_second"]
         for count in ("causal", "full")
@@ -150,8 +157,10 @@ def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) 
 
 
 def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, float | None]:
-    """Speed and memory as multiples of BF16's, and BF16's own share of its peak: a ratio over a
-    slow control would say little."""
+    """Return speed and memory relative to BF16's row, and BF16's own fraction of its peak.
+
+    The fraction shows whether BF16 itself is fast: a ratio over a slow control would mean little.
+    """
     if base is None:
         return {"times_bf16": None, "memory_over_bf16": None, "bf16_share_of_peak": None}
     return {
@@ -162,18 +171,21 @@ def beside_bf16(row: dict[str, Any], base: dict[str, Any] | None) -> dict[str, f
 
 
 def main() -> None:
+    """Run all jobs, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["1.3b"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "fp8"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=20)
-    parser.add_argument("--accumulation", type=int, default=1, help="microbatches a step")
-    parser.add_argument("--tiny", action="store_true", help="any device, few steps: a check")
+    parser.add_argument("--accumulation", type=int, default=1, help="microbatches in a step")
+    parser.add_argument(
+        "--tiny", action="store_true", help="check on any device: a small model, few steps"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device: this benchmark measures one (--tiny checks that it runs)")
+        parser.error("there is no CUDA device to measure (--tiny checks that the benchmark runs)")
     if args.tiny:
         args.presets, args.steps, args.warm_up = ["tiny"], 2, 1
     what = "training steps of real runs; medians of the steps after the warm-up"
@@ -186,15 +198,15 @@ def main() -> None:
 
 
 def measure(preset: str, variant: str, args: argparse.Namespace, results: Results) -> None:
-    """One row, or why it cannot be had; an error of one run is not the others'."""
+    """Run one job and add its row, or the reason why there is none; other jobs still run."""
     key = f"{preset} {variant}"
     with tempfile.TemporaryDirectory() as folder:
         try:
             row = run(preset, variant, args, Path(folder) / "run")
         except subprocess.CalledProcessError as error:
-            said = error.stderr.strip()[-500:]
+            message = error.stderr.strip()[-500:]
             is_refused = error.returncode == ExitCode.USER_ERROR
-            (results.skip if is_refused else results.fail)(key, said)
+            (results.skip if is_refused else results.fail)(key, message)
             return
         except Exception as error:
             results.fail(key, f"{type(error).__name__}: {error}")

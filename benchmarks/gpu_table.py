@@ -1,4 +1,4 @@
-"""The newest results of each GPU benchmark as one short table.
+"""Print the newest results of each GPU benchmark as one short table.
 
 python benchmarks/gpu_table.py
 """
@@ -16,7 +16,7 @@ SUBJECTS = ("gemm", "layer", "step")
 
 
 def newest(folder: Path, subject: str) -> list[dict[str, Any]]:
-    """The last written result of each shape of a subject, of a GPU."""
+    """Return the last written GPU result of each shape of a subject."""
     paths = [path for path in folder.glob(f"*_{subject}-*.json") if "_cpu_" not in path.name]
     last = {path.name.rsplit("_", 1)[1]: path for path in sorted(paths, key=_written)}
     return [json.loads(path.read_text()) for path in last.values()]
@@ -27,7 +27,7 @@ def _written(path: Path) -> float:
 
 
 def line(subject: str, what: str, row: dict[str, Any]) -> str:
-    """What counts in each subject: TFLOP/s, or tokens a second."""
+    """Return a row as one line of text: TFLOP/s or tokens per second, relative to BF16."""
     if subject == "gemm":
         figures = f"{row['flops_per_second'] / 1e12:9.0f} TFLOP/s"
     elif subject == "layer":
@@ -37,20 +37,21 @@ def line(subject: str, what: str, row: dict[str, Any]) -> str:
     ratio, memory = row.get("times_bf16"), row.get("memory_over_bf16")
     beside = f"{ratio:.2f} x bf16" if ratio else ""
     if control := row.get("bf16_share_of_peak"):
-        beside += f" (itself at {control:.0%} of its peak)"
+        beside += f" (which reaches {control:.0%} of its peak)"
     if memory:
         beside += f", {memory:.2f} x its memory"
     return f"{subject:<6} {what:<28} {figures:<26} {beside}"
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for subject in SUBJECTS:
         results = newest(args.results, subject)
         if not results:
-            print(f"{subject:<6} no result of a GPU in {args.results}")
+            print(f"{subject:<6} {args.results} has no result of a GPU")
         for result in results:
             shape = "".join(f", {key} {size}" for key, size in result.get("shape", {}).items())
             commit = result["commit"][:9]

@@ -1,9 +1,9 @@
-"""Record a trace of delayed scaling on a GPU, Transformer Engine's or our own; replay it at once.
+"""Record a trace of delayed scaling, Transformer Engine's or our own, and replay it.
 
     python benchmarks/gpu_trace.py --engine te --steps 200 --out tests/precision/traces/te_h100
 
-A small GPT trains on the built-in corpus' shapes with random tokens; what is written is described
-in megafp8/precision/traces.py. Without `--engine te` our own engine is recorded on the same model.
+A small GPT is trained on random tokens. megafp8/precision/traces.py describes the file. Without
+`--engine te`, the trace is of our own engine on the same model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megafp8.train.step import train_step
 
 
 def spec_of(args: argparse.Namespace) -> RunSpec:
-    """Delayed scaling on a small model with the GELU that both engines have."""
+    """Return a run of a small model with delayed scaling and the GELU that both engines have."""
     cfg = load(
         [
             "model.fp8=True",
@@ -56,12 +56,16 @@ def spec_of(args: argparse.Namespace) -> RunSpec:
 
 
 def microbatch(rng: np.random.Generator, seq: int) -> Microbatch:
+    """Return two random sequences whose next tokens are partly predictable."""
     text = np.cumsum(rng.integers(0, 3, (2, seq + 1)), axis=1) % 512
     return Microbatch(np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:]))
 
 
 def samples(trace: Trace, names: list[str], device: torch.device) -> None:
-    """Tensors with what a cast can meet, cast by Transformer Engine with the newest scales."""
+    """Add casts by Transformer Engine with the newest scales to the trace.
+
+    The tensors have values of all magnitudes, both zeros included.
+    """
     generator = torch.Generator(device).manual_seed(0)
     for name in names:
         is_grad = name.endswith(".grad_output")
@@ -77,6 +81,7 @@ def samples(trace: Trace, names: list[str], device: torch.device) -> None:
 
 
 def main() -> None:
+    """Train, record, write the trace and replay it; exit with 1 if the replay differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=("te", "native"), default="native")
     parser.add_argument("--steps", type=int, default=200)
@@ -114,7 +119,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     trace.save(args.out)
     found = replay(Trace.load(args.out))
-    print(f"{args.out}: {trace.engine} {trace.version}, {2 * args.steps} updates a direction")
+    print(f"{args.out}: {trace.engine} {trace.version}, {2 * args.steps} updates in each direction")
     print("\n".join(found[:20]) if found else "replays bit for bit")
     raise SystemExit(1 if found else 0)
 

@@ -1,11 +1,11 @@
-"""Does it train on this GPU: whole runs of `pretrain_gpt.py`, as a user types them.
+"""Check that training works on this GPU, with whole runs of `pretrain_gpt.py`.
 
 losses     the default job in BF16, `delayed` and `blockwise`: the loss falls, FP8's like BF16's
 continues  a run that is killed after a checkpoint, and continued by the same command
 repeats    the same run twice with `trainer.deterministic=True`: equal losses, bit for bit
 
 python benchmarks/gpu_trains.py losses --results DIR
-python benchmarks/gpu_trains.py continues --tiny --results DIR    # on a CPU: does it run
+python benchmarks/gpu_trains.py continues --tiny --results DIR    # check on a CPU that it runs
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8 delayed": ("trainer.precision=bf16", "model.fp8=True"),
     "fp8 blockwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=blockwise"),
 }
-CLOSE = 0.05  # of the last tenth's mean loss, FP8 beside BF16
+CLOSE = 0.05  # largest relative difference of the last tenth's mean loss, FP8 from BF16
 
 
 def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.Popen[str]:
+    """Start a run in `folder`."""
     command = [
         sys.executable,
         str(ROOT / "pretrain_gpt.py"),
@@ -63,17 +64,19 @@ def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.
 
 
 def ended(process: subprocess.Popen[str]) -> None:
-    """Raises RuntimeError with what it said where it failed."""
-    said = process.communicate()[1]
+    """Wait for a run, and raise RuntimeError with its output if it failed."""
+    output = process.communicate()[1]
     if process.returncode != 0:
-        raise RuntimeError(f"exit code {process.returncode}: {said.strip()[-500:]}")
+        raise RuntimeError(f"exit code {process.returncode}: {output.strip()[-500:]}")
 
 
 def losses(folder: Path) -> list[float]:
+    """Return the training losses that a run has logged."""
     return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "lr" in line]
 
 
 def measure_losses(args: argparse.Namespace, results: Results) -> None:
+    """Train each variant; the loss must fall, and FP8's must be close to BF16's."""
     steps = 6 if args.tiny else 600
     names = list(VARIANTS)[:2] if args.tiny else list(VARIANTS)
     for name in names:
@@ -103,10 +106,12 @@ def measure_losses(args: argparse.Namespace, results: Results) -> None:
 
 
 def unsaved() -> tuple[str, ...]:
+    """Return the settings of a run without checkpoints."""
     return ("exp_manager.create_checkpoint_callback=False",)
 
 
 def show(results: Results, name: str, row: dict[str, Any], is_right: bool) -> None:
+    """Add and print a row, as a failure unless it is right."""
     if not is_right:
         results.fail(name, f"wrong: {row}")
         return
@@ -116,7 +121,7 @@ def show(results: Results, name: str, row: dict[str, Any], is_right: bool) -> No
 
 
 def measure_continues(args: argparse.Namespace, results: Results) -> None:
-    """SIGKILL after the first checkpoint; the continued run ends with every step logged."""
+    """Kill a run after its first checkpoint and continue it; every step must be logged."""
     steps, every = (8, 2) if args.tiny else (200, 50)
     settings = (*VARIANTS["fp8 delayed"], f"trainer.max_steps={steps}")
     settings += (f"exp_manager.checkpoint_callback_params.every_n_train_steps={every}",)
@@ -137,6 +142,7 @@ def measure_continues(args: argparse.Namespace, results: Results) -> None:
 
 
 def measure_repeats(args: argparse.Namespace, results: Results) -> None:
+    """Run the same deterministic job twice; the losses must be the same bits."""
     steps = 4 if args.tiny else 50
     settings = (*VARIANTS["fp8 delayed"], f"trainer.max_steps={steps}", *unsaved())
     found = []
@@ -153,14 +159,17 @@ PARTS = {"losses": measure_losses, "continues": measure_continues, "repeats": me
 
 
 def main() -> None:
+    """Run the checks of one part, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--tiny", action="store_true", help="any device, few steps: a check")
+    parser.add_argument(
+        "--tiny", action="store_true", help="check on any device: a small model, few steps"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
-        parser.error("no CUDA device: this asks one (--tiny checks that it runs)")
+        parser.error("there is no CUDA device to check (--tiny checks that this program runs)")
     results = Results(args.results, f"trains-{args.part}", name, __doc__.splitlines()[0])
     try:
         PARTS[args.part](args, results)

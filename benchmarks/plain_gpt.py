@@ -1,9 +1,9 @@
-"""A GPT in plain PyTorch, as anybody would write it: the reference of `cpu_step.py`.
+"""Define and time a GPT in plain PyTorch, the reference of `cpu_step.py`.
 
-It imports nothing of megafp8 and makes no process-wide setting. Run as a program it times one
-forward and backward, again and again on request, and speaks JSON lines (see `cpu_step.py`). With
-`torchao` for a dtype it is BF16 with the blocks' linears converted by torchao (tensorwise,
-`emulate=True`): what there is otherwise to run FP8 without FP8 tensor cores.
+The file imports nothing from megafp8 and makes no process-wide setting. Run as a program, it times
+one forward and backward pass on each request, and prints a JSON line (see `cpu_step.py`). With
+`torchao` as dtype, the model is in BF16, and torchao converts its linears (tensorwise,
+`emulate=True`): this is the other way to run FP8 without FP8 tensor cores.
 """
 
 # B batch  S sequence  D model width  H heads
@@ -22,6 +22,8 @@ from torch import nn
 
 
 class Block(nn.Module):
+    """Compute one transformer layer, [B, S, D] -> [B, S, D]."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -30,6 +32,7 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after attention and MLP."""
         batch, seq, width = x_BSD.shape
         q, k, v = (
             part.view(batch, seq, self.heads, -1).transpose(1, 2)
@@ -41,6 +44,8 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
+    """Compute the loss of a GPT with tied embeddings."""
+
     def __init__(self, layers: int, width: int, heads: int, vocab: int, seq: int) -> None:
         super().__init__()
         self.word, self.position = nn.Embedding(vocab, width), nn.Embedding(seq, width)
@@ -51,6 +56,7 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss in nats per token."""
         x_BSD = self.word(tokens_BS) + self.position.weight
         for block in self.blocks:
             x_BSD = block(x_BSD)
@@ -59,6 +65,7 @@ class PlainGPT(nn.Module):
 
 
 def emulated_fp8(model: PlainGPT) -> PlainGPT:
+    """Return the model with its linears converted to torchao's emulated FP8."""
     convert = importlib.import_module("torchao.float8")
     config = convert.Float8LinearConfig(emulate=True)
     converted: PlainGPT = convert.convert_to_float8_training(model, config=config)
@@ -66,7 +73,10 @@ def emulated_fp8(model: PlainGPT) -> PlainGPT:
 
 
 def main() -> None:
-    """argv: layers width heads vocab batch seq dtype threads. One timed step per input line."""
+    """Time one step for each line of standard input.
+
+    The arguments are: layers width heads vocab batch seq dtype threads.
+    """
     layers, width, heads, vocab, batch, seq = map(int, sys.argv[1:7])
     torch.set_num_threads(int(sys.argv[8]))
     torch.manual_seed(0)

@@ -1,8 +1,9 @@
-"""An FP8 result differs from the FP32 one because its operands were rounded, and only so.
+"""Show that an FP8 linear differs from an FP32 one only because its operands are rounded.
 
-The experiment of Transformer Engine's FP8 primer with our linear in FP32 work: 768 x 768 with bias,
-input torch.rand(1024, 768), seed 12345. The weight starts as torch.nn.Linear's does (Transformer
-Engine's is drawn from a normal distribution). All scales are 1, as in any first step.
+This is the experiment of Transformer Engine's FP8 primer with our linear and FP32 results: 768 x
+768 with bias, input torch.rand(1024, 768), seed 12345. The weight is initialized as
+torch.nn.Linear does (Transformer Engine draws from a normal distribution). All scales are 1, as in
+the first step of any run.
 """
 
 import torch
@@ -19,23 +20,27 @@ from megafp8.specs import Fp8Recipe
 
 
 def representable(x: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
-    """To FP8 at scale 1 and back."""
+    """Return `x` rounded to FP8 with scale 1, in FP32."""
     return Fp8Tensor.quantize(x, torch.ones(()), fmt).dequantize(torch.float32)
 
 
 def results(output, x, weight, grad):
-    """The output and both gradients that the two other GEMMs make."""
+    """Return the output, and the gradients of input and weight, by name."""
     grads = torch.autograd.grad(output, (x, weight), grad)
     return dict(zip(("output", "grad_input", "grad_weight"), (output, *grads), strict=True))
 
 
 def in_fp32(x, weight, bias, grad):
+    """Return the results of a linear in FP32."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     return results(F.linear(x, weight, bias), x, weight, grad)
 
 
 def differences() -> dict[str, tuple[float, float]]:
-    """Largest |FP8 - FP32| of each result, from the FP32 operands and from representable ones."""
+    """Return the largest |FP8 - FP32| of each result.
+
+    The FP32 linear gets the original operands first, and then operands rounded to FP8.
+    """
     torch.manual_seed(12345)
     weight, bias = (p.detach() for p in torch.nn.Linear(768, 768).parameters())
     x, grad = torch.rand(1024, 768), torch.randn(1024, 768)

@@ -1,7 +1,7 @@
 """Train the same small GPT in BF16 and in FP8, on tokens that a model can learn to predict.
 
-The model is plain PyTorch; `fp8.convert` turns its linears into FP8 ones, and `state.microbatch()`
-is all that the training loop needs for them.
+The model is plain PyTorch. `fp8.convert` turns its linears into FP8 linears; the training loop
+needs `state.microbatch()` in addition.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from torch import nn
 
 from megafp8 import fp8
 
-torch.set_num_threads(1)  # more gain nothing with a model this small
+torch.set_num_threads(1)  # more threads do not help such a small model
 STEPS, VOCABULARY, WIDTH, HEADS, LENGTH = 60, 64, 64, 4, 32
 
 
 class Layer(nn.Module):
-    """One pre-norm transformer layer."""
+    """Compute one pre-norm transformer layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +28,7 @@ class Layer(nn.Module):
         self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after attention and MLP, [B, S, D] -> [B, S, D]."""
         qkv = self.qkv(self.norm1(x_BSD)).unflatten(-1, (3, HEADS, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, WIDTH / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -36,7 +37,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two layers between an embedding and a head."""
+    """Compute the loss of two layers between an embedding and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +48,14 @@ class GPT(nn.Module):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """[B, S + 1] tokens -> the mean loss of predicting each one after the first."""
+        """Return the mean loss of predicting each of the tokens [B, S + 1] after the first."""
         x_BSD = self.tokens(tokens_BS[:, :-1]) + self.positions.weight
         logits = self.head(self.norm(self.layers(x_BSD)))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
 
 
 def batches() -> Iterator[torch.Tensor]:
-    """Counting sequences: each has a stride to be found out."""
+    """Yield batches of sequences that count in steps of 1 to 3, modulo the vocabulary."""
     rng = np.random.default_rng(0)
     while True:
         starts, strides = rng.integers(VOCABULARY, size=(16, 1)), rng.integers(1, 4, (16, 1))
@@ -64,7 +65,7 @@ def batches() -> Iterator[torch.Tensor]:
 def start(
     recipe: str | fp8.Fp8Recipe | None,
 ) -> tuple[GPT, torch.optim.Optimizer, fp8.Fp8State | None]:
-    """A model with its optimizer; in FP8, but for the head, if a recipe is given."""
+    """Return a model and its optimizer; with a recipe, all linears but the head are in FP8."""
     torch.manual_seed(0)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
@@ -72,7 +73,7 @@ def start(
 
 
 def losses(recipe: str | None, steps: int = STEPS) -> list[float]:
-    """Train, with FP32 weights and products in BF16 or FP8."""
+    """Train with FP32 weights and products in BF16 or FP8; return the loss of each step."""
     (model, optimizer, state), found = start(recipe), []
     for _, tokens_BS in zip(range(steps), batches(), strict=False):
         with state.microbatch() if state else nullcontext():

@@ -1,8 +1,9 @@
-"""What delayed scaling does: a tensor is quantized with a scale from the amaxes before it.
+"""Watch delayed scaling: a tensor is quantized with a scale that follows from earlier amaxes.
 
-The GPT of 02_train_a_gpt.py in FP8. For three tensors of one linear: the amax, the scale, the
-largest magnitude after scaling (E4M3 ends at 448, E5M2 at 57344; what is above saturates), and how
-much underflowed to zero. The first step's scales are 1.
+The model is the GPT of 02_train_a_gpt.py in FP8. For three tensors of one linear, the program
+prints the amax, the scale, the largest magnitude after scaling (the largest number is 448 in E4M3
+and 57344 in E5M2, and larger values saturate), and the fraction of values that became zero. The
+scales of the first step are 1.
 """
 
 import runpy
@@ -19,7 +20,7 @@ TENSORS = [f"layers.0.fc1.{kind}" for kind in ("input", "weight", "grad_output")
 
 
 def watch(steps: int) -> list[Mapping[str, TensorHealth]]:
-    """The casts of each step, by the tensor's name."""
+    """Return the FP8 health of each step, by the tensor's name."""
     model, optimizer, state = GPT["start"](fp8.Fp8Recipe(amax_history_len=16))
     found = []
     for _, tokens_BS in zip(range(steps), GPT["batches"](), strict=False):

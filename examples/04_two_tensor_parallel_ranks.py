@@ -1,7 +1,7 @@
-"""The same training on one rank and on two tensor-parallel ranks: the losses stay together.
+"""Train on one rank and on two tensor-parallel ranks, and show that the losses stay together.
 
-In FP32 work, where little else is rounded than the FP8 operands. What is given on the command line
-is passed on to both runs, e.g. `model.fp8=False`.
+The runs compute in FP32, so that FP8 operands are almost the only numbers that are rounded.
+Settings on the command line, such as `model.fp8=False`, apply to both runs.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ LAYOUTS = {"1 rank": [], "2 ranks": ["trainer.devices=2", "model.tensor_model_pa
 
 
 def losses(settings: list[str]) -> dict[int, float]:
-    """Training loss by step of one run, whose files are thrown away."""
+    """Run one job, and return its training loss by step; its files are deleted."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *TINY, *settings]
         command.append(f"exp_manager.explicit_log_dir={folder}/run")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Kill a run at any moment and type the same command again: it goes on from its newest checkpoint.
-#   examples/05_continue_a_run.sh [key=value …]      PYTHON=…: which interpreter
+# Kill a run at any moment and run the same command again: it continues from its newest checkpoint.
+#   examples/05_continue_a_run.sh [key=value …]      PYTHON=… chooses the interpreter
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +18,7 @@ command=(
 
 "${command[@]}" &
 run=$!
-until compgen -G "$runs/*/checkpoints/step_*" >/dev/null; do # a checkpoint has this name once whole
+until compgen -G "$runs/*/checkpoints/step_*" >/dev/null; do # a checkpoint has this name when it is complete
     kill -0 "$run" 2>/dev/null || wait "$run"
     sleep 0.05
 done

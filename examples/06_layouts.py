@@ -1,7 +1,8 @@
-"""The same training on one rank, on pipeline stages, with tensor and context parallelism, replicas.
+"""Train the same model in several parallel layouts, and show that the losses stay together.
 
-In FP32 work, where little else is rounded than the FP8 operands. `ranks=4` leaves out what needs
-more ranks; what else is given on the command line is passed on to all runs.
+The layouts combine tensor, context and pipeline parallelism and replicas. The runs compute in FP32,
+so that FP8 operands are almost the only numbers that are rounded. `ranks=4` leaves out layouts
+with more ranks; other settings on the command line apply to all runs.
 """
 
 import subprocess
@@ -36,7 +37,7 @@ LAYOUTS = {
 
 
 def losses(num_ranks: int, settings: list[str]) -> dict[int, float]:
-    """Training loss by step of one run, whose files are thrown away."""
+    """Run one job, and return its training loss by step; its files are deleted."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *TINY, f"trainer.devices={num_ranks}", *settings]
         command.append(f"exp_manager.explicit_log_dir={folder}/run")

@@ -1,7 +1,7 @@
-"""Transformer Engine's own layers in FP8 on a CPU, as its quickstart uses them on a GPU.
+"""Run Transformer Engine's own layers in FP8 on a CPU, as its quickstart does on a GPU.
 
-Its Python is the real one, fetched once (740 KB); its kernels are emulated, with an H100's
-arithmetic. After the first line that loads it, `transformer_engine` is imported as usual, and
+Its Python code is the real one, which is downloaded once (740 KB). Its kernels are emulated with
+the arithmetic of an H100. After `cpu.load()`, `transformer_engine` is imported as usual, and
 `device="cuda"` means the CPU.
 """
 
@@ -13,16 +13,17 @@ from megafp8.backends.te import cpu
 
 te = cpu.load()
 
-from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402  # loaded above
+from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """|a - b| relative to |b|."""
+    """Return |a - b| relative to |b|."""
     return ((a - b).norm() / b.norm()).item()
 
 
 def main() -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # its own, about its newer names
+    """Run a linear and a layer, and print how much FP8 changes their outputs."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # about its own names
     print(cpu.describe())
     torch.manual_seed(12345)
     in_features, out_features, tokens = 768, 3072, 256

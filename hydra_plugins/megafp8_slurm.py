@@ -1,8 +1,8 @@
-"""Hydra's launcher for sweeps on Slurm: submitit's, and every job's end is noticed and told.
+"""Launch sweeps on Slurm through Hydra and submitit, and report how every job ends.
 
-Submitit asks `sacct`; without accounting a job that was killed leaves no result and would be waited
-for without end. Here `squeue` is asked where `sacct` cannot answer. Hydra finds launchers in
-`hydra_plugins` only.
+Submitit asks `sacct` for the states of jobs. On a cluster without accounting, it would wait forever
+for a job that was killed, since such a job leaves no result. This launcher asks `squeue` where
+`sacct` cannot answer. Hydra finds launchers in `hydra_plugins` only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 try:
     from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
     from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
-except ImportError:  # the extra `sweep` is not installed: Hydra says so when it is asked for
+except ImportError:  # without the extra `sweep`, Hydra reports a missing launcher
     SlurmLauncher = None
 
-# conf/hydra/launcher/submitit_slurm.yaml takes the place of submitit's own settings on purpose.
+# conf/hydra/launcher/submitit_slurm.yaml replaces submitit's own settings on purpose.
 warnings.filterwarnings("ignore", message=r"\n'hydra/launcher/submitit_slurm' is validated against")
 
 CRASHED = 1
@@ -33,7 +33,7 @@ CHECK_SECONDS = 20
 
 
 def parse_queue(text: str) -> dict[str, dict[str, str]]:
-    """Job id to its state and nodes, of `squeue --format=%i|%T|%N` with arrays spelt out."""
+    """Return state and nodes by job id, given the output of `squeue --array --format=%i|%T|%N`."""
     found = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
@@ -44,7 +44,7 @@ def parse_queue(text: str) -> dict[str, dict[str, str]]:
 
 
 def make_watcher(delay_seconds: int = CHECK_SECONDS) -> Any:
-    """What submitit asks for the states of jobs."""
+    """Return the object that submitit asks for the states of jobs."""
     from submitit.slurm.slurm import SlurmInfoWatcher
 
     class Watcher(SlurmInfoWatcher):  # type: ignore[misc]
@@ -59,7 +59,8 @@ def make_watcher(delay_seconds: int = CHECK_SECONDS) -> Any:
             if self.has_accounting:
                 super().update()
                 return
-            # All of this user's jobs: a single one that Slurm has forgotten would be an error.
+            # The command lists all jobs of this user: asking for a job that Slurm has forgotten
+            # would be an error.
             text = _answer(
                 ["squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%N"]
             )
@@ -79,7 +80,7 @@ def make_watcher(delay_seconds: int = CHECK_SECONDS) -> Any:
 
 
 def _answer(command: list[str]) -> str | None:
-    """What a command prints; None if it fails."""
+    """Return what a command prints, or None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -88,7 +89,10 @@ def _answer(command: list[str]) -> str | None:
 
 
 def exit_code(result: Any) -> int:
-    """Of a job's result, which is the exit code of its run, or the number a sweeper minimizes."""
+    """Return the exit code of a job.
+
+    A job's result is the exit code of its run, or a float that a sweeper minimizes (code 0).
+    """
     value = result.return_value if isinstance(result, JobReturn) else result
     return value if isinstance(value, int) else 0
 
@@ -96,16 +100,20 @@ def exit_code(result: Any) -> int:
 if SlurmLauncher is not None:
 
     class WatchedSlurmLauncher(SlurmLauncher):
-        """Waits for all jobs of a sweep and reports each that failed; leaves with its code."""
+        """Wait for all jobs of a sweep, and report each that failed.
+
+        The process exits with the code of the first job that failed.
+        """
 
         def launch(
             self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
         ) -> Sequence[JobReturn]:
+            """Submit the jobs, wait for them, and return their results."""
             import submitit
 
             submitit.SlurmJob.watcher = make_watcher()
             jobs = self.submit(job_overrides, initial_job_idx)
-            say(f"{len(jobs)} job(s) on Slurm: {jobs[0].job_id} …")
+            say(f"jobs submitted: {len(jobs)}, from {jobs[0].job_id} on")
             codes = [
                 self._code(job, initial_job_idx + index, list(overrides))
                 for index, (job, overrides) in enumerate(zip(jobs, job_overrides, strict=True))
@@ -115,7 +123,7 @@ if SlurmLauncher is not None:
             return [job.results()[0] for job in jobs]
 
         def submit(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Any]:
-            """Put jobs into Slurm's queue as submitit's launcher does, which then waits at once."""
+            """Submit jobs as submitit's launcher does, but do not wait for them."""
             import submitit
 
             of_executor = {"max_num_timeout"} & self.params.keys()
@@ -153,15 +161,17 @@ if SlurmLauncher is not None:
             try:
                 code = exit_code(job.results()[0])
             except UncompletedJobError:
-                say(f"{what} has died (state {job.state}): {job.paths.stderr}")
+                say(f"{what} died (state {job.state}); its output: {job.paths.stderr}")
                 return CRASHED
             except FailedJobError as error:
-                say(f"{what} has failed: {str(error).strip().splitlines()[-1]}: {job.paths.stderr}")
+                reason = str(error).strip().splitlines()[-1]
+                say(f"{what} failed: {reason}; its output: {job.paths.stderr}")
                 return CRASHED
             if code:
-                say(f"{what} left with code {code}: {job.paths.stderr}")
+                say(f"{what} ended with exit code {code}; its output: {job.paths.stderr}")
             return code
 
 
 def say(text: str) -> None:
+    """Print a line on standard error."""
     print(f"[sweep] {text}", file=sys.stderr, flush=True)

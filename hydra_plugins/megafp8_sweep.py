@@ -1,7 +1,7 @@
-"""The launcher that every job of a sweep passes through, whatever sweeper chose it.
+"""Pass every job of a sweep through `megafp8.cli.sweep`, whichever sweeper and launcher are used.
 
-It wraps the launcher that was asked for, so that jobs are numbered, checked and reported in one
-place (`megafp8.cli.sweep`). Hydra finds launchers in `hydra_plugins` only.
+The launcher here wraps the one that the user chose, so that one place numbers, checks and reports
+jobs. Hydra finds launchers in `hydra_plugins` only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from omegaconf import DictConfig, open_dict
 
 
 class ReportingLauncher(Launcher):
-    """Hands jobs to another launcher by way of the sweep, which is the task function too."""
+    """Hand jobs to another launcher through the sweep, which is also Hydra's task function."""
 
     def __init__(self, chosen: Any) -> None:
-        """Take the settings of the launcher that runs the jobs."""
+        """Keep the settings of the launcher that will run the jobs."""
         self._chosen = chosen
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Make the launcher that was chosen."""
+        """Make the launcher that the user chose."""
         own = copy.deepcopy(config)
         with open_dict(own):
             own.hydra.launcher = self._chosen
@@ -38,7 +38,7 @@ class ReportingLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run jobs; each of them returns a number, also one that was refused or has failed."""
+        """Run jobs; each returns a number, even one that was refused or failed."""
         jobs = [
             self._sweep.job(
                 number,

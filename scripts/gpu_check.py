@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Ask a GPU machine all that megafp8 claims of it, in stages that each end within ten minutes.
+"""Check on a GPU machine what megafp8 claims about GPUs, in stages of ten minutes at most.
 
-    runs    does anything run: versions, products in each layout, casts, attention, one layer
-    right   is it right: the tests marked `gpu`, and memory checks of the casts
-    fast    is it fast: products, layers and steps in BF16 and FP8
-    trains  does it train: losses, a killed run that is continued, bit-for-bit repeats
-    te      optional: Transformer Engine beside our own engine, where it is installed
+    runs    do operations work: versions, products in each layout, casts, attention, one layer
+    right   are they right: the tests marked `gpu`, and memory checks of the casts
+    fast    are they fast: products, layers and steps in BF16 and FP8
+    trains  does training work: losses, a killed run that is continued, bit-for-bit repeats
+    te      optional: Transformer Engine compared with our own engine, where it is installed
 
-    python scripts/gpu_check.py wheels .wheels        # once, where there is a network
+    python scripts/gpu_check.py wheels .wheels        # once, on a machine with a network
     python scripts/gpu_check.py runs --out DIR        # then each stage on the GPU machine
-    python scripts/gpu_check.py --out DIR             # the four stages one after the other
-    python scripts/gpu_check.py --out DIR --tiny      # on a CPU: does the check itself run
+    python scripts/gpu_check.py --out DIR             # the four stages one after another
+    python scripts/gpu_check.py --out DIR --tiny      # on a CPU: check that this program runs
 
-Each stage has parts with a deadline each, and a failing part stops no other. Every row is a line of
-DIR/results.jsonl as soon as it is there, and so is the end of each part; what a part prints is in
-DIR/logs. The exit code is 1 where a part failed. This file needs no package: what the machine's
-PyTorch image lacks of megafp8's dependencies is brought along as wheels (`--wheels`, by default the
-folder .wheels of the project).
+A stage has parts, each with a deadline, and the failure of one part does not stop the others. Each
+row and the end of each part are written to DIR/results.jsonl at once; the output of a part is in
+DIR/logs. The exit code is 1 if a part failed. This file needs no package: dependencies of megafp8
+that the machine's PyTorch image lacks come as wheels (`--wheels`, by default the project's folder
+.wheels).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEEDED = ("torch", "hydra", "omegaconf", "antlr4")
 STAGES = ("runs", "right", "fast", "trains")
 STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 ALL_SECONDS = 1750.0  # and all of them thirty
-PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to say what it has found
+PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
     "tests/gpu",
     "tests/precision/kernels",
@@ -57,18 +57,21 @@ TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")
 
 @dataclass(frozen=True)
 class Part:
+    """Describe one command of a stage, with its time limit in seconds."""
+
     name: str
     seconds: float
     command: tuple[str, ...]
-    junit: Path | None = None  # what pytest writes: a part of tests has to run some
+    junit: Path | None = None  # pytest writes it; at least one test must have run
 
 
 def benchmark(name: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command of a benchmark."""
     return (sys.executable, f"benchmarks/{name}.py", *arguments)
 
 
 def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
-    """The parts of a stage, in their order: what others build on comes first."""
+    """Return the parts of a stage; parts that others depend on come first."""
     out, tiny = str(args.out), ("--tiny",) if args.tiny else ()
     results = (*tiny, "--results", out)
     if stage == "runs":
@@ -79,7 +82,7 @@ def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
         ]
     if stage == "right":
         return right_parts(args)
-    few = ("--variants", "bf16", "fp8 delayed") if args.tiny else ()  # none that is compiled
+    few = ("--variants", "bf16", "fp8 delayed") if args.tiny else ()  # no compiled variant
     if stage == "fast":
         layers = [
             Part(
@@ -109,6 +112,7 @@ def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
 
 
 def right_parts(args: argparse.Namespace) -> list[Part]:
+    """Return the parts of the stage `right`; memory checks need NVIDIA's compute-sanitizer."""
     tests = GPU_TESTS[3:4] if args.tiny else GPU_TESTS
     parts = [tests_part("tests", 420, tests, args)]
     sanitizer = shutil.which("compute-sanitizer")
@@ -120,6 +124,7 @@ def right_parts(args: argparse.Namespace) -> list[Part]:
 
 
 def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse.Namespace) -> Part:
+    """Return a part that runs the tests marked `gpu` in `paths`."""
     junit = args.out / f"{name}-{Path(paths[0]).stem}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-m", "gpu"]
     command += ["--junitxml", str(junit), "-p", "no:cacheprovider"]
@@ -129,25 +134,28 @@ def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse
 
 
 class Check:
-    """Runs parts and writes down what becomes of them."""
+    """Run parts, and record their outcomes."""
 
     def __init__(self, out: Path, environment: dict[str, str], is_tiny: bool) -> None:
         self.out, self.environment, self.is_tiny = out, environment, is_tiny
         self.failed: list[str] = []
 
     def note(self, **line: object) -> None:
+        """Append a line to results.jsonl."""
         with (self.out / "results.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def stage(self, stage: str, parts: list[Part], deadline: float) -> None:
+        """Run the parts of a stage one after another, until `deadline` on the monotonic clock."""
         for part in parts:
             left = deadline - time.monotonic()
             if left < 5:
-                self.end(stage, part, "not begun: no time was left", 0.0)
+                self.end(stage, part, "not started: no time was left", 0.0)
                 continue
             self.run(stage, part, min(part.seconds * (10 if self.is_tiny else 1), left))
 
     def run(self, stage: str, part: Part, seconds: float) -> None:
+        """Run one part for `seconds` at most, and record its outcome."""
         began = time.monotonic()
         log = self.out / "logs" / f"{stage}-{part.name.replace(' ', '-')}.txt"
         print(f"== {stage}: {part.name} (at most {seconds:.0f} s)", flush=True)
@@ -155,7 +163,7 @@ class Check:
             code, is_late = call(part.command, self.environment, seconds, file.fileno())
         outcome = "passed" if code == 0 else f"failed: exit code {code}"
         if is_late:
-            outcome = f"failed: cut after {seconds:.0f} s"
+            outcome = f"failed: stopped after {seconds:.0f} s"
         counts = {} if part.junit is None else counts_of(part.junit)
         if part.junit is not None and outcome == "passed":
             if not counts.get("passed") and not self.is_tiny:
@@ -165,17 +173,21 @@ class Check:
             print(log.read_text(errors="replace")[-2000:], flush=True)
 
     def end(self, stage: str, part: Part, outcome: str, seconds: float, **counts: int) -> None:
+        """Record and print the outcome of a part."""
         if outcome != "passed":
             self.failed.append(f"{stage}: {part.name}")
         self.note(stage=stage, part=part.name, outcome=outcome, seconds=round(seconds, 1), **counts)
-        said = "".join(f", {count} {what}" for what, count in counts.items())
-        print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{said}", flush=True)
+        details = "".join(f", {count} {what}" for what, count in counts.items())
+        print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{details}", flush=True)
 
 
 def call(
     command: tuple[str, ...], environment: dict[str, str], seconds: float, output: int
 ) -> tuple[int, bool]:
-    """The exit code, and whether it was cut: by SIGINT, on which pytest reports, then SIGKILL."""
+    """Run a command; return its exit code, and whether it was stopped after `seconds`.
+
+    It is stopped by SIGINT, after which pytest still reports, and then by SIGKILL.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -195,14 +207,14 @@ def call(
             return -signal.SIGKILL, True
     finally:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+            os.killpg(process.pid, signal.SIGKILL)  # also the processes that it has started
         except ProcessLookupError:
             pass
         process.wait()
 
 
 def counts_of(junit: Path) -> dict[str, int]:
-    """How the tests of a file of pytest's ended; nothing where it wrote none."""
+    """Return how many tests passed, failed and so on by pytest's file, or {} without a file."""
     if not junit.exists():
         return {}
     suites = list(ElementTree.parse(junit).getroot().iter("testsuite"))
@@ -214,7 +226,7 @@ def counts_of(junit: Path) -> dict[str, int]:
 
 
 def unpacked(wheels: Path, folder: Path) -> list[str]:
-    """A wheel is an archive of importable packages; returns those that were unpacked."""
+    """Unpack all wheels, which are archives of packages, to `folder`; return their names."""
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
     for wheel in found:
         with zipfile.ZipFile(wheel) as archive:
@@ -223,7 +235,7 @@ def unpacked(wheels: Path, folder: Path) -> list[str]:
 
 
 def environment_with(site: Path) -> dict[str, str]:
-    """Children find the brought packages, the project and its tests; settings of a check."""
+    """Return the environment of the parts, which finds unpacked wheels, project and tests."""
     path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     mine = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     mine |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
@@ -231,7 +243,7 @@ def environment_with(site: Path) -> dict[str, str]:
 
 
 def missing(environment: dict[str, str]) -> list[str]:
-    """Of the packages that nothing runs without, those that a child does not find."""
+    """Return the names of necessary packages that a part would not find."""
     program = (
         "import importlib.util as u, sys\n"
         "def has(name):\n"
@@ -252,16 +264,21 @@ def fetch_wheels(folder: Path) -> int:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}, te")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"one or more of {', '.join(STAGES)}, te"
+    )
     parser.add_argument("--stage", nargs="+", default=[], choices=(*STAGES, "te"))
     parser.add_argument("--out", type=Path, required=True, help="a folder for all results")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
-    parser.add_argument("--seconds", type=float, help="for the whole command")
-    parser.add_argument("--tiny", action="store_true", help="any device, small shapes: a check")
+    parser.add_argument("--seconds", type=float, help="time limit of the whole command")
+    parser.add_argument(
+        "--tiny", action="store_true", help="check on any device that this program runs"
+    )
     args = parser.parse_args(argv)
     args.stages = [*args.stages, *args.stage] or list(STAGES)
     if unknown := set(args.stages) - {*STAGES, "te"}:
@@ -271,6 +288,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line, and return the exit code."""
     if argv[:1] == ["wheels"]:
         if len(argv) != 2:
             print("usage: gpu_check.py wheels DIR", file=sys.stderr)
@@ -280,7 +298,7 @@ def main(argv: list[str]) -> int:
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
     default = STAGE_SECONDS if len(args.stages) == 1 else ALL_SECONDS
     stage_seconds = STAGE_SECONDS
-    if args.tiny:  # what is asked then is whether it runs, on however busy a machine
+    if args.tiny:  # this only checks that parts run, on however busy a machine
         default = stage_seconds = 10 * ALL_SECONDS
     end = time.monotonic() + (args.seconds or default)
     with tempfile.TemporaryDirectory(prefix="megafp8-check-") as site:
@@ -290,9 +308,9 @@ def main(argv: list[str]) -> int:
         if lacking := missing(check.environment):
             check.note(missing=lacking)
             print(
-                f"missing: {', '.join(lacking)}. Where there is a network, `python "
-                f"scripts/gpu_check.py wheels {args.wheels.name}` fetches what a PyTorch image "
-                "lacks; then give that folder as --wheels",
+                f"missing: {', '.join(lacking)}. On a machine with a network, run `python "
+                f"scripts/gpu_check.py wheels {args.wheels.name}`, which downloads them; then give "
+                "that folder as --wheels",
                 file=sys.stderr,
             )
             return 1

@@ -1,11 +1,11 @@
-"""Compare the CPU stand-in's functions with Transformer Engine's own declarations of them.
+"""Compare the functions of the CPU emulation with Transformer Engine's own declarations.
 
     git clone --filter=blob:none https://github.com/NVIDIA/TransformerEngine DIR
     python scripts/te_bindings.py DIR 2.4 2.12 2.18
 
-reads, at the tags of those versions, what its C++ declares to Python (`pybind.cpp`,
+The program reads, at the tags of those versions, what C++ declares to Python (`pybind.cpp`,
 `pybind_helper.h`) and, where that names no arguments, the C++ declarations (`extensions.h`). It
-prints each difference in names, order, defaults or number and ends with 1 if there is one.
+prints each difference in names, order, defaults or number, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ HEADER = "transformer_engine/pytorch/csrc/extensions.h"
 
 @dataclass(frozen=True)
 class Declared:
-    """Names in order, and which have a default; `positional`: names are C++'s own, and Python
-    gives the arguments by position alone."""
+    """Hold a function's arguments: names in order, and which of them have a default.
+
+    `positional` says that the names are C++'s own, and that Python passes arguments by position.
+    """
 
     names: tuple[str, ...]
     defaults: frozenset[str]
@@ -35,12 +37,13 @@ class Declared:
 
 
 def source(repository: str, version: str, path: str) -> str:
+    """Return a file of the repository at the tag of `version`."""
     command = ["git", "-C", repository, "show", f"v{version}:{path}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def balanced(text: str, start: int) -> str:
-    """What stands between the parenthesis at `start` and its partner."""
+    """Return the text between the parenthesis at `start` and the one that closes it."""
     depth = 0
     for end in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -50,7 +53,7 @@ def balanced(text: str, start: int) -> str:
 
 
 def declared(text: str, header: str) -> dict[str, Declared]:
-    """By Python name, from `m.def("name", &function, …)`."""
+    """Return the declared functions by Python name, from `m.def("name", &function, …)`."""
     found = {}
     for match in re.finditer(r"m\.def\(\s*\"(\w+)\"", text):
         body = balanced(text, text.index("(", match.start()))
@@ -67,7 +70,7 @@ def declared(text: str, header: str) -> dict[str, Declared]:
 
 
 def parameters(function: str, header: str) -> tuple[str, ...]:
-    """Of a C++ declaration, without types."""
+    """Return the names of the arguments of a C++ function, without types."""
     match = re.search(rf"\b{function}\(", header)
     if match is None:
         return ()
@@ -85,13 +88,13 @@ def parameters(function: str, header: str) -> tuple[str, ...]:
 
 
 def differences(version: str, known: dict[str, Declared]) -> list[str]:
-    """Of every function of the stand-in that this version declares."""
+    """Return the differences of the emulation's functions that this version declares."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
     found = []
     for name, kernel in sorted(kernels(numbers).items()):
         wanted = known.get(name)
         if wanted is None:
-            continue  # of another version, or of the library that this one calls otherwise
+            continue  # another version has it, or this one calls the library in another way
         ours = inspect.signature(kernel).parameters
         names = tuple(ours)
         defaults = {p.name for p in ours.values() if p.default is not inspect.Parameter.empty}
@@ -108,7 +111,7 @@ def differences(version: str, known: dict[str, Declared]) -> list[str]:
 
 
 def enum_differences(version: str, text: str) -> list[str]:
-    """Members that the C++ declares and the stand-in's enumeration lacks."""
+    """Return the members that C++ declares and the emulation's enumeration lacks."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
     ours, found = enums.enumerations(numbers), []
     for block in re.split(r"pybind11::enum_<|py::enum_<", text)[1:]:
@@ -124,6 +127,7 @@ def enum_differences(version: str, text: str) -> list[str]:
 
 
 def main() -> int:
+    """Compare all versions on the command line; return 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("repository")
     parser.add_argument("versions", nargs="+")

@@ -1,11 +1,11 @@
-"""Transformer Engine's signatures, read from its wheels' sources: what our test double accepts.
+"""Extract Transformer Engine's signatures from its wheels, for the test double to accept.
 
     python scripts/te_signatures.py 2.4.0 2.12.0 2.20.2
 
-fetches those versions' wheels (a few hundred kilobytes each: Python alone) into their cache, reads
-parameter names, kinds and defaults with `ast` (nothing of them is run) and writes
-`tests/backends/te/te_signatures.json`. Tests that need the real recipe classes look into
-the same cache: `$MEGAFP8_TE_SOURCES`, else `~/.cache/megafp8/te`.
+The program downloads the wheels of those versions to a cache (a few hundred kilobytes each, Python
+code only), reads parameter names, kinds and defaults with `ast`, without running that code, and
+writes `tests/backends/te/te_signatures.json`. Tests that need the real recipe classes use
+the same cache: `$MEGAFP8_TE_SOURCES`, or `~/.cache/megafp8/te` by default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafp8.backends.te.cpu.wheel import sources
 OUTPUT = Path(__file__).parents[1] / "tests/backends/te/te_signatures.json"
 PACKAGE = "transformer_engine"
 
-# name in the JSON: (files that may hold it, class, function); the first that is there counts
+# Name in the JSON: (files that may have it, class, function). The first file that has it counts.
 FUNCTIONS = {
     "TransformerLayer.__init__": (["pytorch/transformer.py"], "TransformerLayer", "__init__"),
     "TransformerLayer.forward": (["pytorch/transformer.py"], "TransformerLayer", "forward"),
@@ -44,7 +44,7 @@ RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 
 
 def parameters(node: ast.FunctionDef) -> list[dict[str, Any]]:
-    """Name, kind and default (as text; absent where there is none) of each parameter but self."""
+    """Return name, kind and default (as text, if there is one) of each parameter but self."""
     args = node.args
     found = []
     positional = [*args.posonlyargs, *args.args]
@@ -66,7 +66,7 @@ def _parameter(name: str, kind: str, default: ast.expr | None) -> dict[str, Any]
 
 
 def fields(node: ast.ClassDef) -> list[dict[str, Any]]:
-    """The dataclass fields of a recipe: annotated names."""
+    """Return the dataclass fields of a recipe, which are its annotated names."""
     return [
         _parameter(item.target.id, "positional or keyword", item.value)
         for item in node.body
@@ -75,7 +75,7 @@ def fields(node: ast.ClassDef) -> list[dict[str, Any]]:
 
 
 def find(tree: ast.Module, owner: str, name: str) -> ast.FunctionDef | None:
-    """A function, or a class's method; a function `owner` stands in for its class."""
+    """Return a function, or a method of a class; a function `owner` may replace that class."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == owner:
             methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
@@ -86,7 +86,7 @@ def find(tree: ast.Module, owner: str, name: str) -> ast.FunctionDef | None:
 
 
 def signatures(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """All that we call, by name; what a version lacks is left out."""
+    """Return the signatures that megafp8 calls, by name, as far as a version has them."""
     package, found = root / PACKAGE, {}
     for key, (files, owner, name) in FUNCTIONS.items():
         for file in files:
@@ -103,7 +103,7 @@ def signatures(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def as_text(table: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
-    """JSON with one callable a line."""
+    """Return the table as JSON with one callable on each line."""
     versions = []
     for version, callables in table.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in callables.items()]
@@ -112,6 +112,7 @@ def as_text(table: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 
 def main() -> None:
+    """Write the signatures of all versions on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="+")
     table = {v: signatures(sources(v).folder) for v in parser.parse_args().versions}

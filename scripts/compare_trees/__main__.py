@@ -1,13 +1,14 @@
-"""Runs short jobs in two versions of this repository and compares them bit for bit.
+"""Run short jobs in two versions of this repository, and compare the results bit for bit.
 
 python -m scripts.compare_trees BASE [--head COMMIT] [--jobs 'tensor/*' …] [--keep FOLDER] [--both]
 
-BASE and COMMIT are commits; without --head it is the working tree, with what is not committed. For
-each job: losses, gradient norms, the health of FP8 tensors and all tensors of the checkpoints
-(weights, moments, scales, histories) must be the same bits, and for each kind of state the head
-must continue the base's checkpoint as the base itself did. With --keep the base's runs stay in
-FOLDER and are used again by the next comparison with the same base. A job that both trees refuse
-compares nothing and is told. The exit code is 1 if anything differs.
+BASE and COMMIT are commits. The version at COMMIT is called the head; without --head, it is the
+working tree with its uncommitted changes. For each job, losses, gradient norms, the health of FP8
+tensors and all tensors of the checkpoints (weights, moments, scales, histories) must be the same
+bits. For each kind of state, the head must also continue the base's checkpoint as the base itself
+did. With --keep, the base's runs stay in FOLDER, and the next comparison with the same base uses
+them again. A job that both trees refuse is reported, and compares nothing. The exit code is 1 if
+anything differs.
 """
 
 from __future__ import annotations
@@ -34,24 +35,30 @@ from scripts.compare_trees.tree import CannotCompareError, Tree, commit_of, extr
 ROOT = Path(__file__).parents[2]
 BAD_SETTING = 2  # pretrain_gpt.py's exit code
 REFUSED = "refused by both: "
-SHOWN = 3  # differences of a job
+SHOWN = 3  # differences shown for a job
 
 
 def main(argv: list[str]) -> int:
-    """0 if all jobs are the same, 1 if not, 2 for a wrong command."""
+    """Return 0 if all jobs are the same and 1 if not; a wrong command exits with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.compare_trees",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("base", nargs="?", help="a commit")
-    parser.add_argument("--head", help="another one (the working tree)")
+    parser.add_argument("--head", help="another commit (default: the working tree)")
     parser.add_argument(
-        "--jobs", nargs="+", default=[], metavar="PATTERN", help="their names, as in a shell (all)"
+        "--jobs",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="shell patterns of names (default: all)",
     )
-    parser.add_argument("--list", action="store_true", help="names the jobs, runs nothing")
-    parser.add_argument("--both", action="store_true", help="both trees at once, on two cores")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="all runs stay there (none do)")
+    parser.add_argument("--list", action="store_true", help="list the jobs and run nothing")
+    parser.add_argument(
+        "--both", action="store_true", help="run both trees at the same time, on two cores"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep all runs in this folder")
     options = parser.parse_args(argv)
     base, head, both = options.base, options.head, options.both
     try:
@@ -60,7 +67,7 @@ def main(argv: list[str]) -> int:
             print("\n".join(job.name for job in jobs))
             return 0
         if base is None:
-            parser.error("which commit is the base?")
+            parser.error("give the commit of the base")
         if options.keep is not None:
             return compare_commits(options.keep.absolute(), base, head, jobs, both=both)
         with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
@@ -72,10 +79,10 @@ def main(argv: list[str]) -> int:
 def compare_commits(
     folder: Path, base: str, head: str | None, jobs: list[Job], *, both: bool = False
 ) -> int:
-    """Fetch both trees into `folder` and compare them; the exit code.
+    """Copy both trees to `folder`, compare them, and return the exit code.
 
     Raises:
-        CannotCompareError: There is no such commit, or `folder` holds something else.
+        CannotCompareError: There is no such commit, or `folder` has other files.
     """
     commit = commit_of(ROOT, base)
     makers = sorted(Path(__file__).parent.glob("*.py"))
@@ -88,12 +95,12 @@ def compare_commits(
     record = folder / "base.json"
     if not record.exists():
         if folder.exists() and any(folder.iterdir()):
-            raise CannotCompareError(f"{folder} is not empty, and no comparison made it")
+            raise CannotCompareError(f"{folder} is not empty, and has no comparison")
         extract(ROOT, commit, folder / "base" / "tree")
         record.write_text(json.dumps(made_of))
     elif (kept := json.loads(record.read_text())) != made_of:
         changed = [key for key in made_of if kept.get(key) != made_of[key]]
-        raise CannotCompareError(f"{folder} holds runs with another {', '.join(changed)}")
+        raise CannotCompareError(f"{folder} has runs with another {', '.join(changed)}")
     shutil.rmtree(folder / "head", ignore_errors=True)
     extract(ROOT, head and commit_of(ROOT, head), folder / "head" / "tree")
     return compare(folder, jobs, both=both)
@@ -103,8 +110,8 @@ def compare(folder: Path, jobs: list[Job], *, both: bool = False) -> int:
     """Run `jobs` in `folder/base/tree` and `folder/head/tree`; print a row for each.
 
     Args:
-        folder: Where the trees are and their runs go.
-        jobs: In their order.
+        folder: The folder of the trees and their runs.
+        jobs: The jobs in order.
         both: Whether a job runs in both trees at the same time.
 
     Returns:
@@ -118,11 +125,11 @@ def compare(folder: Path, jobs: list[Job], *, both: bool = False) -> int:
         data = [("data", compared_data(base, head))]
         rest = ((job.name, compared(job, base, head, both)) for job in jobs)
         for name, found in itertools.chain(data, rest):
-            told = list(itertools.islice(found, SHOWN))
-            is_refused = bool(told) and told[0].startswith(REFUSED)
+            shown = list(itertools.islice(found, SHOWN))
+            is_refused = bool(shown) and shown[0].startswith(REFUSED)
             num_refused += is_refused
-            num_different += bool(told) and not is_refused
-            print(f"{name:<{width}}  " + f"\n{'':<{width}}  ".join(told or ["same"]), flush=True)
+            num_different += bool(shown) and not is_refused
+            print(f"{name:<{width}}  " + f"\n{'':<{width}}  ".join(shown or ["same"]), flush=True)
     same = len(jobs) + 1 - num_different - num_refused
     print(
         f"{same} the same, {num_different} different, {num_refused} refused by both "
@@ -132,11 +139,11 @@ def compare(folder: Path, jobs: list[Job], *, both: bool = False) -> int:
 
 
 def compared_data(base: Tree, head: Tree) -> Iterator[str]:
-    """Both trees make the dataset of all jobs; what differs between them."""
+    """Make the dataset of all jobs in both trees, and yield the files that differ."""
     names = ("text.bin", "text.idx", "text.tokenizer.json")
     for tree in (base, head):
         if all((tree.folder / "data" / name).exists() for name in names):
-            continue  # a kept base
+            continue  # a base that was kept has it
         done = prepare(tree)
         if done.code:
             raise CannotCompareError(f"{tree.folder.name}: no dataset: {done.last_line}")
@@ -147,7 +154,7 @@ def compared_data(base: Tree, head: Tree) -> Iterator[str]:
 
 
 def compared(job: Job, base: Tree, head: Tree, both: bool) -> Iterator[str]:
-    """Run the job in both; the differences, or that both refuse it."""
+    """Run the job in both trees; yield the differences, or that both refuse the job."""
     with ThreadPoolExecutor(2 if both else 1) as pool:
         ours, theirs = pool.map(lambda tree: perform(job, tree), (base, head))
     if ours.code or theirs.code:
@@ -161,9 +168,9 @@ def compared(job: Job, base: Tree, head: Tree, both: bool) -> Iterator[str]:
     yield from differences.of_runs(mine / RUN, other / RUN)
     if job.kind == "generate":
         for name in GENERATED:
-            said, heard = (folder.joinpath(name).read_text() for folder in (mine, other))
-            if said != heard:
-                yield f"{name}: {said!r} became {heard!r}"
+            ours_text, theirs_text = (folder.joinpath(name).read_text() for folder in (mine, other))
+            if ours_text != theirs_text:
+                yield f"{name}: {ours_text!r} became {theirs_text!r}"
     elif job.kind == "export":
         yield from differences.of_checkpoints(mine / "exported", other / "exported")
     if job.is_handed_over:

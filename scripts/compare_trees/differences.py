@@ -1,4 +1,4 @@
-"""What differs first between two runs, and by how much. Everything is compared bit for bit."""
+"""Find what differs first between two runs, and by how much. Comparisons are bit for bit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TIMING = {
     "peak_memory_bytes",
     "data_wait_fraction",
 }
-"""Keys of a line of metrics that no two runs share."""
+"""Keys of a metrics line that differ between any two runs."""
 COUNTED = ("status", "step", "val_loss", "consumed_tokens", "num_skipped_steps", "gemm_flops")
-"""Keys of summary.json that say what ran."""
+"""Keys of summary.json that must be the same."""
 
 
 def of_runs(base: Path, head: Path) -> Iterator[str]:
-    """Differences of two run directories, the most telling first."""
+    """Yield the differences of two run directories, the most important first."""
     yield from of_lines(base / "metrics.jsonl", head / "metrics.jsonl")
     yield from of_lines(base / "health.jsonl", head / "health.jsonl")
     steps = checkpoint_steps(base)
@@ -41,7 +41,7 @@ def of_runs(base: Path, head: Path) -> Iterator[str]:
 
 
 def of_continued(base: Path, head: Path, after: int) -> Iterator[str]:
-    """Differences of what came after step `after`, where `head` continued `base` from there."""
+    """Yield the differences of the steps after `after`, where `head` continued the run `base`."""
 
     def later(line: Mapping[str, Any]) -> bool:
         return int(line["step"]) > after
@@ -58,7 +58,7 @@ def of_continued(base: Path, head: Path, after: int) -> Iterator[str]:
 def of_lines(
     base: Path, head: Path, wanted: Callable[[Mapping[str, Any]], bool] = lambda line: True
 ) -> Iterator[str]:
-    """Differences of two files of JSON lines, digit for digit."""
+    """Yield the differences of two files of JSON lines, digit for digit."""
     if base.exists() != head.exists():
         yield f"only {'the base' if base.exists() else 'the head'} has {base.name}"
     if not (base.exists() and head.exists()):
@@ -78,7 +78,7 @@ def of_lines(
 
 
 def of_values(base: Any, head: Any, where: str) -> Iterator[str]:
-    """Differences of two trees of JSON, whose numbers are still texts."""
+    """Yield the differences of two JSON values, whose numbers are still texts."""
     if isinstance(base, dict) and isinstance(head, dict):
         for key in [key for key in base if key in head and key not in TIMING]:
             yield from of_values(base[key], head[key], f"{key}, {where}")
@@ -89,7 +89,7 @@ def of_values(base: Any, head: Any, where: str) -> Iterator[str]:
 
 
 def of_checkpoints(base: Path, head: Path) -> Iterator[str]:
-    """Differences of the tensors of two checkpoints."""
+    """Yield the differences of the tensors of two checkpoints."""
     ours, theirs = (sorted(path.name for path in c.glob("*.safetensors")) for c in (base, head))
     if ours != theirs:
         yield f"files of {base.name}: {', '.join(ours)} became {', '.join(theirs)}"
@@ -98,7 +98,7 @@ def of_checkpoints(base: Path, head: Path) -> Iterator[str]:
 
 
 def of_tensors(base: Path, head: Path) -> Iterator[str]:
-    """Differences of two safetensors files."""
+    """Yield the differences of two safetensors files."""
     ours, theirs = tensors(base), tensors(head)
     where = f"{base.parent.name}/{base.name}"
     for name in sorted(ours.keys() ^ theirs.keys()):
@@ -112,7 +112,7 @@ def of_tensors(base: Path, head: Path) -> Iterator[str]:
 
 
 def tensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Dtype, shape and bytes of each tensor of a safetensors file."""
+    """Return dtype, shape and bytes of each tensor of a safetensors file."""
     raw = path.read_bytes()
     (size,) = struct.unpack_from("<Q", raw)
     header = json.loads(raw[8 : 8 + size])
@@ -126,11 +126,13 @@ def tensors(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints in order."""
     names = (path.name.removeprefix("step_") for path in run.glob("checkpoints/step_*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def checkpoint(run: Path, step: int) -> Path:
+    """Return the directory of a run's checkpoint."""
     return run / "checkpoints" / f"step_{step:08d}"
 
 
@@ -138,7 +140,7 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"}
 
 
 def _amount(dtype: str, base: bytes, head: bytes) -> str:
-    """How many elements differ, and the largest distance of two that do."""
+    """Return how many elements differ, and the largest absolute difference."""
     if dtype == "BF16":
         ours, theirs = (
             (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
@@ -157,7 +159,7 @@ def _amount(dtype: str, base: bytes, head: bytes) -> str:
 
 
 def _distance(base: Any, head: Any) -> str:
-    """The relative distance of two numbers, where there is one."""
+    """Return the relative difference of two numbers as text, or "" if there is none."""
     try:
         ours, theirs = float(base), float(head)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""The jobs that both trees run: a name, and overrides of `pretrain_gpt.py`.
+"""Define the jobs that both trees run: a name, and overrides of `pretrain_gpt.py`.
 
-A job is a few steps of a tiny model, made to take one way through the code. Overrides are the only
-thing that a job says, so that it runs in a tree whatever its modules are called.
+A job is a few steps of a tiny model that cover one path through the code. A job consists of
+overrides only, so that it runs in any tree, whatever the modules of that tree are called.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
+
+from scripts.compare_trees.tree import CannotCompareError
 
 MIDDLE, LAST = 2, 4
 """Steps whose checkpoints are kept. The head continues the base's run from the first of them."""
@@ -41,10 +43,10 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Job:
-    """A few steps of training, and what comes after them.
+    """Describe a few steps of training, and what follows them.
 
-    `kind`: "kill" is killed between and goes on; "launch" is the true command line, which starts
-    the ranks itself; "generate" and "export" use the model that the job has trained.
+    `kind` "kill" kills the run in the middle and continues it. "launch" uses the real command line,
+    which starts the ranks itself. "generate" and "export" use the model that the job has trained.
     """
 
     name: str
@@ -54,16 +56,16 @@ class Job:
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether the head continues the base's run too: once for each kind of state."""
+        """Whether the head also continues the base's run, as in one job for each kind of state."""
         return self.kind == "kill" or self.name in HANDED_OVER
 
     @property
     def folder(self) -> str:
-        """Where it works, within a tree's folder."""
+        """Working directory of the job, within the folder of a tree."""
         return self.name.replace("/", "-")
 
     def argv(self, *more: str) -> list[str]:
-        """Arguments of `pretrain_gpt.py`. Later ones take the place of earlier ones."""
+        """Return the arguments of `pretrain_gpt.py`. Later overrides replace earlier ones."""
         values = dict(COMMON)
         if self.num_ranks > 1:
             values["trainer.devices"] = str(self.num_ranks)
@@ -112,6 +114,7 @@ RECOMPUTE = {
 
 
 def fp8(recipe: str, *more: str, num_ranks: int = 1) -> tuple[str, ...]:
+    """Return the overrides of a recipe, with sizes that it can take on `num_ranks` ranks."""
     words = ["model.fp8=True", f"model.fp8_recipe={recipe}"]
     if recipe == "delayed":
         words.append("model.fp8_amax_history_len=3")
@@ -262,12 +265,12 @@ JOBS = [*_alone(), *_settings(), *_ranks(), *_ways()]
 
 
 def chosen(patterns: list[str]) -> list[Job]:
-    """Jobs whose name matches one of the shell patterns; all without any.
+    """Return the jobs whose name matches one of the shell patterns; without patterns all jobs.
 
     Raises:
-        ValueError: A pattern matches no job.
+        CannotCompareError: A pattern matches no job.
     """
     for pattern in patterns:
         if not any(fnmatchcase(job.name, pattern) for job in JOBS):
-            raise ValueError(f"no job is called {pattern!r}; --list names them all")
+            raise CannotCompareError(f"no job is called {pattern!r}; --list shows all names")
     return [j for j in JOBS if not patterns or any(fnmatchcase(j.name, p) for p in patterns)]

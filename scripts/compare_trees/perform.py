@@ -1,4 +1,4 @@
-"""A job in one tree: all that it runs there, and the head's continuation of the base's run."""
+"""Run the commands of a job in one tree, and continue the base's run in the head."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ GENERATED = {"generated.txt": ["--temperature", "0"], "drawn.txt": ["--temperatu
 
 
 def prepare(tree: Tree) -> Done:
-    """Make the dataset that jobs train on, of the text beside both trees."""
+    """Make the dataset that jobs train on, of the text in the folder of both trees."""
     argv = ["../../text.txt", *PREPROCESS.split()]
     return tree.run("-m megafp8.cli.preprocess", argv, "data")
 
 
 def perform(job: Job, tree: Tree) -> Done:
-    """The job's commands, up to the first that fails. What a kept tree has done is not repeated."""
+    """Run the job's commands up to the first failure; return how the last one ended.
+
+    A job that a kept tree has run already is not run again.
+    """
     record = tree.folder / f"{job.folder}.json"
     if record.exists():
         return Done(**json.loads(record.read_text()))
-    shutil.rmtree(tree.folder / job.folder, ignore_errors=True)  # of a comparison that was stopped
+    shutil.rmtree(tree.folder / job.folder, ignore_errors=True)  # a stopped comparison left it
     done = _train(job, tree)
     if done.code == 0 and job.kind == "generate":
         for log, how in GENERATED.items():
@@ -58,7 +61,7 @@ def _train(job: Job, tree: Tree) -> Done:
 
 
 def hand_over(job: Job, base: Tree, head: Tree) -> tuple[Done, Path]:
-    """The head goes on where the base was in the middle of its run; how, and the run directory."""
+    """Let the head continue the base's run from its middle; return the result and directory."""
     run = head.folder / job.folder / HANDED
     there = base.folder / job.folder
     more = [f"exp_manager.name={run.name}"]

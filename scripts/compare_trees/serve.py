@@ -1,13 +1,13 @@
-"""Runs commands of one tree in forked children: `python serve.py TREE`, requests on stdin.
+"""Run commands of one tree in forked children: `python serve.py TREE`, requests on stdin.
 
 A child does what a `python SCRIPT` of that tree does, without the seconds that importing torch
-takes. Each request is a line of JSON and is answered by one when the command has ended:
+takes. A request is a line of JSON; the answer is a line when the command has ended:
 
     {"run": "pretrain_gpt.py" or "-m module", "argv": […], "cwd": …, "log": …, "ranks": 2,
      "kill_at": a path or null, "timeout": seconds}  ->  exit code (negative: a signal's number)
 
-The commands are killed as soon as `kill_at` exists. Nothing of the tree is imported by name: what
-one command has imported is there for those after it.
+The commands are killed as soon as the file `kill_at` exists. This file imports no module of the
+tree by name; modules that one command has imported are loaded for the commands after it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import NoReturn
 
 GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
-TIMED_OUT = 124  # as `timeout` has it
+TIMED_OUT = 124  # the exit code of the program `timeout`
 
 
 def serve(tree: Path) -> None:
+    """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[0] = str(tree)
-    torch = importlib.import_module("torch")  # starts no thread, so that children may
-    torch.manual_seed(0)  # a run that draws nothing saves the state that its process began with
+    torch = importlib.import_module("torch")  # it starts no thread: children may
+    torch.manual_seed(0)  # a run that draws no number saves this initial state
     for line in sys.stdin:
         request = json.loads(line)
         code = run(tree, request)
@@ -43,6 +44,7 @@ def serve(tree: Path) -> None:
 
 
 def run(tree: Path, request: dict) -> int:
+    """Run a command on its ranks, and return the exit code."""
     size, seen = request["ranks"], Path(request["log"]).with_suffix(".modules")
     port = free_port() if size > 1 else 0
     children = []
@@ -51,15 +53,15 @@ def run(tree: Path, request: dict) -> int:
         if not child:
             os.setpgid(0, 0)
             be_rank(tree, request, rank, port, seen)
-        with contextlib.suppress(OSError):  # whoever is first, parent or child
+        with contextlib.suppress(OSError):  # parent and child both try, and one is first
             os.setpgid(child, child)
         children.append(child)
     codes: dict[int, int] = {}
     try:
         code = watch(children, codes, request)
     finally:
-        kill(children, codes)  # of an interrupted comparison
-    if seen.exists():  # a fork of the next command has them already
+        kill(children, codes)  # ranks still run if the comparison is interrupted
+    if seen.exists():  # the next command's fork then has these modules already
         for name in seen.read_text().split():
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
@@ -68,7 +70,7 @@ def run(tree: Path, request: dict) -> int:
 
 
 def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoReturn:
-    """One rank of a command, in a process of its own."""
+    """Run one rank of a command in this forked process, and exit."""
     code = 1
     try:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -79,7 +81,7 @@ def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoRe
         if request["ranks"] > 1:
             os.environ.update(environment(rank, request["ranks"], port))
         if rank == 0:
-            os._exit = noting_modules(seen)  # ranks leave by it too
+            os._exit = noting_modules(seen)  # ranks exit by this function too
         code = command(tree, request["run"], request["argv"])
     except BaseException:
         traceback.print_exc()
@@ -89,7 +91,7 @@ def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoRe
 
 
 def noting_modules(path: Path) -> Callable[[int], NoReturn]:
-    """`os._exit` that first writes down which modules of the tree have been imported."""
+    """Return an `os._exit` that first writes the names of the tree's imported modules."""
     leave = os._exit
 
     def noting(code: int) -> NoReturn:
@@ -101,7 +103,7 @@ def noting_modules(path: Path) -> Callable[[int], NoReturn]:
 
 
 def command(tree: Path, script: str, argv: list[str]) -> int:
-    """The exit code that `python SCRIPT ARGV…` would have."""
+    """Run a script or module, and return the exit code that `python SCRIPT ARGV…` would have."""
     sys.argv = [script, *argv]
     try:
         if script.startswith("-m "):
@@ -114,7 +116,7 @@ def command(tree: Path, script: str, argv: list[str]) -> int:
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """As `srun` or another launcher of plain ranks gives it."""
+    """Return the environment that `srun` or another launcher gives to a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -128,7 +130,7 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def watch(children: list[int], codes: dict[int, int], request: dict) -> int:
-    """Waits for all of them and fills `codes`; the first failure's code, else 0."""
+    """Wait for all children and fill `codes`; return the code of the first failure, or 0."""
     deadline, timed_out = time.monotonic() + request["timeout"], False
     kill_at = request["kill_at"] and Path(request["cwd"], request["kill_at"])
     while len(codes) < len(children):
@@ -149,6 +151,7 @@ def watch(children: list[int], codes: dict[int, int], request: dict) -> int:
 
 
 def kill(children: list[int], codes: dict[int, int]) -> None:
+    """Kill the children that have not ended, with all that they have started."""
     for child in children:
         if child not in codes:
             with contextlib.suppress(ProcessLookupError):
@@ -156,6 +159,7 @@ def kill(children: list[int], codes: dict[int, int]) -> None:
 
 
 def free_port() -> int:
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

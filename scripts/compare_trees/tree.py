@@ -1,4 +1,4 @@
-"""One version of the repository in a folder of its own, and a process that runs its commands."""
+"""Hold one version of the repository in a folder of its own, and run its commands."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ TIMEOUT_SECONDS = 300.0  # of one command
 
 
 class CannotCompareError(Exception):
-    """The comparison itself cannot be done."""
+    """The comparison itself is impossible."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended."""
+    """Describe how a command ended."""
 
     code: int  # negative: a signal's number
-    last_line: str  # of its output, or the error that it tells
+    last_line: str  # of its output, or its error message
 
     @classmethod
     def read(cls, code: int, log: Path) -> Self:
+        """Return the end of a command with exit code `code`, whose output is in `log`."""
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         errors = [line for line in lines if line.startswith("error: ")]
         return cls(code, (errors or [line for line in lines if line.strip()] or ["no output"])[-1])
 
 
 class Tree:
-    """Commands of the version in `folder/tree`, which work in `folder/NAME`."""
+    """Run commands of the version in `folder/tree`, with `folder/NAME` as working directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +47,7 @@ class Tree:
             for name, value in os.environ.items()
             if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not name.startswith("SLURM_")
         } | {
-            "PYTHONPATH": str(self.code),  # an installed megafp8 is another version
+            "PYTHONPATH": str(self.code),  # this version, not an installed megafp8
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
@@ -63,14 +64,14 @@ class Tree:
         self._process.stdin.close()
         try:
             self._process.wait(5)
-        except subprocess.TimeoutExpired:  # this process was interrupted, and a command runs
+        except subprocess.TimeoutExpired:  # a command still runs after an interruption
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
 
     @property
     def _server(self) -> subprocess.Popen[str]:
-        """Started with the first command: runs that are kept need none."""
+        """Process that runs the commands, started with the first of them."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, str(SERVER), str(self.code)],
@@ -92,7 +93,13 @@ class Tree:
         kill_at: str | None = None,
         log: str = "log.txt",
     ) -> Done:
-        """`python SCRIPT ARGV…` in `folder/name`, as so many ranks; `kill_at`: see serve.py."""
+        """Run `python SCRIPT ARGV…` in `folder/name` on `num_ranks` ranks.
+
+        serve.py explains `kill_at`.
+
+        Raises:
+            CannotCompareError: The process that runs the commands died.
+        """
         cwd = self.folder / name
         cwd.mkdir(parents=True, exist_ok=True)
         request = {
@@ -114,7 +121,7 @@ class Tree:
         return Done.read(int(answer), cwd / log)
 
     def launch(self, script: str, argv: list[str], name: str) -> Done:
-        """The same as a process of its own, as a user starts it."""
+        """Run `python SCRIPT ARGV…` as a process of its own, as a user starts it."""
         cwd = self.folder / name
         cwd.mkdir(parents=True, exist_ok=True)
         with open(cwd / "log.txt", "ab") as log:
@@ -131,10 +138,10 @@ class Tree:
 
 
 def commit_of(repository: Path, name: str) -> str:
-    """The hash of the commit that a branch, tag or abbreviation names.
+    """Return the hash of the commit that a branch, tag or abbreviation names.
 
     Raises:
-        CannotCompareError: There is none.
+        CannotCompareError: There is no such commit.
     """
     words = ["rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     found = subprocess.run(["git", "-C", str(repository), *words], capture_output=True, text=True)
@@ -144,9 +151,10 @@ def commit_of(repository: Path, name: str) -> str:
 
 
 def extract(repository: Path, commit: str | None, target: Path) -> None:
-    """The files of `commit`; without one those of the working tree that git does not ignore.
+    """Copy the files of `commit`, or of the working tree if it is None, to `target`.
 
-    They are copied, so that nobody's later edits reach a comparison that runs.
+    Of the working tree, files that git ignores are left out. Later edits do not change a comparison
+    that runs, since the files are copies.
     """
     git = ["git", "-C", str(repository)]
     if commit is not None:
@@ -160,13 +168,13 @@ def extract(repository: Path, commit: str | None, target: Path) -> None:
         check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (repository / name).is_file():  # else it was deleted
+        if (repository / name).is_file():  # git also lists deleted files
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(repository / name, target / name)
 
 
 def make_text(path: Path) -> None:
-    """Text with something to learn, a paragraph a document."""
+    """Write a text with patterns to learn; each paragraph is a document."""
     path.parent.mkdir(parents=True, exist_ok=True)
     paragraphs = [
         f"def function_{n}(x):\n    return x * {n * 7} + {n % 13}\n" * (n % 5 + 1)
