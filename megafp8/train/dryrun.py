@@ -295,6 +295,24 @@ def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[
     ]
 
 
+class _FusedRmsNorm(torch.autograd.Function):
+    """Make and keep the tensors of CUDA's fused RMSNorm: its input and one FP32 number a row.
+
+    On the meta device torch takes the operation apart, which would keep two FP32 copies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, rows, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that are made inside this context and still exist."""
 
@@ -345,7 +363,10 @@ class MetaKernels(TorchFunctionMode):
             if func is F.scaled_dot_product_attention:
                 return self._attend(*args, **kwargs)
             if func is F.dropout and self.on_gpu:
-                return torch.native_dropout(args[0], args[1], True)[0]
+                p = args[1] if len(args) > 1 else kwargs["p"]
+                return torch.native_dropout(args[0], p, True)[0]
+            if func is F.rms_norm and self.on_gpu:
+                return _FusedRmsNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _attend(

@@ -159,3 +159,25 @@ def test_two_ranks_hold_what_the_dry_run_says() -> None:
 )
 def test_four_ranks_hold_what_the_dry_run_says(name: str) -> None:
     compare(LAYOUTS[name], ["bf16", "fp8", "fp8 alone", "dropout"])
+
+
+def kept_on_a_gpu(**shape: Any) -> tuple[int, int]:
+    """Return the bytes that a microbatch keeps on a GPU, and its number of tokens."""
+    spec = job(layout(accelerator="gpu"), shape=shape)
+    tokens = spec.train.micro_batch_size * spec.data.seq_length
+    return max(rank_share(spec, 0).step.kept.values()), tokens
+
+
+def test_dropout_on_a_gpu_keeps_one_byte_for_each_element() -> None:
+    plain, tokens = kept_on_a_gpu()
+    hidden, _ = kept_on_a_gpu(hidden_dropout=0.1)
+    ffn, _ = kept_on_a_gpu(ffn_dropout=0.1)
+    layers, width = SHAPE["num_layers"], SHAPE["hidden_size"]
+    assert hidden - plain == tokens * width * (2 * layers + 1)
+    assert ffn - plain == tokens * SHAPE["ffn_hidden_size"] * layers
+
+
+def test_rmsnorm_on_a_gpu_keeps_one_statistic_fewer_than_layernorm() -> None:
+    both, tokens = kept_on_a_gpu()
+    root, _ = kept_on_a_gpu(normalization="rmsnorm")
+    assert both - root == 4 * tokens * (2 * SHAPE["num_layers"] + 1)
