@@ -81,7 +81,7 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Return the output of this stage's layers: [B, S, D] -> [B, S, D]."""
         context = attention_context(
-            self.spec,
+            self.parts.context_spec,
             self.parts.local_heads(),
             self.parts.dtype,
             self.parts.sequence_length(x_BSD),

@@ -172,6 +172,11 @@ class Parts:
         """
         return nullcontext(), self.streams.at(self.streams.position)
 
+    @property
+    def context_spec(self) -> GPTSpec:
+        """Return the spec of what all layers share in attention: rotary angles and masks."""
+        return self.spec
+
     def head_loss(self) -> HeadLoss:
         """Return the module that computes logits and their cross entropy; see `HeadLoss`."""
         return HeadLoss()

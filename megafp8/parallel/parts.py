@@ -163,7 +163,7 @@ class NativeParts(Parts):
         first, again = super().recompute_contexts()
         if self.scaling is None:
             return first, again
-        return first, _both(again, self.scaling.recomputation())
+        return first, both(again, self.scaling.recomputation())
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the attention core of this rank's heads; ring attention with context
@@ -256,7 +256,8 @@ class FusedLinear(nn.Sequential):
 
 
 @contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts, `one` first."""
     with one, other:
         yield
 

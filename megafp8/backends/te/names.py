@@ -23,7 +23,7 @@ INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=nativ
 class TeNames:
     """Hold everything that megafp8 uses of Transformer Engine.
 
-    Tests fill it with a double that records calls. `forward_index` and `backward_index` say which
+    `forward_index` and `backward_index` say which
     column of a module's scaling tensors is which (GEMM1_INPUT, GRAD_OUTPUT1, …). `global_state` is
     the class FP8GlobalStateManager, whose `reduce_and_update_fp8_tensors` is the update of delayed
     scaling.
@@ -36,6 +36,7 @@ class TeNames:
     backward_index: Any
     global_state: Any
     extension: Any  # the compiled module transformer_engine_torch
+    checkpoint: Callable[..., Any]  # recomputes a part of the model in its backward pass
     _autocast: Callable[..., AbstractContextManager[Any]]
     _autocast_is_new: bool
     _model_init: Callable[..., AbstractContextManager[Any]]
@@ -70,6 +71,7 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
         forward_index=extension.FP8FwdTensors,
         backward_index=extension.FP8BwdTensors,
         extension=extension,
+        checkpoint=pytorch.checkpoint,
         global_state=pytorch.module.base.FP8GlobalStateManager,
         _autocast=pytorch.autocast if is_new else pytorch.fp8_autocast,
         _autocast_is_new=is_new,

@@ -1,26 +1,24 @@
-"""The parts of a GPT whose layers are Transformer Engine's `TransformerLayer`."""
-
-# B batch  S sequence  D model width
+"""Make the parts of a GPT whose layers are Transformer Engine's `TransformerLayer`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from megafp8.backends.planned import PlannedGemms
-from megafp8.backends.te.products import observe_products
+from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
-from megafp8.models.attention import AttentionContext
 from megafp8.models.init import pieces_of
-from megafp8.models.random import RandomStreams
-from megafp8.parallel.parts import NativeParts
+from megafp8.models.positions import alibi_slopes
+from megafp8.parallel.parts import NativeParts, both
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
+from megafp8.specs.precision import HIGH_PRECISION
 
 # Transformer Engine's parameters by our logical names, less `layers.N.`. A fused one goes by the
 # first of its pieces: query, key and value; gate and up.
@@ -57,19 +55,15 @@ NORMALIZATIONS: dict[Normalization, str] = {"layernorm": "LayerNorm", "rmsnorm":
 
 
 def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
-    """What of a model Transformer Engine's layers do not do as ours would; None: they do."""
+    """Return what of a model Transformer Engine's layers cannot do as ours do, or None."""
     if spec.activation == "gelu":
         return "its GELU is the tanh form: ask for that one (model.openai_gelu=True)"
     if spec.activation not in ACTIVATIONS:
         return f"its {spec.activation} is not ours"
-    if spec.position_embedding_type not in ("learned_absolute", "rope", "none"):
-        return f"positions by {spec.position_embedding_type} do not reach its layers yet"
     if spec.transformer_block_type != "pre_ln":
         return "its layers are pre-norm"
     if spec.apply_query_key_layer_scaling or spec.fp32_residual_connection:
         return "query-key layer scaling and an FP32 residual stream are not in its layers"
-    if spec.recompute is not None:
-        return "recomputation does not reach its layers yet"
     if spec.ffn_dropout:
         return "its layers have no dropout inside the MLP"
     if recipe is not None:
@@ -80,15 +74,20 @@ def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
 
 
 def names_in_layer(index: int) -> list[str]:
+    """Return the logical names of the linears of layer `index`."""
     return [f"layers.{index}.{name}" for name, *_ in LINEARS]
 
 
 def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
+    """Whether the recipe keeps the linear `name` out of FP8."""
     return recipe.precision_of(name) == HIGH_PRECISION
 
 
 class TransformerEngineParts(NativeParts):
-    """Embedding, final norm and head are ours; weights begin as ours do, by logical name."""
+    """Makes Transformer Engine's layers; embedding, final norm and head are our own.
+
+    Weights get our own initial values, by logical name.
+    """
 
     def __init__(
         self,
@@ -104,7 +103,46 @@ class TransformerEngineParts(NativeParts):
         self.region, self.te_scaling, self.device = region, te_scaling, device
         self.recipe = recipe
 
+    @property
+    def context_spec(self) -> GPTSpec:
+        """Return the spec of what all layers share in attention.
+
+        ALiBi is not part of it: Transformer Engine makes that bias from the slopes.
+        """
+        if self.spec.position_embedding_type != "alibi":
+            return self.spec
+        return dataclasses.replace(self.spec, position_embedding_type="none")
+
+    @cached_property
+    def alibi_slopes(self) -> torch.Tensor | None:
+        """Return the slopes of this rank's heads in FP32, or None for a model without ALiBi."""
+        if self.spec.position_embedding_type != "alibi":
+            return None
+        slopes = alibi_slopes(self.spec.num_attention_heads)[self.local_heads()]
+        return torch.tensor(slopes, dtype=torch.float32, device=self.device)
+
+    def recomputed(self, function: Callable[..., Any], *args: Any) -> torch.Tensor:
+        """Return `function(*args)`; backward recomputes its activations instead of keeping them.
+
+        Transformer Engine's own function does it, as the one of torch would record the amaxes of a
+        recomputation again. Its variant that is not reentrant updates the backward scales once a
+        microbatch, and the reentrant one after each module.
+        """
+        checkpoint = self.region.names.checkpoint
+        out: torch.Tensor = checkpoint(
+            function, *args, use_reentrant=False, context_fn=self.recompute_contexts
+        )
+        return out
+
+    def recompute_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return two contexts, for a forward pass and for its recomputation; see `Parts`."""
+        first, again = super().recompute_contexts()
+        return first, both(again, self.region.recomputation())
+
     def layer(self, index: int) -> nn.Module:
+        """Return Transformer Engine's layer `index` (from 0) with our initial weights."""
         names, recipe = self.region.names, self.recipe
         in_fp8 = recipe is not None and not is_high_precision(recipe, names_in_layer(index)[0])
         weights_in_fp8 = in_fp8 and recipe is not None and recipe.params_in_fp8
@@ -112,15 +150,20 @@ class TransformerEngineParts(NativeParts):
         with context:
             layer = names.transformer_layer(**self.arguments(index))
         self._adopt(layer, index, super().layer(index))
+        if self.spec.recompute is not None:
+            # Recomputation that is not reentrant switches this fusion off at the first call.
+            mlp: Any = layer.get_submodule("layernorm_mlp")
+            mlp.bias_gelu_nvfusion = False
         if self.te_scaling is not None and in_fp8:
             for name, path, number, num_gemms in LINEARS:
                 module = layer.get_submodule(path)
                 gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
                 self.te_scaling.register(gemm)
-        return TeLayer(layer, self, index, in_fp8=in_fp8)
+        slopes = self.alibi_slopes
+        return TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
 
     def arguments(self, index: int) -> dict[str, Any]:
-        """What `TransformerLayer` is made with. Its layers count from 1.
+        """Return what `TransformerLayer` is made with. Its layers count from 1.
 
         With `fuse_qkv_params` and without interleaving, the QKV weight's rows are this rank's
         query, key and value in turn, as in ours.
@@ -183,22 +226,25 @@ class TransformerEngineParts(NativeParts):
 
 
 def forget_staged_amax(param: torch.Tensor) -> None:
-    """Transformer Engine quantizes its own random weights when it makes a layer in FP8; with
-    delayed scaling their amax waits for the next update, though they are never used."""
+    """Set the staged amax of an FP8 weight to zero.
+
+    Transformer Engine quantizes its own random weights when it makes a layer in FP8. With delayed
+    scaling their amax waits for the next update, although these weights are never used.
+    """
     amax = getattr(getattr(param, "_quantizer", None), "amax", None)
     if amax is not None:
         amax.zero_()
 
 
 def is_kept_in_fp8(param: torch.Tensor) -> bool:
-    """Transformer Engine's FP8 weights are a subclass of the tensor."""
+    """Whether Transformer Engine keeps a weight in FP8 alone, as a subclass of the tensor."""
     return type(param) not in (torch.Tensor, nn.Parameter)
 
 
 def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], None]]:
-    """How masters get into weights that Transformer Engine keeps in FP8: by its own `copy_`.
+    """Return, for each weight that Transformer Engine keeps in FP8, what writes a master into it.
 
-    They are rounded to the compute dtype before, as ours are.
+    The master is rounded to the compute dtype, as ours are, and written by the weight's `copy_`.
     """
     layers = [module for module in model.modules() if isinstance(module, TeLayer)]
 
@@ -214,114 +260,3 @@ def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], N
         for param in layer.parameters()
         if is_kept_in_fp8(param)
     }
-
-
-class TeLayer(nn.Module):
-    """Runs one of Transformer Engine's layers: keyed dropout, weight caching, counted GEMMs."""
-
-    def __init__(
-        self, layer: nn.Module, parts: TransformerEngineParts, index: int, *, in_fp8: bool
-    ) -> None:
-        super().__init__()
-        self.layer, self.in_fp8 = layer, in_fp8
-        self.index, self.region, self.counter = index, parts.region, parts.counter
-        self.streams, self.sequence_parallel = parts.streams, parts.sequence_parallel
-        self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
-        self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
-        self.count_attention_flops = parts.count_attention_flops
-        self.products = observe_products(parts.region.names.extension)
-
-    def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D], of S/tp tokens with sequence parallelism. It knows causal
-        attention over whole sequences alone."""
-        # Settings that lead to either are refused, and generation builds layers of our own.
-        if context is not None and (context.mask is not None or context.cache is not None):
-            raise RuntimeError(
-                "Transformer Engine's layers got a mask or a cache, and know neither"
-            )
-        self.products.counter = self.counter
-        with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
-            out_BSD = self._run(x_BSD, rotary_arguments(context))
-        self._count_attention(x_BSD, out_BSD)
-        return out_BSD
-
-    def _run(self, x_BSD: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
-        is_first = self.region.is_first_microbatch
-        if not self.sequence_parallel:
-            out_BSD: torch.Tensor = self.layer(x_BSD, is_first_microbatch=is_first, **more)
-            return out_BSD
-        x_SBD = x_BSD.transpose(0, 1).contiguous()
-        out_SBD: torch.Tensor = self.layer(x_SBD, is_first_microbatch=is_first, **more)
-        return out_SBD.transpose(0, 1).contiguous()
-
-    @contextmanager
-    def _dropout(self, device: torch.device) -> Iterator[None]:
-        if self.training and self.has_dropout:
-            sharded = self.sequence_parallel
-            with self.streams.keyed(f"layers.{self.index}.dropout", device, sharded=sharded):
-                yield
-        else:
-            yield
-
-    def planned(self) -> PlannedGemms:
-        """Its four linears together."""
-        spec = self.spec
-        width, ffn = spec.hidden_size, spec.ffn_hidden_size
-        attention = width * (2 * spec.query_size + 2 * spec.kv_size)
-        mlp = width * ffn * (3 if spec.is_gated else 2)
-        flops = 2 * (attention + mlp) // self.tp_size
-        fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
-        return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
-
-    def _count_attention(self, x_BSD: torch.Tensor, out_BSD: torch.Tensor) -> None:
-        """The FLOPs of causal attention on this rank, by its shapes; those of the linears are
-        counted where they run, for this layer in its backward pass too."""
-        seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
-        causal = 2 * x_BSD.shape[0] * seq * seq * self.spec.query_size // self.tp_size
-        self.count_attention_flops(causal)
-        if out_BSD.requires_grad:
-
-            def begin_backward(grad: torch.Tensor) -> None:
-                self.products.counter = self.counter
-                self.count_attention_flops(2 * causal)
-
-            out_BSD.register_hook(begin_backward)
-
-
-def rotary_arguments(context: AttentionContext | None) -> dict[str, torch.Tensor]:
-    """Our angles as Transformer Engine takes them, [S, 1, 1, R]: it pairs (i, i + R/2) as we do.
-
-    It knows one position for each place in a sequence; `backends.check` refuses others.
-    """
-    if context is None or context.rotary is None:
-        return {}
-    angles_SR = context.rotary.angles
-    if angles_SR.dim() != 2:
-        raise RuntimeError("Transformer Engine's layers got positions that differ by sample")
-    return {"rotary_pos_emb": angles_SR[:, None, None]}
-
-
-class HeadDropout:
-    """What Transformer Engine calls a tracker of random states: attention's own under tensor
-    parallelism, where each rank holds other heads. The generator is then put back, as the
-    dropout that follows must be the same on all ranks."""
-
-    def __init__(self, streams: RandomStreams, site: str, device: torch.device) -> None:
-        self.streams, self.site, self.device = streams, site, device
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """None that last: each draw is keyed by its place in the run."""
-        return {}
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None: ...
-
-    @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        on_gpu = self.device.type == "cuda"
-        before = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
-        with self.streams.keyed(self.site, self.device, sharded=True):
-            yield
-        if on_gpu:
-            torch.cuda.set_rng_state(before, self.device)
-        else:
-            torch.set_rng_state(before)

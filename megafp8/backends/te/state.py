@@ -72,6 +72,26 @@ class TeRegion:
         finally:
             self.is_first_microbatch, self.in_fp8 = before, True
 
+    def recomputation(self) -> AbstractContextManager[None]:
+        """Return a context for recomputing, in a backward pass, what runs now.
+
+        Weights are not cast again where this microbatch has cached them. Transformer Engine opens
+        a region of its own in there; one around it, which is off, keeps it from reducing and
+        updating the forward tensors once more.
+        """
+        then = None if self.is_first_microbatch is None else False
+        return self._recomputation(then)
+
+    @contextmanager
+    def _recomputation(self, is_first_microbatch: bool | None) -> Iterator[None]:
+        before = self.is_first_microbatch
+        self.is_first_microbatch = is_first_microbatch
+        try:
+            with nullcontext() if self.recipe is None else self._autocast(enabled=False):
+                yield
+        finally:
+            self.is_first_microbatch = before
+
     def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
         """Return the context for one layer, which switches FP8 off for one in high precision."""
         if in_fp8 or self.recipe is None or not self.in_fp8:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megafp8.backends.planned import PlannedGemms
-from megafp8.backends.te.parts import TeLayer
+from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.torchao.linear import TorchaoLinear
 from megafp8.errors import ConfigError
 from megafp8.parallel.agreement import gather

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from megafp8.backends import choose
 from megafp8.backends.te.state import TeScaling
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
 from megafp8.train import state_dict
 from megafp8.train.report.fp8 import share_of
@@ -49,6 +51,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rope": {"position_embedding_type": "rope"},
     "rope in part, interpolated": {"position_embedding_type": "rope", "rotary_percentage": 0.5,
                                    "rotary_base": 500.0, "seq_len_interpolation_factor": 2.0},
+    "alibi": {"position_embedding_type": "alibi"},
+    "alibi, six heads": {"position_embedding_type": "alibi", "num_attention_heads": 6,
+                         "kv_channels": 8},
     "squared relu, wide heads": {"activation": "squared-relu", "kv_channels": 16},
 }  # fmt: skip
 
@@ -84,6 +89,83 @@ def test_some_steps_stay_together() -> None:
     for number in range(5):
         assert step(theirs, number).loss == pytest.approx(step(ours, number).loss, rel=1e-3)
     assert_same_tables(theirs, ours, 5e-2)
+
+
+RECOMPUTED = {
+    "core": RecomputeSpec(granularity="selective", method="uniform", num_layers=1),
+    "core of one layer": RecomputeSpec(granularity="selective", method="block", num_layers=1),
+    "layers": RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+    "both layers as one": RecomputeSpec(granularity="full", method="uniform", num_layers=2),
+    "one layer": RecomputeSpec(granularity="full", method="block", num_layers=1),
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@contextmanager
+def counted_updates() -> Iterator[list[str]]:
+    """The name of each kernel that updates histories and scales, as it is called."""
+    manager = te.module.base.FP8GlobalStateManager
+    found, update = [], vars(manager)["reduce_and_update_fp8_tensors"]
+
+    def counted(cls: Any, forward: bool = True) -> None:
+        found.append("forward" if forward else "backward")
+        update.__func__(cls, forward)
+
+    manager.reduce_and_update_fp8_tensors = classmethod(counted)
+    try:
+        yield found
+    finally:
+        manager.reduce_and_update_fp8_tensors = update
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED.values(), ids=RECOMPUTED)
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_recomputation_changes_no_bit(shape: str, recompute: RecomputeSpec) -> None:
+    """BF16 with dropout and rotary positions: losses, norms, weights, scales and histories are
+    those of a run that keeps its activations. Amaxes are reduced as often as without, but for
+    Transformer Engine's own recomputation of attention's core, which asks for one forward update
+    more a layer, in which nothing is staged."""
+    changes = SHAPES[shape] | DROPOUT | {"position_embedding_type": "rope"}
+    kept = run_of("te", DELAYED, "bf16", **changes)
+    with counted_updates() as updates:
+        wanted = [step(kept, number) for number in range(3)]
+    tables, masters = tables_of(kept), [m.detach().clone() for m in kept.masters.masters]
+    te.module.base.FP8GlobalStateManager.reset()
+    again = run_of("te", DELAYED, "bf16", recompute=recompute, **changes)
+    with counted_updates() as updates_again:
+        assert [step(again, number) for number in range(3)] == wanted
+    for name, tensor in tables_of(again).items():
+        assert torch.equal(tensor, tables[name]), name
+    assert all(map(torch.equal, again.masters.masters, masters))
+    layers = 1 if recompute.method == "block" else 2
+    more = 6 * layers if recompute.granularity == "selective" else 0
+    assert updates == ["forward", "backward"] * 6
+    assert updates_again.count("backward") == 6 and updates_again.count("forward") == 6 + more
+    counted, counted_again = kept.counter.flops, again.counter.flops
+    assert counted_again["bf16", "attention"] > counted["bf16", "attention"]
+    is_full = recompute.granularity == "full"
+    assert (counted_again["fp8", "output"] > counted["fp8", "output"]) is is_full
+    assert counted_again["fp8", "grad_input"] == counted["fp8", "grad_input"]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "changes"),
+    [
+        (None, SHAPES["llama"]),
+        (Fp8Recipe(name="tensorwise"), {}),
+        (RECIPES["second layer out"], SHAPES["llama"]),
+    ],
+    ids=["bf16", "tensorwise", "second layer out"],
+)
+def test_recomputation_of_other_recipes(fp8: Fp8Recipe | None, changes: dict[str, Any]) -> None:
+    changes = changes | DROPOUT
+    kept = run_of("te", fp8, "bf16", **changes)
+    again = run_of("te", fp8, "bf16", recompute=RECOMPUTED["layers"], **changes)
+    wanted = []
+    for state in (kept, again):
+        te.module.base.FP8GlobalStateManager.reset()
+        wanted.append([step(state, number) for number in range(2)])
+    assert wanted[0] == wanted[1]
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])

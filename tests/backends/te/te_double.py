@@ -164,7 +164,7 @@ class Double:
         self.global_state = FP8GlobalStateManager
         base = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager)
         self.pytorch = SimpleNamespace(
-            TransformerLayer=TransformerLayer, module=SimpleNamespace(base=base)
+            TransformerLayer=TransformerLayer, module=SimpleNamespace(base=base), checkpoint=None
         )
         for name in ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init"):
             if name in SIGNATURES[version]:

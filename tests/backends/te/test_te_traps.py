@@ -21,7 +21,6 @@ from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
 from megafp8.train import state_dict
 from megafp8.train.state import TrainState
@@ -222,13 +221,10 @@ def test_health_reads_the_tables(double: Double, length: int, tmp_path: Path) ->
     [
         ({"activation": "gelu"}, "tanh"),
         ({"activation": "geglu"}, "geglu"),
-        ({"position_embedding_type": "alibi"}, "alibi"),
         ({"transformer_block_type": "post_ln"}, "pre-norm"),
         ({"fp32_residual_connection": True}, "residual"),
         ({"apply_query_key_layer_scaling": True}, "scaling"),
         ({"ffn_dropout": 0.1}, "dropout"),
-        ({"recompute": RecomputeSpec(granularity="full", method="uniform", num_layers=1)},
-         "recomputation"),
     ],
 )  # fmt: skip
 def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) -> None:

@@ -1,0 +1,157 @@
+"""Run one of Transformer Engine's layers: keyed dropout, weight caching, counted products."""
+
+# B batch  S sequence  D model width  R rotated width
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.backends.planned import PlannedGemms
+from megafp8.backends.te.products import observe_products
+from megafp8.backends.te.state import TeRegion
+from megafp8.models.attention import AttentionContext
+from megafp8.models.random import RandomStreams
+from megafp8.parallel.parts import NativeParts
+from megafp8.specs.precision import GEMMS, GemmName
+
+
+class TeLayer(nn.Module):
+    """Holds one of Transformer Engine's layers and calls it as a layer of our own is called."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: NativeParts,
+        region: TeRegion,
+        index: int,
+        *,
+        in_fp8: bool,
+        alibi_slopes: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.layer, self.in_fp8, self.alibi_slopes = layer, in_fp8, alibi_slopes
+        self.index, self.region, self.counter = index, region, parts.counter
+        self.streams, self.sequence_parallel = parts.streams, parts.sequence_parallel
+        self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
+        self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
+        self.count_attention_flops = parts.count_attention_flops
+        self.products = observe_products(region.names.extension)
+
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
+        """Return the layer's output: [B, S, D] -> [B, S, D].
+
+        With sequence parallelism S are this rank's tokens. Attention is causal over whole
+        sequences.
+        """
+        context = context or AttentionContext()
+        # Settings that lead to either are refused, and generation builds layers of our own.
+        if context.mask is not None or context.cache is not None:
+            raise RuntimeError(
+                "Transformer Engine's layers got a mask or a cache, and know neither"
+            )
+        self.products.counter = self.counter
+        with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
+            out_BSD = self._run(x_BSD, self._arguments(context))
+        self._count_attention(x_BSD, out_BSD, is_recomputed=context.recompute_attention)
+        return out_BSD
+
+    def _arguments(self, context: AttentionContext) -> dict[str, Any]:
+        """Return what the layer is called with besides the input."""
+        arguments: dict[str, Any] = {"is_first_microbatch": self.region.is_first_microbatch}
+        if context.rotary is not None:
+            angles_SR = context.rotary.angles
+            if angles_SR.dim() != 2:  # `backends.check` refuses the settings that lead here
+                raise RuntimeError("Transformer Engine's layers got positions that vary by sample")
+            # It takes the angles as [S, 1, 1, R], and pairs the features (i, i + R/2) as we do.
+            arguments["rotary_pos_emb"] = angles_SR[:, None, None]
+        if self.alibi_slopes is not None:
+            arguments["core_attention_bias_type"] = "alibi"
+            arguments["alibi_slopes"] = self.alibi_slopes
+        if context.recompute_attention:
+            arguments["checkpoint_core_attention"] = True
+        return arguments
+
+    def _run(self, x_BSD: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        if not self.sequence_parallel:
+            out_BSD: torch.Tensor = self.layer(x_BSD, **arguments)
+            return out_BSD
+        x_SBD = x_BSD.transpose(0, 1).contiguous()
+        out_SBD: torch.Tensor = self.layer(x_SBD, **arguments)
+        return out_SBD.transpose(0, 1).contiguous()
+
+    @contextmanager
+    def _dropout(self, device: torch.device) -> Iterator[None]:
+        """Key the random numbers of the layer's dropouts by its place in the run."""
+        if self.training and self.has_dropout:
+            sharded = self.sequence_parallel
+            with self.streams.keyed(f"layers.{self.index}.dropout", device, sharded=sharded):
+                yield
+        else:
+            yield
+
+    def planned(self) -> PlannedGemms:
+        """Return what the layer's four linears will run, as one entry."""
+        spec = self.spec
+        width, ffn = spec.hidden_size, spec.ffn_hidden_size
+        attention = width * (2 * spec.query_size + 2 * spec.kv_size)
+        mlp = width * ffn * (3 if spec.is_gated else 2)
+        flops = 2 * (attention + mlp) // self.tp_size
+        fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
+        return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
+
+    def _count_attention(
+        self, x_BSD: torch.Tensor, out_BSD: torch.Tensor, *, is_recomputed: bool
+    ) -> None:
+        """Count the FLOPs of causal attention on this rank, forward and backward, by its shapes.
+
+        The products of the linears are counted where they run, for this layer in its backward pass
+        too.
+        """
+        seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
+        causal = 2 * x_BSD.shape[0] * seq * seq * self.spec.query_size // self.tp_size
+        self.count_attention_flops(causal)
+        if out_BSD.requires_grad:
+
+            def begin_backward(grad: torch.Tensor) -> None:
+                self.products.counter = self.counter
+                self.count_attention_flops((3 if is_recomputed else 2) * causal)
+
+            out_BSD.register_hook(begin_backward)
+
+
+class HeadDropout:
+    """Draws the random numbers of attention's dropout under tensor parallelism.
+
+    Each rank holds other heads there, so its numbers must differ from those of other ranks. It is
+    what Transformer Engine calls a tracker of random states. After attention the generator is as
+    it was before, since the dropout that follows must be the same on all ranks.
+    """
+
+    def __init__(self, streams: RandomStreams, site: str, device: torch.device) -> None:
+        self.streams, self.site, self.device = streams, site, device
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return the position in the run, which keys all draws; a recomputation gets it back."""
+        return {"position": torch.tensor(self.streams.position)}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Set the position that `get_states` returned."""
+        step, global_index = states["position"].tolist()
+        self.streams.begin_microbatch(step, global_index)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw by the site's key within the context, and restore the generator after it."""
+        on_gpu = self.device.type == "cuda"
+        before = torch.cuda.get_rng_state(self.device) if on_gpu else torch.get_rng_state()
+        with self.streams.keyed(self.site, self.device, sharded=True):
+            yield
+        if on_gpu:
+            torch.cuda.set_rng_state(before, self.device)
+        else:
+            torch.set_rng_state(before)
