@@ -3,6 +3,7 @@
 Each linear runs forward and backward. torchao's emulation (`Float8LinearConfig(emulate=True)`) is
 the other way to run such recipes without FP8 tensor cores; its products are in FP32. All variants
 get the same inputs; each has its own BF16 weights, and accumulates gradients in its own way. The
+variants named "rounded" are ours, but round each weight gradient to BF16 before it is added. The
 variants alternate. A figure is the median over the rounds of the process's CPU time, which other
 programs on the machine disturb least.
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from megafp8.backends.torchao import linear as torchao_linear
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
+from megafp8.precision.grad_sink import ComputeGrad, MainGradSink
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.linear import Linear, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
@@ -53,12 +54,23 @@ def recipe_of(name: RecipeName) -> Fp8Recipe:
     )
 
 
+class RoundingSink(MainGradSink):
+    """Sums weight gradients that were rounded to the weight's dtype first, for comparison."""
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Round the gradient and add it to the sum."""
+        return super().add(weight, lambda _: compute(None).to(weight.dtype))
+
+
 def ours(
-    args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: RecipeName | None
+    args: argparse.Namespace,
+    inputs: dict[int, torch.Tensor],
+    name: RecipeName | None,
+    sink: MainGradSink | None = None,
 ) -> Step:
     """Return a step of our linears in the recipe `name`, or in BF16 if it is None."""
     state = None if name is None else ScalingState(recipe_of(name))
-    sink = MainGradSink()
+    sink = sink or MainGradSink()
     linears = []
     for layer in range(args.layers):
         for index, (ins, outs) in enumerate(shapes(args.width)):
@@ -79,10 +91,12 @@ def ours(
 
     def step() -> float:
         sink.begin_step()
-        events.begin_microbatch(0)
-        seconds = run(linears, inputs, args)
-        events.end_forward()
-        events.end_backward()
+        seconds = 0.0
+        for microbatch in range(args.microbatches):
+            events.begin_microbatch(microbatch)
+            seconds += run(linears, inputs, args)
+            events.end_forward()
+            events.end_backward()
         sink.end_step()
         return seconds
 
@@ -101,7 +115,7 @@ def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: Rec
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
-        return run(list(model), inputs, args)
+        return sum(run(list(model), inputs, args) for _ in range(args.microbatches))
 
     return step
 
@@ -116,7 +130,7 @@ def plain_bf16(args: argparse.Namespace, inputs: dict[int, torch.Tensor]) -> Ste
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
-        return run(list(model), inputs, args)
+        return sum(run(list(model), inputs, args) for _ in range(args.microbatches))
 
     return step
 
@@ -139,6 +153,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
@@ -151,6 +166,8 @@ def main() -> None:
     steps: dict[str, Step] = {
         "plain bf16": plain_bf16(args, inputs),
         "bf16": ours(args, inputs, None),
+        "bf16 rounded": ours(args, inputs, None, RoundingSink()),
+        "delayed rounded": ours(args, inputs, "delayed", RoundingSink()),
     }
     steps |= {name: ours(args, inputs, name) for name in RECIPES}
     for name in RECIPES[1:4]:
@@ -168,6 +185,10 @@ def report(args: argparse.Namespace, medians: dict[str, float]) -> None:
     """Print times and ratios, and write the result file."""
     names = [name.removeprefix("torchao ") for name in medians if name.startswith("torchao ")]
     ratios = {f"{name} over torchao": medians[f"torchao {name}"] / medians[name] for name in names}
+    ratios |= {
+        f"{name} over its rounding": medians[f"{name} rounded"] / medians[name]
+        for name in ("bf16", "delayed")
+    }
     ratios |= {f"{name} over bf16": medians["bf16"] / medians[name] for name in RECIPES}
     for name, median in medians.items():
         print(f"{name:>28}  {1e3 * median:8.1f} ms of CPU")
@@ -180,7 +201,7 @@ def report(args: argparse.Namespace, medians: dict[str, float]) -> None:
         "date": today,
         "cpu": cpu_name(),
         "threads": args.threads,
-        "shape": {k: getattr(args, k) for k in ("layers", "width", "tokens")},
+        "shape": {k: getattr(args, k) for k in ("layers", "width", "tokens", "microbatches")},
         "rounds": args.rounds,
         "command": " ".join(["python", "benchmarks/cpu_linear.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

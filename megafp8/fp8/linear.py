@@ -124,7 +124,7 @@ class _Sink:
     """Return each gradient to autograd, in the dtype of its parameter; None for frozen ones."""
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        return compute().to(weight.dtype) if weight.requires_grad else None
+        return compute(None).to(weight.dtype) if weight.requires_grad else None
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor

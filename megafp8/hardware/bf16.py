@@ -52,6 +52,39 @@ def mm(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = Non
     return _product(a_MK, b_KN, bias_N)
 
 
+def mm_into(
+    total_MN: torch.Tensor,
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    *,
+    is_first: bool,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Return a @ b * scale in FP32, not rounded to the operands' dtype; None if torch cannot.
+
+    The result is `total_MN` (FP32) itself if the product was added to it or, with `is_first`,
+    overwrote it; otherwise the caller has to do that. On a CPU the product adds its terms to the
+    sum. CPUs with BF16 instructions have such products, but torch 2.13 does not offer them. `scale`
+    is 0-d FP32.
+    """
+    if is_widened(a_MK):
+        a_MK, b_KN = a_MK.float(), b_KN.float()
+    if a_MK.device.type == "cpu" and a_MK.dtype == torch.float32:
+        alpha = 1.0 if scale is None else scale.item()
+        beta = 0 if is_first else 1
+        return torch.addmm(total_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=total_MN)
+    out_MN = total_MN if is_first else None
+    if a_MK.dtype == torch.float32:
+        product = torch.mm(a_MK, b_KN, out=out_MN)
+    elif a_MK.device.type == "cpu" or a_MK.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    elif out_MN is None:
+        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    else:
+        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out_MN)
+    return product if scale is None else product.mul_(scale)
+
+
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
     return torch.mm(a_MK, b_KN) if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 

@@ -34,8 +34,14 @@ class Matmul(Protocol):
         place: str,
         transpose_a: bool = False,
         transpose_b: bool = False,
+        total: torch.Tensor | None = None,
+        is_first: bool = False,
     ) -> torch.Tensor:
-        """Return a @ b, each transposed first if `transpose_a` or `transpose_b` says so."""
+        """Return a @ b, each transposed first if `transpose_a` or `transpose_b` says so.
+
+        With `total`, the result is meant for this FP32 sum: it is FP32 where the device has such a
+        product, and `total` itself if the product was added to it or (`is_first`) overwrote it.
+        """
         ...
 
 
@@ -46,9 +52,13 @@ def plain_matmul(
     place: str,
     transpose_a: bool = False,
     transpose_b: bool = False,
+    total: torch.Tensor | None = None,
+    is_first: bool = False,
 ) -> torch.Tensor:
     """Return a @ b by torch's own matmul, without counting FLOPs; see `Matmul`."""
-    return bf16.mm(a.t() if transpose_a else a, b.t() if transpose_b else b)
+    a, b = a.t() if transpose_a else a, b.t() if transpose_b else b
+    product = None if total is None else bf16.mm_into(total, a, b, is_first=is_first)
+    return bf16.mm(a, b) if product is None else product
 
 
 # (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
@@ -125,7 +135,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         work = _sum_dtype(hidden_TD)
         loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None
-        grad_weight_VD: torch.Tensor | None = None
+        make_total = torch.empty_like if num_tokens > 0 else torch.zeros_like
+        grad_weight_VD = make_total(weight_VD, dtype=work) if with_grads else None
         for begin in range(0, num_tokens, chunk):
             rows = slice(begin, begin + chunk)
             hidden_CD, targets_C = hidden_TD[rows], targets_T[rows]
@@ -134,16 +145,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits_CV, targets_C, grad_hidden_TD is not None
             )
             loss += chunk_loss
-            if grad_hidden_TD is None or grad_CV is None:
+            if grad_hidden_TD is None or grad_weight_VD is None or grad_CV is None:
                 continue
             if head.grad_scale != 1.0:
                 grad_CV *= head.grad_scale
             grad_CV = grad_CV.to(hidden_TD.dtype)
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
-            part_VD = head.matmul(grad_CV, hidden_CD, place="head grad_weight", transpose_a=True)
-            if grad_weight_VD is None:
-                grad_weight_VD = part_VD if num_tokens <= chunk else part_VD.to(work)
-            else:
+            part_VD = head.matmul(
+                grad_CV,
+                hidden_CD,
+                place="head grad_weight",
+                transpose_a=True,
+                total=grad_weight_VD,
+                is_first=begin == 0,
+            )
+            if part_VD is not grad_weight_VD and begin == 0:
+                grad_weight_VD.copy_(part_VD)
+            elif part_VD is not grad_weight_VD:
                 grad_weight_VD += part_VD
         if grad_hidden_TD is not None:
             grad_hidden_TD = head.sum_grad_hidden(grad_hidden_TD)

@@ -31,7 +31,7 @@ from megafp8.parallel.vocab import (
 from megafp8.precision.formats import FORMATS
 from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.gemm import GemmCounter, gemm
-from megafp8.precision.grad_sink import GradSink, look_up
+from megafp8.precision.grad_sink import GradSink, GradSum, look_up
 from megafp8.precision.linear import Linear, LinearComm, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
@@ -199,6 +199,8 @@ class NativeParts(Parts):
             place: str,
             transpose_a: bool = False,
             transpose_b: bool = False,
+            total: torch.Tensor | None = None,
+            is_first: bool = False,
         ) -> torch.Tensor:
             return gemm(
                 a,
@@ -208,10 +210,11 @@ class NativeParts(Parts):
                 place=place,
                 transpose_a=transpose_a,
                 transpose_b=transpose_b,
+                into=None if total is None else GradSum(total, is_first),
             )
 
         def add_grad_weight(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
-            added = self.sink.add(weight, lambda: grad)
+            added = self.sink.add(weight, lambda _: grad)
             return None if added is None else added.to(weight.dtype)
 
         if self.tp.size > 1:

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.kernels import triton_launch
-from megafp8.precision.kernels.scaled_mm import Layout, ScaledMatmul, unsupported
+from megafp8.precision.kernels.scaled_mm import Layout, ScaledMatmul, unsupported, writes_fp32
 
 LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square")
 
@@ -20,11 +20,13 @@ class Engine:
     `uses_triton` runs casts as Triton kernels. `layouts` are the kinds of scales that `matmul`
     takes; products with other scales are emulated. Tensor cores read both operands with the dim
     that they sum over innermost. So where they multiply, a tensor that two products read is kept in
-    two orientations, written by one cast.
+    two orientations, written by one cast. `fp32_results` are the layouts for which `matmul` writes
+    FP32.
     """
 
     uses_triton: bool = False
     layouts: frozenset[Layout] = frozenset()
+    fp32_results: frozenset[Layout] = frozenset({"tensor"})
     matmul: ScaledMatmul = torch._scaled_mm
 
     def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
@@ -51,6 +53,7 @@ def engine_of(device: torch.device) -> Engine:
     return Engine(
         uses_triton=triton_launch.unavailable(device) is None,
         layouts=frozenset(name for name in LAYOUTS if unsupported(device, name) is None),
+        fp32_results=frozenset(name for name in LAYOUTS if writes_fp32(device, name)),
     )
 
 

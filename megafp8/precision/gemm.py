@@ -24,7 +24,8 @@ import torch
 from megafp8.hardware import bf16
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
 from megafp8.precision.formats import DTYPE_NAMES
-from megafp8.precision.kernels.scaled_mm import scaled_mm
+from megafp8.precision.grad_sink import GradSum
+from megafp8.precision.kernels.scaled_mm import ALIGNMENT, scaled_mm
 from megafp8.precision.kernels.triton_launch import transposed
 from megafp8.precision.tensor import Fp8Tensor
 
@@ -76,12 +77,18 @@ def gemm(
     bias: torch.Tensor | None = None,
     engine: Engine = EMULATED,
     use_fast_accum: bool = False,
+    into: GradSum | None = None,
 ) -> torch.Tensor:
     """Return a @ b (+ bias) for 2-d operands, both FP8 or both plain, in the dtype `work`.
 
     `transpose_a` and `transpose_b` transpose an operand first. `place` names the product for the
     counter. `use_fast_accum` concerns FP8 tensor cores only, and never scales of blocks.
+
+    With `into` the result (without bias) is meant for this sum: it is FP32 where the device has
+    such a product, otherwise of dtype `work`. It is `into.total` itself if the product wrote or
+    added it there.
     """
+    assert into is None or bias is None
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         precision = "fp8"
         flops = _flops(a.payload, b.payload, transpose_a, transpose_b)
@@ -89,7 +96,7 @@ def gemm(
             counter.add(precision, place, flops)
             counter.fp8_backends["tensor cores"] += flops
             return _tensor_core_product(
-                a, b, transpose_a, transpose_b, bias, work, engine, use_fast_accum
+                a, b, transpose_a, transpose_b, bias, work, engine, use_fast_accum, into
             )
         counter.fp8_backends["emulated"] += flops
         wide = wide_dtype(a.payload.device, work)
@@ -109,6 +116,10 @@ def gemm(
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
     counter.add(precision, place, flops)
+    if into is not None:
+        product = bf16.mm_into(into.total, a, b, is_first=into.is_first, scale=dequant_scale)
+        if product is not None:
+            return product
     if dequant_scale is None:
         return bf16.mm(a, b, bias).to(work)
     return _scaled_product(a, b, dequant_scale, bias).to(work)
@@ -133,6 +144,7 @@ def _tensor_core_product(
     work: torch.dtype,
     engine: Engine,
     use_fast_accum: bool,
+    into: GradSum | None,
 ) -> torch.Tensor:
     """Multiply both operands as [rows, K], transposing one that lies the other way in memory."""
     a_MK, a_scale = _rows_of(a, transpose_a)
@@ -144,6 +156,10 @@ def _tensor_core_product(
             for payload, scale in ((a_MK, a_scale), (b_NK, b_scale))
         )
         a_layout = b_layout = "row"
+    target = None
+    if into is not None and {a_layout, b_layout} <= engine.fp32_results:
+        work = torch.float32
+        target = into.total if into.is_first and _is_target(into.total) else None
     return scaled_mm(
         a_MK,
         b_NK,
@@ -154,7 +170,13 @@ def _tensor_core_product(
         bias_N=bias,
         use_fast_accum=use_fast_accum and a_layout in ("tensor", "row"),
         matmul=engine.matmul,
+        out_MN=target,
     )
+
+
+def _is_target(total: torch.Tensor) -> bool:
+    """Whether tensor cores can write their result into this tensor."""
+    return total.is_contiguous() and total.data_ptr() % ALIGNMENT == 0
 
 
 def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +12,32 @@ from torch import nn
 
 from megafp8.precision.kernels.compile import library
 
-# Computes a microbatch's gradient of a weight. The sink calls it, and so chooses when the
-# GEMM runs.
-ComputeGrad = Callable[[], torch.Tensor]
+
+@dataclass(frozen=True)
+class GradSum:
+    """Name the FP32 sum of a weight's gradients that a gradient is to be added to.
+
+    `total` has the weight's shape. With `is_first` the gradient overwrites it.
+    """
+
+    total: torch.Tensor
+    is_first: bool
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add `grad`, unless it is `total` itself: then the product has added it already."""
+        if grad is not self.total:
+            accumulate(self.total, grad, is_first=self.is_first)
+
+
+class ComputeGrad(Protocol):
+    """Compute a microbatch's gradient of a weight.
+
+    The sink calls it, and so chooses when the GEMM runs.
+    """
+
+    def __call__(self, into: GradSum | None, /) -> torch.Tensor:
+        """Return the gradient, in any dtype, or `into.total` if it was added there already."""
+        ...
 
 
 class GradSink(Protocol):
@@ -25,7 +49,7 @@ class GradSink(Protocol):
     """
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Receive the gradient that `compute()` returns, of the shape of `weight`.
+        """Receive the gradient that `compute` returns, of the shape of `weight`.
 
         The sink decides when to call `compute`, which runs the GEMM of a weight gradient.
         """
@@ -47,7 +71,7 @@ class AutogradSink:
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         """Return the gradient, rounded to the weight's dtype."""
-        return compute().to(weight.dtype)
+        return compute(None).to(weight.dtype)
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
@@ -88,8 +112,9 @@ class MainGradSink:
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
         if weight not in self.main_grads:
-            return compute().to(weight.dtype)
-        self._accumulate(weight, compute())
+            return compute(None).to(weight.dtype)
+        into = self._sum_of(weight)
+        into.add(compute(into))
         return None
 
     def add_rows(
@@ -109,12 +134,14 @@ class MainGradSink:
     def _collect(self, param: torch.Tensor) -> None:
         if param.grad is not None:  # it is None if every gradient went through `add`
             assert isinstance(param, nn.Parameter)
-            self._accumulate(param, param.grad)
+            self._sum_of(param).add(param.grad)
             param.grad = None
 
-    def _accumulate(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        accumulate(self.main_grads[param], grad, is_first=param in self._untouched)
+    def _sum_of(self, param: nn.Parameter) -> GradSum:
+        """Return the parameter's sum, for a gradient that is added to it next."""
+        into = GradSum(self.main_grads[param], is_first=param in self._untouched)
         self._untouched.discard(param)
+        return into
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:

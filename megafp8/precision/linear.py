@@ -19,7 +19,7 @@ from torch import nn
 from megafp8.precision.engine import EMULATED
 from megafp8.precision.fused import Producer
 from megafp8.precision.gemm import GemmCounter, gemm
-from megafp8.precision.grad_sink import GradSink
+from megafp8.precision.grad_sink import GradSink, GradSum
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Operand, Operands, Role
 from megafp8.precision.scaling import Pending, ReduceMax
@@ -237,10 +237,11 @@ class Linear(nn.Module):
         transpose_a: bool = False,
         transpose_b: bool = False,
         bias: torch.Tensor | None = None,
+        into: GradSum | None = None,
     ) -> torch.Tensor:
         """Run one of the linear's three GEMMs on this device's engine.
 
-        Arguments are those of `gemm.gemm`; the result has the dtype `work`.
+        Arguments and result are those of `gemm.gemm`.
         """
         engine, use_fast_accum = EMULATED, False
         if self.quantizer is not None:
@@ -256,6 +257,7 @@ class Linear(nn.Module):
             bias=bias,
             engine=engine,
             use_fast_accum=use_fast_accum,
+            into=into,
         )
 
 
@@ -337,14 +339,13 @@ def backward(
         grad_input_TI = layer.product("grad_input", along_last, weight, work)
         pending = layer.comm.reduce_grad_input(grad_input_TI)
 
-    def compute_grad_weight() -> torch.Tensor:
-        return layer.product(
-            "grad_weight", along_first, layer.comm.gather_input(input), work, transpose_a=True
-        )
+    def compute_grad_weight(into: GradSum | None, /) -> torch.Tensor:
+        tokens = layer.comm.gather_input(input)
+        return layer.product("grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
     grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
     bias = layer.bias
-    grad_bias = None if bias is None else layer.sink.add(bias, lambda: grad_bias_O)
+    grad_bias = None if bias is None else layer.sink.add(bias, lambda _: grad_bias_O)
     return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
 
 

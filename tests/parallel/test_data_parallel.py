@@ -64,9 +64,9 @@ class Three:
             for name in ("a", "c", "a", "b") if with_b else ("a", "c", "a"):
                 weight = getattr(self, name)
                 self.axis.events.append(name)
-                self.noting.add(weight, lambda weight=weight: torch.ones_like(weight))
+                self.noting.add(weight, lambda _, weight=weight: torch.ones_like(weight))
         if extra:
-            self.noting.add(self.c, lambda: torch.ones(4))
+            self.noting.add(self.c, lambda _: torch.ones(4))
         self.sink.end_step()
         self.axis.events.append("end")
         self.reducer.finish()

@@ -10,6 +10,7 @@ import torch
 from megafp8.hardware import cpu
 from megafp8.precision.formats import E4M3, E5M2
 from megafp8.precision.gemm import GemmCounter, gemm
+from megafp8.precision.grad_sink import GradSum
 from megafp8.precision.tensor import Fp8Tensor
 
 
@@ -95,6 +96,30 @@ def test_plain_operands(work: torch.dtype, counter: GemmCounter) -> None:
     torch.testing.assert_close(out, a @ b.t())
     name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[work]
     assert dict(counter.flops) == {(name, "x"): 2 * (2 * 4 * 5 * 6)}
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["fp8", "plain"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_product_for_a_sum_is_not_rounded_to_the_work(
+    work: torch.dtype, is_fp8: bool, is_first: bool, bf16_products: bool, counter: GemmCounter
+) -> None:
+    """257 has nine significant bits: BF16 loses one of them. torch has no BF16 or FP16 product with
+    an FP32 result on CPUs, so there the result has the dtype of the work."""
+    total = torch.full((1, 1), torch.nan if is_first else 0.25)
+    a, b = torch.tensor([[16.0, 1.0]], dtype=work), torch.tensor([[16.0], [1.0]], dtype=work)
+    into = GradSum(total, is_first)
+    if is_fp8:
+        left, right = (Fp8Tensor.quantize(x, torch.tensor(2.0), E4M3) for x in (a, b))
+        got = gemm(left, right, work=work, counter=counter, place="x", into=into)
+        has_product = not (work == torch.bfloat16 and bf16_products)
+    else:
+        got = gemm(a, b, work=work, counter=counter, place="x", into=into)
+        has_product = work == torch.float32 or (work == torch.bfloat16 and not bf16_products)
+    assert (got is total) == has_product
+    into.add(got)
+    value = 257.0 if has_product else torch.tensor(257.0).to(work).item()
+    assert total.item() == value + (0 if is_first else 0.25)
 
 
 def test_one_fp8_operand_alone_is_refused(counter: GemmCounter) -> None:

@@ -45,6 +45,20 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
     return None
 
 
+def writes_fp32(device: torch.device, layout: Layout) -> bool:
+    """Whether a product with these scales can write FP32 instead of BF16.
+
+    cuBLAS writes it with scales of rows from CUDA 12.9 on, and on compute capability 9.0 alone
+    (torch's tests of `_scaled_mm`). Other devices' kernels for such scales are BF16's.
+    """
+    if layout != "row":
+        return True
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Layout) -> None:
     """Check that the scales of an operand [M, K] have the shape of `layout`.
 
@@ -76,10 +90,13 @@ def scaled_mm(
     bias_N: torch.Tensor | None = None,
     use_fast_accum: bool = False,
     matmul: ScaledMatmul = torch._scaled_mm,
+    out_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (a @ b.T) scaled, plus the bias: [M, N] of `out_dtype` (FP32, BF16, FP16).
 
-    `layouts` of a and b are given, not inferred from shapes: with K up to 128 a row is a block.
+    `out_MN`, contiguous, of `out_dtype` and 16-byte aligned, is written and returned if it is
+    given and if no padding is needed. `layouts` of a and b are given, not inferred from shapes:
+    with K up to 128 a row is a block.
 
     Sizes that the tensor cores do not take are padded with zeros, which costs a copy. The bias is
     rounded to `out_dtype` and enters before the one rounding of the result; with FP32 output it is
@@ -107,6 +124,8 @@ def scaled_mm(
     rows = _round_up(num_rows, {"square": BLOCK, "block": BLOCK_ROWS}.get(a_layout, 1))
     late_bias = bias_N if out_dtype == torch.float32 else None
     early_bias = None if bias_N is None or late_bias is not None else bias_N.to(out_dtype)
+    is_whole = (rows, cols) == (num_rows, num_cols) and late_bias is None
+    target = {"out": out_MN} if is_whole and out_MN is not None else {}
     out = matmul(
         _padded(a_MK, rows, inner),
         _padded(b_NK, cols, inner).t(),
@@ -115,7 +134,11 @@ def scaled_mm(
         bias=None if early_bias is None else _extended(early_bias, (0, cols - num_cols)),
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
-    )[:num_rows, :num_cols]
+        **target,
+    )
+    if is_whole:
+        return out if out_MN is None else out_MN
+    out = out[:num_rows, :num_cols]
     return out if late_bias is None else out + late_bias
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from megafp8.precision.engine import EMULATED, LAYOUTS, Engine, engine_of
 from megafp8.precision.formats import E4M3, E5M2
 from megafp8.precision.gemm import GemmCounter, gemm
-from megafp8.precision.grad_sink import AutogradSink
+from megafp8.precision.grad_sink import AutogradSink, MainGradSink
 from megafp8.precision.linear import Linear, NoComm
 from megafp8.precision.recipes.base import Need, Operands, Role
 from megafp8.precision.recipes.build import linear_quantizer
@@ -44,6 +44,7 @@ class TensorCores:
     def __init__(self) -> None:
         self.fast: list[bool] = []
         self.picked: list[tuple[str, str]] = []  # by what the scales of a and b are read
+        self.wrote: list[tuple[torch.dtype, bool]] = []  # and whether into a given tensor
 
     def __call__(
         self,
@@ -55,6 +56,7 @@ class TensorCores:
         bias: torch.Tensor | None,
         out_dtype: torch.dtype,
         use_fast_accum: bool,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         k, n = b.shape
         assert a.is_contiguous() and b.t().is_contiguous(), "row-major times column-major"
@@ -69,7 +71,13 @@ class TensorCores:
         self.picked.append(picked)
         self.fast.append(use_fast_accum)
         product, _ = exact(a, b.t(), scale_a, scale_b.t())
-        return (product if bias is None else product + bias.double()).to(out_dtype)
+        product = (product if bias is None else product + bias.double()).to(out_dtype)
+        self.wrote.append((out_dtype, out is not None))
+        if out is None:
+            return product
+        assert out.dtype == out_dtype and out.shape == product.shape
+        assert out.is_contiguous() and out.data_ptr() % 16 == 0
+        return out.copy_(product)
 
 
 PAIRS = (
@@ -109,7 +117,10 @@ def fits(payload: torch.Tensor, scale: torch.Tensor, kind: str) -> bool:
 
 
 def hopper(matmul: Any = None) -> Engine:
-    return Engine(uses_triton=True, layouts=frozenset(LAYOUTS), matmul=matmul or TensorCores())
+    layouts = frozenset(LAYOUTS)
+    return Engine(
+        uses_triton=True, layouts=layouts, fp32_results=layouts, matmul=matmul or TensorCores()
+    )
 
 
 def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
@@ -244,6 +255,39 @@ def assert_same_products(name: RecipeName, shape: tuple[int, int, int], matmul: 
     assert_close(grad_x2, grad_x, grad, weight, "grad_input")
     assert_close(grad_w2, grad_w, grad.t(), x, "grad_weight")
     torch.testing.assert_close(grad_b2, grad_b)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "rowwise_with_gw_hp"])
+def test_weight_gradients_leave_tensor_cores_in_fp32(name: RecipeName) -> None:
+    """The first of a step is written into the sum itself. Sums err by FP32 accumulation alone."""
+    cores, sink = TensorCores(), MainGradSink()
+    linear, _ = make(recipe_of(name), hopper(cores), noise(32, 16, seed=0))
+    plain, _ = make(recipe_of(name), EMULATED, noise(32, 16, seed=0))
+    total, expected = torch.full((32, 16), torch.nan), torch.zeros(32, 16, dtype=torch.float64)
+    linear.sink = sink
+    sink.attach([(linear.weight, total)])
+    sink.begin_step()
+    for seed in (1, 2):
+        x, grad = noise(128, 16, seed=seed), noise(128, 32, seed=9 + seed)
+        linear(x).backward(grad)
+        left = plain.grad_output_operands(grad)[0].along_first
+        right = plain.input_operands(x, with_first=True).along_first
+        assert isinstance(left, Fp8Tensor) and isinstance(right, Fp8Tensor)
+        wide = (operand.dequantize(torch.float32).double() for operand in (left, right))
+        left64, right64 = wide
+        expected += left64.t() @ right64
+    assert cores.wrote[1::2] == [(torch.float32, True), (torch.float32, False)]
+    assert (total.double() - expected).abs().max() <= 2.0**-20 * expected.abs().max()
+
+
+def test_engines_without_fp32_results_for_rows_write_bf16() -> None:
+    cores, sink = TensorCores(), MainGradSink()
+    engine = dataclasses.replace(hopper(cores), fp32_results=frozenset({"tensor"}))
+    linear, _ = make(recipe_of("rowwise"), engine, noise(32, 16, seed=0))
+    linear.sink = sink
+    sink.attach([(linear.weight, torch.zeros(32, 16))])
+    linear(noise(48, 16, seed=1)).backward(noise(48, 32, seed=2))
+    assert cores.wrote == [(torch.bfloat16, False)] * 2
 
 
 @recipes
