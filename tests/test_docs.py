@@ -96,6 +96,20 @@ def bad_links(page: str, text: str) -> Iterator[str]:
             yield f"link to {target}: no such anchor"
 
 
+def bad_definitions(page: str, text: str) -> Iterator[str]:
+    """Yield names of which a page says that they are in a file, and which that file lacks.
+
+    Such names are written `name` in [file](path), or **`name`** ([file](path)).
+    """
+    said = re.findall(r"`([A-Za-z_][\w.]*)`(?:\s(?:in|of))\s\[[^\]]+\]\(([^)#\s]+)\)", text)
+    said += re.findall(r"\*\*`([A-Za-z_]\w*)`\*\*\s\(\[[^\]]+\]\(([^)#\s]+)\)", text)
+    for name, path in said:
+        file = (ROOT / page).parent / path
+        source = file.read_text("utf-8") if file.is_file() else ""
+        if not all(re.search(rf"\b{part}\b", source) for part in name.split(".")):
+            yield f"{name} in {path}"
+
+
 def bad_paths(page: str, text: str) -> Iterator[str]:
     """Yield files and folders of the repository that do not exist."""
     for code in code_of(text):
@@ -199,7 +213,8 @@ def bad_names(page: str, text: str) -> Iterator[str]:
 
 
 CHECKS: list[Check] = [
-    bad_links, bad_paths, bad_tests, bad_modules, bad_targets, bad_settings, bad_names
+    bad_links, bad_definitions, bad_paths, bad_tests, bad_modules, bad_targets, bad_settings,
+    bad_names,
 ]  # fmt: skip
 
 
@@ -237,6 +252,8 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
     [
         ("[a](nowhere.md)", "link to nowhere.md"),
         ("[a](training.md#nowhere)", "link to training.md#nowhere: no such anchor"),
+        ("`nowhere` in [a](../megafp8/errors.py)", "nowhere in ../megafp8/errors.py"),
+        ("**`Nowhere`** ([a](../megafp8/errors.py))", "Nowhere in ../megafp8/errors.py"),
         ("`tests/nowhere`", "path tests/nowhere"),
         ("`precision/nowhere.py`", "path precision/nowhere.py"),
         ("`test_nowhere.py`", "file test_nowhere.py"),
@@ -261,6 +278,7 @@ def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
     "text",
     [
         "[a](training.md#exit-codes), [b](../README.md), [c](https://example.org)",
+        "`UserError` in [errors.py](../megafp8/errors.py)",
         "`megafp8/precision/kernels/triton_*.py`, `precision/gemm.py`, `test_docs.py`",
         "`from megafp8 import fp8`, `megafp8.errors`, `python -m megafp8.cli.dryrun --rank N`",
         "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
