@@ -228,8 +228,10 @@ Options:
   --config-dir, -cd DIR  a directory with your own YAML, which begins with
                          `defaults: [pretrain_gpt, _self_]`, or with a NeMo YAML as it is;
                          --config-path, -cp mean the same
-  model=NAME             a preset of conf/model: {models}
-  precision=NAME         a preset of conf/precision: {precisions}
+  model=NAME             a preset of conf/model:
+{models}
+  precision=NAME         a preset of conf/precision:
+{precisions}
   --multirun, -m         one run for each combination of comma-separated values
 
 Examples:
@@ -293,9 +295,9 @@ A sweep writes its runs to `multirun/<time>/<number>`; see [training.md](trainin
 
 ## Errors
 
-All errors are reported together before anything starts, with exit code 2: the key, its value,
-where it was set, and what would be valid. No key is silently ignored. An unknown key is refused,
-also behind `+` or `++`.
+All errors in the settings are reported together before anything starts, with exit code 2: the key,
+its value, where it was set, and what would be valid. What depends on the machine is checked when a
+run begins. No key is silently ignored. An unknown key is refused, also behind `+` or `++`.
 
 A key that *needs* another setting has no effect without it. If it is given on the command line,
 or in a YAML that begins with `defaults: [pretrain_gpt, _self_]`, this is an error. If it comes
@@ -366,7 +368,9 @@ def help_page(prog: str, words: Sequence[str] = ()) -> str:
     A word may be a setting; only what is before its `=` counts.
     """
     wanted = [word.partition("=")[0].lower() for word in words]
-    models, precisions = (", ".join(preset_names(g, [conf_dir()])) for g in PRESET_GROUPS)
+    names = (", ".join(preset_names(group, [conf_dir()])) for group in PRESET_GROUPS)
+    margin = " " * 25
+    models, precisions = ("\n".join(_wrapped(text, HELP_WIDTH, margin, margin)) for text in names)
     lines = [] if wanted else [_USAGE.format(prog=prog, models=models, precisions=precisions)]
     values = default_values()
     for group in GROUPS:
