@@ -1,24 +1,24 @@
-"""What every test shares: how much of the machine it takes, which tests a machine can run."""
+"""Configure all tests: how much of the machine they use, and which tests a machine can run."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Triton's kernels run in its interpreter where there is no GPU. It reads the choice at its first
-# import, which may be torchao's.
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable at its first
+# import, which torchao may do.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Workers of pytest-xdist share the cores: one thread each, in the processes they start too. This
-# must be in the environment before torch is imported.
+# Workers of pytest-xdist share the cores: they and the processes they start get one thread each.
+# The variable must be set before torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: a shared machine's hiccup is no failure. In CI the same examples every time.
+# There is no deadline, since a shared machine may pause. CI uses the same examples every time.
 settings.register_profile(
     "local", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -27,7 +27,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+    """Skip tests marked `gpu`, with the reason, where there is no CUDA device."""
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return

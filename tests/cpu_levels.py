@@ -1,6 +1,7 @@
-"""Levels of x86 CPUs, and what imitates one below the machine's own.
+"""Imitate older x86 CPUs on this machine, and run tests or other commands on them.
 
-The levels are those of the x86-64 psABI, as compilers name them. Other CPUs have their own alone.
+The levels are those of the x86-64 psABI, as compilers name them. A CPU that is not x86 has only the
+level `native`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-# What Linux calls the instructions that a level adds (psABI, table 3.1).
+# Linux's names of the instructions that a level adds (psABI, table 3.1).
 ADDED = {
     "x86-64": ("sse2",),
     "x86-64-v2": ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"),
@@ -29,7 +30,7 @@ LEVELS = (*ADDED, "native")
 
 
 def missing(level: str) -> str:
-    """Why this machine cannot run code of the level; empty where it can."""
+    """Return why this machine cannot run code of the level, or an empty string if it can."""
     if level == "native":
         return ""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -43,9 +44,9 @@ def missing(level: str) -> str:
 
 
 def compiler_for(level: str, folder: Path, compiler: str = "cc") -> Path:
-    """A compiler for $CC that makes code of that level, whatever level it is asked for.
+    """Make a compiler for $CC that compiles for that level, whatever its options ask for.
 
-    Its version names the level, as libraries are cached by it.
+    The version that it prints names the level, because compiled libraries are cached by version.
     """
     found = shutil.which(compiler)
     assert found is not None, compiler
@@ -59,16 +60,16 @@ def compiler_for(level: str, folder: Path, compiler: str = "cc") -> Path:
 
 @dataclass(frozen=True)
 class Imitation:
-    """A CPU of another level, as far as torch, MKL, oneDNN and compilers can be told to be it."""
+    """Describe an imitated CPU: settings that make torch, MKL, oneDNN and compilers treat it so."""
 
-    level: str  # of the C kernels' code
+    level: str  # of the compiled C kernels
     torch: str
     mkl: str
     onednn: str
-    flags: str  # what the project takes for the CPU's
+    flags: str  # the CPU flags that megafp8 then sees
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """`folder` gets a compiler and a cache of kernels."""
+        """Return the environment of the CPU; `folder` gets a compiler and a cache of kernels."""
         own = {
             "ATEN_CPU_CAPABILITY": self.torch,
             "MKL_CBWR": self.mkl,
@@ -89,7 +90,7 @@ IMITATIONS = {
         "x86-64-v4", "avx512", "AVX512", "AVX512_CORE", "avx512f avx512_bf16"
     ),
 }
-"""The last one multiplies in BF16 as torch does without such instructions: slowly."""
+"""The last CPU multiplies in BF16, as torch does without BF16 instructions, which is slow."""
 REAL_ALONE = ("AVX512-BF16", "AMX", "Arm")
 
 NUMERIC = (
@@ -112,7 +113,7 @@ QUICK = (
 
 
 def run_tests(name: str, tests: Sequence[str], *options: str, **settings: Any) -> Any:
-    """pytest in a process of its own on an imitated CPU; `settings` are subprocess.run's."""
+    """Run pytest in a process of its own on an imitated CPU; `settings` go to subprocess.run."""
     with tempfile.TemporaryDirectory() as folder:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
         environment = (

@@ -2,7 +2,7 @@
 
     results = run_ranks("tests.parallel.rank_work:train", 2, {"steps": 20})
 
-The function gets `ranks.Rank` and the arguments; it lives in a module that the ranks can import.
+The function gets `ranks.Rank` and the arguments; its module must be one that ranks can import.
 Ranks are forked from a process that has imported torch and megafp8 already.
 """
 
@@ -35,7 +35,7 @@ PRELOADED = ["megafp8.train.pretrain", "tests.tiny"]
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank knows about itself."""
+    """Tell a rank its index and the number of ranks."""
 
     index: int
     size: int
@@ -44,13 +44,17 @@ class Rank:
 def run_ranks(
     function: str, size: int, arguments: Mapping[str, Any] | None = None, timeout: float = 120.0
 ) -> list[Any]:
-    """Each rank's result, by rank. The first rank that fails ends the others; its error is raised.
+    """Run `function` on `size` ranks, and return each rank's result, by rank.
 
-    `function` is `module:name`. Results are pickled; tensors may be among them.
+    `function` is `module:name`. Results are pickled and may have tensors.
+
+    Raises:
+        RuntimeError: A rank failed; the error is in the message, and the other ranks are ended.
+        TimeoutError: A rank was still running after `timeout` seconds.
     """
     from torch.distributed import TCPStore
 
-    # The rendezvous lives here, on a port the system chose, so that no two tests can collide.
+    # The rendezvous is in this process, on a port that the system chose: tests cannot collide.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         work = (function, dict(arguments or {}), timeout)
@@ -74,11 +78,11 @@ def _start(rank: int, size: int, port: int, folder: str) -> ForkServerProcess:
 
 @cache
 def _server() -> ForkServerContext:
-    """Imports once what every rank needs, and forks. Torch has started no thread there."""
+    """Start a process that imports what every rank needs and forks; torch has no thread in it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # read at torch's import
+        patch.setenv("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
         patch.chdir(ROOT)
         forkserver.ensure_running()
     return context
@@ -108,7 +112,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent process has the store
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -116,7 +120,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def main(folder: str, environment: Mapping[str, str]) -> None:
-    """One rank."""
+    """Run the function as one rank, in a process of its own."""
     import torch.distributed as dist
 
     os.environ.update(environment)
@@ -130,14 +134,14 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     target, arguments, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
     module, _, name = target.partition(":")
-    faulthandler.dump_traceback_later(timeout, exit=True)  # says where it hangs
+    faulthandler.dump_traceback_later(timeout, exit=True)  # shows where a rank hangs
     function = getattr(importlib.import_module(module), name)
     try:
         result = function(rank, **arguments)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # no goodbye to the other ranks, which may be waiting in a collective
+        os._exit(1)  # without waiting for the other ranks, which may be in a collective
     Path(folder, f"result{rank.index}").write_bytes(pickle.dumps(result))
     if dist.is_initialized():
         dist.monitored_barrier(timeout=timedelta(seconds=60))

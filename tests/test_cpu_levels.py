@@ -1,4 +1,4 @@
-"""What is the same on every CPU is tried on the least one that this machine can imitate."""
+"""Results that are equal on every CPU are tested on the oldest CPU that can be imitated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floors of the house: a module imports strictly lower floors or its own package.
+"""A module imports packages of strictly lower floors (layers) or its own package.
 
 Imports are read from the source, so that one inside a function, under TYPE_CHECKING or given to
 `importlib.import_module` as a literal counts like any other.
@@ -37,19 +37,19 @@ FLOORS = {
     "train": 7,
     "cli": 8,
 }
-TOP_FLOOR = 9  # pretrain_gpt.py, examples/, benchmarks/: may import anything below
+TOP_FLOOR = 9  # pretrain_gpt.py, examples/ and benchmarks/ may import all packages
 WITHOUT_TORCH = ("specs", "errors", "files", "config", "plan")
-BESIDE_OURS = "benchmarks/plain_gpt.py"  # what others have, to compare with: nothing of ours
+BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8
 OWN_FILE_ONLY = {
     "transformer_engine": ("megafp8/backends/te/*",),
     "transformer_engine_torch": ("megafp8/backends/te/*",),
     "torchao": ("megafp8/backends/torchao/*",),
 }
-OF_TE_ITSELF = "examples/07_transformer_engine_on_a_laptop.py"  # shows Transformer Engine alone
+OF_TE_ITSELF = "examples/07_transformer_engine_on_a_laptop.py"  # may import Transformer Engine
 
 
 def imported_names(source: str, module: tuple[str, ...], is_package: bool) -> Iterator[str]:
-    """Every dotted name that `source` imports, relative ones made absolute.
+    """Yield every dotted name that `source` imports; relative names are made absolute.
 
     `from a import b` gives `a.b`: b may be a module. `module` is the file's own dotted name.
     """
@@ -70,45 +70,47 @@ def imported_names(source: str, module: tuple[str, ...], is_package: bool) -> It
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What the file at `path` (relative to the repository) imports and must not."""
+    """Return what the file at `path` (relative to the repository) imports and must not import."""
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     module = parts[:-1] if is_package else parts
-    room = module[1] if module[0] == "megafp8" and len(module) > 1 else None
+    package = module[1] if module[0] == "megafp8" and len(module) > 1 else None
     found = []
     for name in imported_names(source, module, is_package):
-        package, _, rest = name.partition(".")
+        top, _, rest = name.partition(".")
         if path == BESIDE_OURS:
             continue
-        own = OWN_FILE_ONLY.get(package)
+        own = OWN_FILE_ONLY.get(top)
         if own is not None and path != OF_TE_ITSELF and not any(fnmatch(path, p) for p in own):
-            found.append(f"{path}: only {' and '.join(own)} may import {package}")
-        if package == "torch" and room in WITHOUT_TORCH:
-            found.append(f"{path}: '{room}' must not import torch")
+            found.append(f"{path}: only {' and '.join(own)} may import {top}")
+        if top == "torch" and package in WITHOUT_TORCH:
+            found.append(f"{path}: '{package}' must not import torch")
         if module[0] != "megafp8":
             continue  # the top floor
-        if package != "megafp8":
+        if top != "megafp8":
             above = Path(name.split(".")[0] + ".py")
-            if (ROOT / above).exists() or package in ("examples", "benchmarks", "tests"):
-                found.append(f"{path}: must not import '{package}' from above the package")
+            if (ROOT / above).exists() or top in ("examples", "benchmarks", "tests"):
+                found.append(f"{path}: must not import '{top}' from above the package")
             continue
         target = rest.split(".")[0]
         if target not in FLOORS:
             if target.startswith("__") or not target:
                 continue  # megafp8 itself: its version
             found.append(f"{path}: '{target}' has no floor; give it one in tests/test_layers.py")
-        elif room is None:
-            found.append(f"{path}: the package itself must import no room, but imports '{target}'")
-        elif target != room and FLOORS[target] >= FLOORS.get(room, -1):
+        elif package is None:
             found.append(
-                f"{path}: '{room}' (floor {FLOORS.get(room)}) must not import "
+                f"{path}: the package itself must import no package, but imports '{target}'"
+            )
+        elif target != package and FLOORS[target] >= FLOORS.get(package, -1):
+            found.append(
+                f"{path}: '{package}' (floor {FLOORS.get(package)}) must not import "
                 f"'{target}' (floor {FLOORS[target]})"
             )
     return found
 
 
 def circles(sources: dict[str, str]) -> list[list[str]]:
-    """Groups of files of the package that import each other in a circle, each group sorted.
+    """Return groups of files of the package that import each other in a circle, each group sorted.
 
     `sources` are the files' texts by path, relative to the repository. A file that is in no group
     can be read after those that it imports. Imports inside functions and those of a package's
@@ -137,7 +139,7 @@ def circles(sources: dict[str, str]) -> list[list[str]]:
 
 
 def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
-    """All modules that `start` imports, directly or by way of others."""
+    """Return all modules that `start` imports, directly or through other modules."""
     found: set[str] = set()
     left = [start]
     while left:
@@ -171,7 +173,7 @@ KNOWN_CIRCLES = [
     ["megafp8.models.block", "megafp8.models.parts"],
     ["megafp8.precision.kernels.triton_cast", "megafp8.precision.kernels.triton_launch"],
 ]
-"""Those still to be mended; nothing may be added."""
+"""These circles are still to be removed; none may be added."""
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -197,13 +199,13 @@ def test_a_planted_circle_is_found(first: str, second: str) -> None:
     assert circles({**sources, "megafp8/a/two.py": "import torch"}) == []
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {
+def test_every_package_has_a_floor() -> None:
+    packages = {
         path.stem
         for path in (ROOT / "megafp8").iterdir()
         if (path.suffix == ".py" and path.stem != "__init__") or any(path.glob("**/*.py"))
     }
-    assert rooms <= set(FLOORS), f"rooms without a floor: {sorted(rooms - set(FLOORS))}"
+    assert packages <= set(FLOORS), f"without a floor: {sorted(packages - set(FLOORS))}"
 
 
 @pytest.mark.parametrize(
@@ -256,13 +258,13 @@ def test_what_is_allowed_is_allowed(path: str, source: str) -> None:
 
 
 def test_planning_and_configuration_load_no_torch() -> None:
-    """Not even through another package: a wrong key must be told within milliseconds."""
+    """They load torch through no other package either: a wrong key is reported in milliseconds."""
     program = f"""
 import importlib, pkgutil, sys
 import megafp8
-for room in {WITHOUT_TORCH}:
+for name in {WITHOUT_TORCH}:
     try:
-        package = importlib.import_module("megafp8." + room)
+        package = importlib.import_module("megafp8." + name)
     except ModuleNotFoundError:
         continue
     for found in pkgutil.walk_packages(getattr(package, "__path__", []), package.__name__ + "."):

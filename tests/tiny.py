@@ -1,4 +1,4 @@
-"""A GPT small enough for a test, and random text for it."""
+"""Build a GPT that is small enough for a test, and random text for it."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def run_spec(
 
 
 def build_run(mesh: Mesh | None = None, **choices: Any) -> TrainState:
-    """The state of step 0; `choices` are `run_spec`'s."""
+    """Return the state of step 0; `choices` are the arguments of `run_spec`."""
     return build(run_spec(**choices), mesh or single_rank())
 
 
 def microbatch(seed: int, batch: int = 2, ignored: float = 0.0) -> Microbatch:
-    """Text with something to learn: a token is often its predecessor plus one."""
+    """Return random text with a pattern to learn: a token is often its predecessor plus one."""
     rng = np.random.default_rng(seed)
     jumps = rng.integers(0, VOCAB, (batch, SEQ + 1))
     jumps[:, 1:][rng.random((batch, SEQ)) < 0.8] = 1

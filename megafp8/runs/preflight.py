@@ -62,7 +62,7 @@ def try_to_write(staging: Path, rank: int) -> None:
 _BYTES_OF_A_PIECE = 1024  # its entries in the file's header and in the manifest, at most
 
 
-def require_room(
+def require_disk_space(
     root: Path,
     placements: Iterable[Placement],
     mesh: Mesh,

@@ -15,7 +15,7 @@ from megafp8.parallel.agreement import on_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.runs import restarts
 from megafp8.runs.directory import CHECKPOINTS_DIR
-from megafp8.runs.preflight import require_room
+from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
@@ -74,7 +74,7 @@ def open_run(
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     goes_back = spec.train.nonfinite_policy == "rollback" and saver.last_step is None
-    require_room(
+    require_disk_space(
         saver.root,
         state_dict.placements(state),
         mesh,

@@ -1,4 +1,4 @@
-"""What people see: in a file, on a (pseudo-)terminal, and when the reader goes away."""
+"""The console in a file, on a pseudo-terminal, and after its reader has closed the pipe."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_eta_follows_the_wall_clock_and_survives_a_rollback() -> None:
         clock.now += seconds
         console.step(dataclasses.replace(REPORT, step=step, step_seconds=2.0))
     etas = re.findall(r"ETA (\S+)", stream.getvalue())
-    # 90 steps of the 2 s reported; then 80 of the 5 s that passed, validations included; then anew
+    # 90 steps of the 2 s reported, then 80 of the 5 s that passed with validations, then new ones.
     assert etas == ["3:00", "6:40", "3:00"]
 
 
@@ -254,7 +254,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def run_on_terminal(
     at_20: str = "pass", pause: float = 0.001, interrupt: int | None = None, **env: str
 ) -> tuple[int, str]:
-    """Run LOOP on a pseudo-terminal; its exit code and everything that it wrote."""
+    """Run LOOP on a pseudo-terminal; return its exit code and everything that it wrote."""
     main, side = pty.openpty()
     program = LOOP.format(root=str(ROOT), at_20=at_20, pause=pause)
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", **env}
@@ -274,7 +274,7 @@ def run_on_terminal(
         if select.select([main], [], [], 0.2)[0]:
             try:
                 chunk = os.read(main, 65536)
-            except OSError:  # Linux's way of saying that the other side is closed
+            except OSError:  # Linux raises it when the other side is closed
                 break
             if not chunk:
                 break

@@ -1,4 +1,4 @@
-"""Records of FP8's health: written, read back, merged over ranks, complained about."""
+"""Records of FP8 health are written, read, merged over ranks and compared with limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory: of this process, in bytes."""
+"""Peak memory is measured for this process, in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact, strict, never torn, and free of a longer life's later steps."""
+"""The file metrics.jsonl is exact and strict JSON, with complete lines and no repeated steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_line_is_on_disk_before_log_returns(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 1}]
     file.close()
     file.close()
-    file.log({"step": 2})  # after the end: nothing, and no complaint
+    file.log({"step": 2})  # after the end nothing is written, without an error
     assert len(read_metrics(path)) == 1
 
 
@@ -159,7 +159,7 @@ def _umask() -> int:
 def test_killed_at_any_byte_it_ends_as_an_undisturbed_one(
     tmp_path_factory: pytest.TempPathFactory, resume_step: int, data: st.DataObject
 ) -> None:
-    """A kill leaves any prefix that holds the checkpoint's lines; the rest is written again."""
+    """A kill leaves any prefix that has the checkpoint's lines; the rest is written again."""
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
 
     def log(first: int) -> bytes:

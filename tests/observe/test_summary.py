@@ -1,4 +1,4 @@
-"""The table at the end and summary.json."""
+"""The table at the end of a run and summary.json have the right rows and values."""
 
 from __future__ import annotations
 

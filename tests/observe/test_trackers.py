@@ -1,4 +1,4 @@
-"""Trackers: what arrives, what a failure costs (nothing), what a missing package says."""
+"""Trackers record values, a tracker that fails does not stop a run, a missing package is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One dataset, one warm process and one undisturbed run, made once."""
+"""Make one dataset, one process that has imported torch, and one undisturbed run, each once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place(driver: Driver, dataset: Path, tmp_path: Path) -> Place:
 def undisturbed(
     driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Place, Done]:
-    """The run that all others are compared with, and how it ended."""
+    """Return the run that all others are compared with, and how it ended."""
     place = Place(driver, dataset, tmp_path_factory.mktemp("undisturbed"))
     done = place.run()
     assert done.code == 0, done.output

@@ -1,12 +1,12 @@
-"""Runs jobs in forked children: what a `pretrain_gpt.py` process does, without its start-up. Where
-it is a launcher, its ranks are forks too.
+"""Run jobs in forked children: what a `pretrain_gpt.py` process does, without its start-up.
 
-Reads requests from stdin, one JSON a line, and answers each with a line:
+If the job is a launcher, its ranks are forks too. Requests come from stdin, one JSON in each line,
+and each is answered by a line:
 
     {"argv": […], "cwd": …, "log": …, "fault": [name, arguments…] or null}  ->  process id
-    {"wait": process id, "seconds": …}  ->  exit code (negative: a signal's number), null: it runs
+    {"wait": process id, "seconds": …}  ->  exit code (negative: a signal), or null if it runs
 
-Torch has started no thread here, so that the children may.
+Torch has started no thread in this process, so that children may start some.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start(request: dict) -> int:
             os.dup2(source, target)
         os.chdir(request["cwd"])
         name, *arguments = request["fault"] or [None]
-        if name in (None, "in_rank"):  # other faults are this process's, not its ranks'
+        if name in (None, "in_rank"):  # other faults happen in this process, not in its ranks
             forked_ranks.install()
         if name is not None:
             getattr(faults, name)(*arguments)

@@ -1,5 +1,7 @@
-"""What ranks really hold, counted by others than the dry run: Python's garbage collector, which
-knows all tensors, and torch's profiler, which sees the allocator."""
+"""Count what ranks really hold by other means than the dry run's.
+
+Python's garbage collector knows all tensors, and torch's profiler sees the allocator.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from tests.ranks import Rank
 
 
 def alive() -> dict[int, int]:
-    """Bytes by the address of each storage that some Python object refers to."""
+    """Return the bytes of each storage that some Python object refers to, by address."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    # What a compilation in the same process has left has no memory.
+    # Fake tensors that a compilation has left in this process have no memory.
     real = [each for each in tensors if not issubclass(type(each), FakeTensor)]
     storages = [each.untyped_storage() for each in real if each.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def allocated(run: Any) -> tuple[int, int, object]:
-    """Bytes that `run()` has allocated and not given back, the most there were, what it returns."""
+    """Return the bytes that `run()` has allocated and not freed, their peak, and its result."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = run()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -42,17 +44,17 @@ def allocated(run: Any) -> tuple[int, int, object]:
 
 
 def measure(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, dict[str, Any]]:
-    """Of each case: parameters, bytes from step to step, of a microbatch by stage."""
+    """Return for each case: parameters, bytes from step to step, and of a microbatch by stage."""
     return {name: of_a_rank(spec) for name, spec in cases.items()}
 
 
 def built(spec: RunSpec) -> tuple[TrainState, int]:
-    """A rank's state and its bytes, ready for a microbatch."""
+    """Build a rank's state, ready for a microbatch; return it with its bytes."""
     mesh = join(spec.parallel)
     before = alive()
     state = build(spec, mesh)
     held = sum(size for place, size in alive().items() if place not in before)
-    held -= len(state.masters.masters) * 4  # Adam's step count beside each master
+    held -= len(state.masters.masters) * 4  # Adam's step count of each master weight
     state.sink.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(1)
@@ -63,8 +65,11 @@ def built(spec: RunSpec) -> tuple[TrainState, int]:
 
 
 def of_a_rank(spec: RunSpec) -> dict[str, Any]:
-    """Gloo's threads give tensors back on their own, which a profiler does not see: so real
-    storages are watched here as the dry run watches its own."""
+    """Return the bytes of a microbatch on a rank.
+
+    Gloo's threads free tensors on their own, which a profiler does not see. Therefore this function
+    watches real storages as the dry run watches its own.
+    """
     state, held = built(spec)
     kept = {}
     with LiveBytes() as watched:
@@ -78,7 +83,7 @@ def of_a_rank(spec: RunSpec) -> dict[str, Any]:
 
 
 def alone(spec: RunSpec) -> tuple[int, int, int]:
-    """Of one rank: bytes from step to step, between forward and backward, at the worst moment."""
+    """Return one rank's bytes from step to step, between forward and backward, and at the peak."""
     state, held = built(spec)
     kept, first, output = allocated(lambda: forward(stages_of(state)[0], spec, state))
     assert isinstance(output, torch.Tensor)

@@ -1,4 +1,4 @@
-"""What can go wrong, brought about in the process that trains: patches of its own functions."""
+"""Faults of a training process, which are made by patching its own functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
 
 def killed_in_write(number: int) -> None:
-    """The `number`-th write to a checkpoint's tensors leaves half its bytes, then SIGKILL."""
+    """Write half of the bytes in the `number`-th write to a checkpoint's tensors, then SIGKILL."""
     write = os.write
     left = number
 
@@ -39,7 +39,7 @@ def killed_in_write(number: int) -> None:
 
 
 def killed_in_manifest(number: int) -> None:
-    """The `number`-th `manifest.json` gets half its bytes, then SIGKILL."""
+    """Write half of the bytes of the `number`-th `manifest.json`, then SIGKILL."""
     write = manifest.write_durably
     left = number
 
@@ -101,7 +101,7 @@ def _killed_in_copy(is_due: Callable[[], bool]) -> None:
 
 
 def _killed_in_durable(file_name: str) -> Callable[[Callable[[], bool]], None]:
-    """Half of a small file's bytes are there."""
+    """Return a point at which half of a small file's bytes are written."""
 
     def plant(is_due: Callable[[], bool]) -> None:
         write = manifest.write_durably
@@ -118,7 +118,7 @@ def _killed_in_durable(file_name: str) -> Callable[[Callable[[], bool]], None]:
 
 
 def _killed_at_rename(prefix: str, after: bool) -> Callable[[Callable[[], bool]], None]:
-    """At a rename to a name that begins so."""
+    """Return a point before or after a rename to a name with this beginning."""
 
     def plant(is_due: Callable[[], bool]) -> None:
         rename = os.rename
@@ -139,7 +139,7 @@ def _killed_at_rename(prefix: str, after: bool) -> Callable[[Callable[[], bool]]
 def _killed_in_removal(is_due: Callable[[], bool]) -> None:
     def half(path: Path) -> None:
         if is_due():
-            for file in sorted(path.iterdir())[:1]:  # none in what a kill left at its very start
+            for file in sorted(path.iterdir())[:1]:  # empty if a kill came at the very start
                 file.unlink()
             _dies()
         files.remove_tree(path)
@@ -170,7 +170,7 @@ POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
 }
 """Named points of a save, in their order."""
 MAIN_RANKS = {name for name in list(POINTS)[6:-1]} | {"staging made"}
-"""Only the main rank gets there."""
+"""Only the main rank reaches these points."""
 ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
     "asked for": _killed_before(saver.BackgroundSaver, "start"),
     "begun": _killed_after(saver.BackgroundSaver, "start"),
@@ -180,7 +180,7 @@ ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
 
 
 def killed_at(point: str, number: int) -> None:
-    """SIGKILL when this process gets to `point` of a save for the `number`-th time."""
+    """SIGKILL this process when it reaches `point` of a save for the `number`-th time."""
     left = number
 
     def is_due() -> bool:
@@ -192,13 +192,13 @@ def killed_at(point: str, number: int) -> None:
 
 
 def both(*faults: list[Any]) -> None:
-    """Several at once."""
+    """Install several faults."""
     for name, *arguments in faults:
         globals()[name](*arguments)
 
 
 def slow_saves(seconds: float) -> None:
-    """Each file of tensors takes that much longer."""
+    """Make each write of a tensors' file take longer by `seconds`."""
     import time
 
     write = store.write_safetensors
@@ -211,7 +211,7 @@ def slow_saves(seconds: float) -> None:
 
 
 def killed_before(name: str) -> None:
-    """SIGKILL where the end of a run calls `name`: one of `pretrain`'s functions."""
+    """SIGKILL this process when the end of a run calls `name`, a function of `pretrain`."""
 
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -220,7 +220,7 @@ def killed_before(name: str) -> None:
 
 
 def signalled(number: int, at_step: int, times: int = 1) -> None:
-    """This process gets a signal while it computes a step."""
+    """Send this process a signal while it computes a step."""
 
     def send(state: Any) -> None:
         for _ in range(times):
@@ -230,7 +230,7 @@ def signalled(number: int, at_step: int, times: int = 1) -> None:
 
 
 def nan_gradient(name: str, steps: list[int], times: int | None = None) -> None:
-    """A NaN in the gradient of the parameter `name` at these steps, `times` times in all."""
+    """Put a NaN into the gradient of the parameter `name` at these steps, `times` times in all."""
     left = 10**9 if times is None else times
 
     def spoil(state: Any) -> None:
@@ -243,7 +243,7 @@ def nan_gradient(name: str, steps: list[int], times: int | None = None) -> None:
 
 
 def infinite_weight(name: str, at_step: int) -> None:
-    """An optimizer step makes a weight infinite though its gradients are finite."""
+    """Make a weight infinite in an optimizer step whose gradients are finite."""
     train_step = loop.train_step
 
     def spoiled(state: Any, *args: Any) -> Any:
@@ -257,17 +257,17 @@ def infinite_weight(name: str, at_step: int) -> None:
 
 
 def slow(seconds: float) -> None:
-    """Each step takes that much longer."""
+    """Make each step take longer by `seconds`."""
     _after_backward(range(10**6), lambda state: time.sleep(seconds))
 
 
 def hang(at_step: int) -> None:
-    """This process does not go on with a step."""
+    """Make this process hang in a step."""
     _after_backward([at_step], lambda state: time.sleep(10**6))
 
 
 def fail(at_step: int, note: str | None = None) -> None:
-    """An error of ours; the file `note` gets the time."""
+    """Raise an error of megafp8; write the time to the file `note`."""
 
     def act(state: Any) -> None:
         if note is not None:
@@ -278,7 +278,7 @@ def fail(at_step: int, note: str | None = None) -> None:
 
 
 def killed(at_step: int, note: str) -> None:
-    """SIGKILL from outside; the file `note` gets the time."""
+    """SIGKILL this process from outside; write the time to the file `note`."""
 
     def act(state: Any) -> None:
         Path(note).write_text(repr(time.time()))
@@ -288,7 +288,7 @@ def killed(at_step: int, note: str) -> None:
 
 
 def _of(state: Any, tensors: Any, name: str) -> torch.Tensor:
-    """The one of `tensors`, which are in the order of the parameters, that belongs to `name`."""
+    """Return the tensor of the parameter `name`; `tensors` are in the order of the parameters."""
     for param, tensor in zip(state.masters.params, tensors, strict=True):
         if pieces_of(param)[0].name == name:
             return tensor
@@ -308,7 +308,7 @@ def _after_backward(steps: Any, act: Callable[[Any], None]) -> None:
 
 
 def full_disk_at(number: int) -> None:
-    """The disk is full during the `number`-th save."""
+    """Make the disk full during the `number`-th save."""
     write_shard = store.write_shard
     write = os.write
     saves = 0
@@ -329,7 +329,7 @@ def full_disk_at(number: int) -> None:
 
 
 def in_rank(rank: int, *fault: Any) -> None:
-    """The launcher starts ranks in one of which `fault` happens."""
+    """Let the launcher start ranks, in one of which `fault` happens."""
     import pretrain_gpt
 
     launch = pretrain_gpt.launch
@@ -339,12 +339,12 @@ def in_rank(rank: int, *fault: Any) -> None:
 
 
 def environment(values: dict[str, str]) -> None:
-    """Variables that whoever starts the job has set."""
+    """Set environment variables, as the program that starts a job may."""
     os.environ.update(values)
 
 
 def signalled_in_validation(number: int, times: int) -> None:
-    """This process gets a signal within its `times`-th validation."""
+    """Send this process a signal within its `times`-th validation."""
     evaluate = validate.evaluate
     left = times
 
@@ -359,7 +359,7 @@ def signalled_in_validation(number: int, times: int) -> None:
 
 
 def signalled_in_stall(number: int, at_step: int, seconds: float) -> None:
-    """The data of a step are late; a signal comes meanwhile."""
+    """Delay the data of a step, and send a signal meanwhile."""
     import threading
     import time
 
@@ -377,8 +377,8 @@ def signalled_in_stall(number: int, at_step: int, seconds: float) -> None:
     loop.Loader.__next__ = late  # type: ignore[method-assign]
 
 
-def little_room(num_bytes: int) -> None:
-    """The file system says that so much is free."""
+def little_disk_space(num_bytes: int) -> None:
+    """Let the file system report little free space."""
     statvfs = os.statvfs
 
     def small(path: Any) -> os.statvfs_result:
@@ -390,7 +390,7 @@ def little_room(num_bytes: int) -> None:
 
 
 def failing_fsync(number: int) -> None:
-    """Each `fsync` fails from now on."""
+    """Let each `fsync` fail from now on."""
 
     def fails(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))

@@ -1,6 +1,6 @@
-"""Ranks of `megafp8.parallel.launch` as forks of the launcher, which has imported torch already.
+"""Start the ranks of `megafp8.parallel.launch` as forks of the launcher, which has imported torch.
 
-A rank that is a process of its own imports torch and megafp8 for seconds before it does anything.
+A rank that is a process of its own would first import torch and megafp8, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST_FREE = 3  # file descriptors after stdin, stdout and stderr
 
 
 class ForkedRank:
-    """What `launch` uses of `subprocess.Popen`, for `python -u SCRIPT ARGUMENTS…`."""
+    """Imitate what `launch` uses of `subprocess.Popen`, for `python -u SCRIPT ARGUMENTS…`."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool
@@ -28,11 +28,11 @@ class ForkedRank:
         assert start_new_session and command[:2] == [sys.executable, "-u"]
         sys.stdout.flush()
         sys.stderr.flush()
-        ready, told = os.pipe()
+        ready, leads_session = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             _be_rank(list(command[2:]), env)
-        os.close(told)
+        os.close(leads_session)
         os.read(ready, 1)  # until the child leads its own session
         os.close(ready)
         self._code: int | None = None
@@ -77,5 +77,5 @@ def _be_rank(argv: list[str], environment: Mapping[str, str]) -> None:
 
 
 def install() -> None:
-    """From now on `launch` in this process forks its ranks."""
+    """Let `launch` in this process fork its ranks from now on."""
     launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedRank})  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` as a rank in which something goes wrong: [rank, fault, arguments…]."""
+"""Run `pretrain_gpt.py` as a rank with a fault, given as [rank, fault, arguments…]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of `pretrain_gpt.py` on a tiny job, and what they leave behind."""
+"""Run `pretrain_gpt.py` on a tiny job, and read the files of its runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ENVIRONMENT.pop("RANK", None)
 
 
 def make_dataset(prefix: Path, seed: int = 0) -> Path:
-    """An indexed dataset of a few thousand tokens with its tokenizer beside it."""
+    """Make an indexed dataset of a few thousand tokens, with its tokenizer."""
     texts = [
         f"def function_{n}_{seed}(x):\n    return x * {n * 7 + seed} + {n % 13}\n\n" * (n % 5 + 1)
         for n in range(120)
@@ -68,7 +68,7 @@ def make_dataset(prefix: Path, seed: int = 0) -> Path:
 
 
 class Driver:
-    """Starts jobs as forks of one warm process; see driver.py."""
+    """Start jobs as forks of one process that has imported torch; see driver.py."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -97,10 +97,10 @@ class Driver:
 
 @dataclass
 class Done:
-    """How one process ended. A negative code is the number of the signal that killed it."""
+    """Describe how a process ended. A negative code is the number of the signal that killed it."""
 
     code: int
-    output: str  # both streams
+    output: str  # stdout and stderr
     seconds: float
 
     @property
@@ -110,7 +110,7 @@ class Done:
 
 @dataclass
 class Child:
-    """A job that a `Driver` has started."""
+    """Hold a job that a `Driver` has started."""
 
     driver: Driver
     pid: int
@@ -119,7 +119,7 @@ class Child:
     began: float = field(default_factory=time.monotonic)
 
     def wait(self, seconds: float = 60.0) -> Done | None:
-        """None if it still runs then."""
+        """Return how the job ended, or None if it still runs after the time."""
         code = self.driver.ask({"wait": self.pid, "seconds": seconds})
         if code is None:
             return None
@@ -132,9 +132,9 @@ class Child:
 
 @dataclass(frozen=True)
 class Place:
-    """A working directory, so that equal jobs in two of them have equal configurations.
+    """Hold a working directory, so that equal jobs in two of them have equal configurations.
 
-    `run` works in `runs/job` there unless `exp_manager.name` is given in `more`.
+    `run` trains in `runs/job` of the directory unless `more` sets `exp_manager.name`.
     """
 
     driver: Driver
@@ -164,7 +164,7 @@ class Place:
         return done
 
     def command(self, *more: str) -> subprocess.Popen[bytes]:
-        """The true command line, as a whole process; its output goes to `command.txt`."""
+        """Run the real command line in a process of its own; its output goes to `command.txt`."""
         with open(self.cwd / "command.txt", "wb") as output:
             return subprocess.Popen(
                 [sys.executable, str(ROOT / "pretrain_gpt.py"), *self.argv(*more)],
@@ -202,7 +202,7 @@ class Place:
         return json.loads((self.dir(name) / "run.json").read_text())["status"]
 
     def last_step(self, name: str = "job") -> int:
-        """Of the last whole line of metrics so far, 0 before it."""
+        """Return the step of the last complete line of metrics, or 0 without one."""
         path = self.dir(name) / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
@@ -217,17 +217,17 @@ def wait_until(condition: Any, what: str, seconds: float = 90.0) -> None:
 
 
 def assert_same(one: Place, other: Place, *, same_settings: bool = True, unpruned: int = 1) -> None:
-    """All that `one` has left is what the undisturbed `other` has, byte for byte; timing aside.
+    """Assert that the files of `one` and of the undisturbed `other` are equal, except for timings.
 
-    Without `same_settings` but for the settings that a manifest records. `unpruned`: how many kills
-    may have come between a commit and its pruning.
+    Without `same_settings`, the settings that a manifest records may differ. `unpruned` is the
+    number of kills that may have come between a commit and its pruning.
     """
     for mine, theirs in zip(timeless_metrics(one), timeless_metrics(other), strict=True):
         assert mine == theirs
     steps = other.steps()
     assert one.steps()[-len(steps) :] == steps and steps[-1] == STEPS
-    # A kill between a commit and its pruning leaves one more until the next save; at the end of a
-    # run there is none.
+    # A kill between a commit and its pruning leaves one more checkpoint until the next save; a run
+    # that has ended has no such checkpoint.
     assert len(one.steps()) <= len(steps) + unpruned
     for step in steps:
         mine, theirs = one.checkpoint(step), other.checkpoint(step)
@@ -245,7 +245,7 @@ def assert_same(one: Place, other: Place, *, same_settings: bool = True, unprune
 
 
 def timeless_metrics(place: Place) -> list[list[tuple[str, str]]]:
-    """Keys and values as they are written, digit for digit."""
+    """Return keys and values without timings, as they are written, digit for digit."""
     lines = (place.dir() / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
     return [[(k, v) for k, v in line.items() if k not in TIMING_KEYS] for line in parsed]
@@ -255,5 +255,5 @@ def _manifest(checkpoint: Path, with_settings: bool) -> dict[str, Any]:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     if not with_settings:
         del manifest["meta"]["config"]
-    del manifest["meta"]["versions"]  # somebody may commit while the tests run
+    del manifest["meta"]["versions"]  # the commit may change while tests run
     return manifest

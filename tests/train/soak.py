@@ -1,16 +1,16 @@
-"""A long run of tiny steps with many saves: do memory, open files and threads stay flat?
+"""Check that memory, open files and threads stay flat in a long run of tiny steps with many saves.
 
     python -m tests.train.soak [--steps 20000] [--saves 300] [--ranks 1] [overrides …]
 
-Trains `pretrain_gpt.py` on a tiny job and samples every rank's /proc four times a second. After the
-warm-up (the first fifth of the steps) a line is laid through each quantity; its slope is told with
-a 95 % confidence interval from the means of 20 blocks: neighbouring samples are not independent.
-The run passes if
+The program trains a tiny job with `pretrain_gpt.py` and samples the /proc of every rank four times
+per second. After the warm-up (the first fifth of the steps), it fits a line to each quantity, and
+reports the slope with a 95 % confidence interval from the means of 20 blocks, since neighbouring
+samples are not independent. The run passes if
 
-- anonymous resident memory (what was allocated; file pages, which the kernel may drop, are told
-  beside it) rises by less than 1 % per 10,000 steps even at the upper end of the interval,
-- open files and threads of the last fifth are no more than those of the warm-up: medians, as a save
-  holds some for an instant, which samples meet or miss.
+- anonymous resident memory, which is what was allocated, rises by less than 1 % per 10,000 steps
+  even at the upper end of the interval (file pages, which the kernel may drop, are reported too),
+- the medians of open files and threads in the last fifth are not above those of the warm-up: a save
+  holds some files for an instant, which a sample meets or misses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T_95 = 2.101  # Student's t, two-sided 95 %, BLOCKS - 2 = 18 degrees of freedom
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at one process."""
+    """Hold what one process uses at one moment."""
 
     step: int
     anonymous: int  # bytes
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Line:
-    """A least-squares line through block means."""
+    """Describe a least-squares line through block means."""
 
     slope: float  # per PER steps
     margin: float  # half of the slope's 95 % interval
@@ -64,7 +64,7 @@ class Line:
 
 
 def fit(points: Sequence[tuple[float, float]], blocks: int = BLOCKS) -> Line:
-    """A line through (step, value), in order of steps; at least two points a block."""
+    """Fit a line to (step, value), in order of steps, with two points or more in each block."""
     size = len(points) / blocks
     assert size >= 2, f"{len(points)} samples are too few for {blocks} blocks"
     cut = [points[round(b * size) : round((b + 1) * size)] for b in range(blocks)]
@@ -79,7 +79,7 @@ def fit(points: Sequence[tuple[float, float]], blocks: int = BLOCKS) -> Line:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the samples of one rank say."""
+    """Hold the results for one rank."""
 
     rank: int
     num_samples: int
@@ -116,8 +116,10 @@ class Verdict:
 
 
 def judge(rank: int, samples: Sequence[Sample], steps: int) -> Verdict:
-    """Lines through what comes after the warm-up, until the last step: a run's end validates on
-    the whole text."""
+    """Fit lines to the samples after the warm-up and before the last step.
+
+    The last step is left out because a run validates on the whole text at its end.
+    """
     warm = [s for s in samples if s.step <= WARM_UP * steps]
     rest = [s for s in samples if WARM_UP * steps < s.step < steps]
     last = [s for s in rest if s.step > (1 - WARM_UP) * steps]
@@ -133,7 +135,7 @@ def judge(rank: int, samples: Sequence[Sample], steps: int) -> Verdict:
 
 
 def sample(pid: int, step: int) -> Sample | None:
-    """None if the process has left meanwhile."""
+    """Return what a process uses now, or None if it has ended."""
     proc = Path(f"/proc/{pid}")
     try:
         status = dict(re.findall(r"^(\w+):\s+(\d+)", (proc / "status").read_text(), re.MULTILINE))
@@ -154,7 +156,7 @@ def sample(pid: int, step: int) -> Sample | None:
 def soak(
     folder: Path, *, steps: int, saves: int, ranks: int, more: Sequence[str], pause: float
 ) -> tuple[list[Verdict], int, list[list[Sample]]]:
-    """Run and sample; the verdicts, the number of checkpoints that were committed, the samples."""
+    """Run and sample; return verdicts, the number of committed checkpoints, and the samples."""
     data = make_dataset(folder / "tiny")
     given = {word.partition("=")[0] for word in more}
     own = [
@@ -200,7 +202,7 @@ def soak(
 
 
 def last_step(metrics: Path) -> int:
-    """Of the last whole line; reads the file's end only."""
+    """Return the step of the last complete line; only the file's end is read."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
@@ -211,7 +213,7 @@ def last_step(metrics: Path) -> int:
 
 
 def ranks_of(pid: int, ranks: int) -> list[int]:
-    """The process itself, or the ranks that it has started."""
+    """Return the process itself, or the ranks that it has started."""
     if ranks == 1:
         return [pid]
     try:
@@ -222,7 +224,7 @@ def ranks_of(pid: int, ranks: int) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 if all is flat, else 1."""
+    """Run the soak; return 0 if everything stays flat, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.train.soak", description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--saves", type=int, default=300)

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: the same files, told a step later at most."""
+"""Checkpoints written in the background are the same files, reported one step later at most."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_replicas_are_not_copied() -> None:
 def test_what_is_written_is_the_state_of_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training goes on while the file waits; no name is there before it is whole."""
+    """Training continues while the file waits; a checkpoint gets its name when it is complete."""
     import threading
 
     state, saver = trained(), saver_at(tmp_path)
@@ -127,7 +127,7 @@ def test_the_same_run(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert [line.split()[1] for line in reported] == ["2", "4", "6", "8", "10"], done.output
 
 
-def test_a_failure_is_told_within_a_step(place: Place, undisturbed: tuple[Place, Done]) -> None:
+def test_a_failure_is_reported_within_a_step(place: Place, undisturbed: tuple[Place, Done]) -> None:
     done = place.run(ASYNC, KEEP_ALL, fault=["full_disk_at", 2])
     assert done.code == 0, done.output
     assert place.steps() == [2, 6, 8, 10, 12]
@@ -147,7 +147,7 @@ def test_the_next_save_waits_and_says_so(place: Place, undisturbed: tuple[Place,
 
 
 def test_a_signal_waits_for_both(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    """Step 6 is being written when the signal of step 7 comes."""
+    """Step 6 is being written when the signal arrives in step 7."""
     faults = [["slow_saves", 1.0], ["signalled", int(signal.SIGTERM), 7]]
     done = place.run(ASYNC, fault=["both", *faults])
     assert done.code == 75, done.output
@@ -166,7 +166,7 @@ def test_an_infinite_weight_ends_the_run_a_step_later(place: Place) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_agree_apart_from_training(place: Place) -> None:
-    """A full disk at the second rank costs that save on both; the others are whole."""
+    """One save fails on both ranks, since the disk is full at the second; others are complete."""
     fault = ["in_rank", 1, "both", ["slow_saves", 0.3], ["full_disk_at", 2]]
     done = place.run(*TWO_RANKS, ASYNC, KEEP_ALL, fault=fault)
     assert done.code == 0, done.output

@@ -1,7 +1,7 @@
-"""The command line, killed, signalled, and as two ranks.
+"""The command line can be killed, can get signals, and runs on two ranks.
 
-Each way is taken by whole processes once; what comes before or after it, and its variants, are
-forks, which do the same without importing torch.
+Whole processes run each case once. What comes before or after it, and its variants, run as forks,
+which do the same without importing torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fork_until_step(place: Place, step: int, *more: str) -> Child:
 
 
 def ranks_of(launcher: int) -> dict[int, psutil.Process]:
-    """They are started in their order. (A fork's environment is not to be seen from outside.)"""
+    """Return the ranks in the order of their start, as a fork's environment is not visible."""
     children = psutil.Process(launcher).children()
     return dict(enumerate(sorted(children, key=lambda child: (child.create_time(), child.pid))))
 
@@ -138,7 +138,7 @@ def test_a_second_signal_to_the_launcher(place: Place) -> None:
     until_step(place, process, 3)
     ranks = ranks_of(process.pid)
     for rank in ranks.values():
-        os.kill(rank.pid, signal.SIGSTOP)  # so that they cannot leave at the first one
+        os.kill(rank.pid, signal.SIGSTOP)  # so that they cannot exit at the first one
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: _pending(ranks[0], signal.SIGTERM), "the first signal is passed on")
     process.send_signal(signal.SIGINT)
@@ -152,7 +152,7 @@ def _pending(process: psutil.Process, number: int) -> bool:
     return bool(masks[0] >> (number - 1) & 1)
 
 
-def test_an_error_of_all_ranks_is_told_once(place: Place) -> None:
+def test_an_error_of_all_ranks_is_reported_once(place: Place) -> None:
     done = place.run(fault=["signalled", int(signal.SIGTERM), 2])
     assert done.code == 75
     done = place.run(*TWO_RANKS, "model.optim.lr=0.5")
@@ -179,7 +179,7 @@ def test_one_process_two_ranks_one_process(place: Place, undisturbed: tuple[Plac
     mine, theirs = (
         [row["loss"] for row in p.metrics() if "lr" in row] for p in (place, undisturbed[0])
     )
-    # Attention's dropout masks differ: tensor-parallel ranks draw their own heads'.
+    # Attention's dropout masks differ, since tensor-parallel ranks draw those of their own heads.
     assert mine[:4] == theirs[:4] and mine == pytest.approx(theirs, rel=1e-2)
 
 

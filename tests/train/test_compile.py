@@ -1,4 +1,4 @@
-"""Layers that torch compiled against the eager ones; how often it compiles."""
+"""Layers that torch compiles are compared with eager ones, and compilations are counted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _forget() -> None:
 
 
 def gradients(choice: str, **choices: Any) -> tuple[TrainState, float, torch.Tensor]:
-    """Loss and gradients of one step."""
+    """Return loss and gradients of one step."""
     state = build_run(compile=choice, **choices)
     loss, count = forward_backward(state, [microbatch(0), microbatch(1)])
     return state, (loss / count).item(), state.masters.flat_grad.clone()
@@ -49,8 +49,11 @@ def gradients(choice: str, **choices: Any) -> tuple[TrainState, float, torch.Ten
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_compiled_layer_is_the_eager_one(compute: str) -> None:
-    """FP32: another order of sums. With FP8 a last bit of BF16 may move a code to its neighbour,
-    2**-4 of it; gradients are compared by their norm."""
+    """Results in FP32 differ by the order of sums.
+
+    With FP8, a last bit of BF16 may change an FP8 code to its neighbour, which differs by 2**-4 of
+    the value. Gradients are therefore compared by their norm.
+    """
     fp8 = Fp8Recipe(amax_history_len=3) if compute == "bf16" else None
     spec = gpt_spec(num_layers=3, activation="swiglu", normalization="rmsnorm",
                     position_embedding_type="rope")  # fmt: skip
@@ -74,8 +77,10 @@ def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
 
 
 def without_inductor(self: CompileCounter, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """The graphs of forward and backward, run operation by operation: no fusion, so no rounding
-    that the eager layer does not have."""
+    """The graphs of forward and backward run operation by operation.
+
+    Without fusion, they have no rounding that the eager layer does not have.
+    """
     self.graphs += 1
     return lookup_backend("aot_eager")(graph, inputs)
 
@@ -94,7 +99,7 @@ def without_inductor(self: CompileCounter, graph: torch.fx.GraphModule, inputs: 
 def test_a_layer_is_one_graph_that_does_what_the_eager_one_does(
     choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three layers share it. Losses, gradients, weights, histories, scales and counts: all bits."""
+    """Three layers share a graph; losses, gradients, weights and scaling are the same bits."""
     monkeypatch.setattr(CompileCounter, "backend", without_inductor)
     model = gpt_spec(
         num_layers=3, activation="swiglu", normalization="rmsnorm", num_query_groups=1,
@@ -148,7 +153,7 @@ def test_observers_see_what_they_see_eagerly(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=["attention's dropout", "selective recomputation"],
 )
-def test_what_parts_the_graph_is_told(
+def test_breaks_of_the_graph_are_named(
     model: GPTSpec, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CompileCounter, "backend", without_inductor)
@@ -178,8 +183,10 @@ def test_a_torch_that_cannot_trace_linears_runs_them_eagerly(
 
 
 def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
-    """Twice the layers need no more graphs; later microbatches, steps, evaluation and generation
-    need none."""
+    """Twice the layers need no more graphs.
+
+    Later microbatches and steps, evaluation and generation compile nothing.
+    """
     counts = {}
     for layers in (2, 4):
         torch._dynamo.reset()
@@ -203,7 +210,7 @@ def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["full", "selective"])
 def test_with_dropout_and_recomputation(granularity: Any) -> None:
-    """Masks are keyed by their place: compiled and eager layers draw the same."""
+    """Masks depend on their position in the run: compiled and eager layers draw the same."""
     model = gpt_spec(
         hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1,
         recompute=RecomputeSpec(granularity=granularity, method="uniform", num_layers=1),

@@ -1,4 +1,4 @@
-"""Whole runs whose ranks share each sequence."""
+"""Whole runs whose ranks share each sequence (context parallelism)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNDROPPED = [f"model.{name}_dropout=0" for name in ("hidden", "attention", "ffn"
 
 @pytest.mark.slow
 def test_one_process_two_ranks_one_process(place: Place, driver: Driver) -> None:
-    """The same data, checkpoints that either reads and one rank writes, losses but for rounding."""
+    """Data are the same, either run reads the other's checkpoints, losses differ by rounding."""
     alone = Place(driver, place.data, place.cwd / "alone")
     alone.cwd.mkdir()
     assert alone.run(*UNDROPPED).code == 0

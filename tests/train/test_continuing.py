@@ -1,4 +1,4 @@
-"""The same command again: which run it continues, and with which other flags it may."""
+"""Tests of which run the same command continues, and which flags may change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_other_log_steps_continue(place: Place, undisturbed: tuple[Place, Done])
 
 
 def test_first_and_last_steps_are_logged(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    """In the files those of the run; on the screen also the first one of each process."""
+    """Files have the run's first and last steps; the screen also has each process's first step."""
     flags = ["trainer.log_every_n_steps=5", "model.fp8_health=scales"]
     stopped_at(place, 6, *flags)
     done = place.run(*flags)
@@ -88,7 +88,7 @@ def test_a_finished_run_is_prolonged(place: Place) -> None:
     assert done.code == 0 and "continuing after step 4 of 6" in done.output
     assert place.steps() == [2, 4, 6] and place.status() == "finished"
     assert [row["step"] for row in place.metrics() if "lr" in row] == [1, 2, 3, 4, 5, 6]
-    # As it was, it is over: the whole validation is repeated and told once.
+    # The run has ended: only the whole validation is repeated and reported, once.
     lines = place.metrics()
     done = place.run("trainer.max_steps=6")
     assert done.code == 0 and "nothing is left to do" in done.output
@@ -163,7 +163,9 @@ def test_the_newest_unfinished_one_is_continued(
     mine = [row["loss"] for row in place.metrics(one) if "lr" in row]
     assert mine == losses(undisturbed[0])
 
-    done = place.run(UNNAMED, fault=["signalled", int(signal.SIGTERM), 1])  # that one is over
+    done = place.run(
+        UNNAMED, fault=["signalled", int(signal.SIGTERM), 1]
+    )  # the first run has ended
     (three,) = set(names(place)) - {one, two}
     assert done.code == 75 and done.first_line == f"runs/{three}: new run {three}"
     done = place.run(UNNAMED, "exp_manager.resume_if_exists=False", "trainer.max_steps=2")
@@ -171,7 +173,7 @@ def test_the_newest_unfinished_one_is_continued(
 
 
 def stopped_alive(place: Place, *more: str) -> Child:
-    """A living process in the middle of its run: SIGSTOP."""
+    """Return a process that is stopped by SIGSTOP in the middle of its run."""
     child = place.start(*more, fault=["slow", 0.2])
     wait_until(lambda: list(place.cwd.glob("runs/*/metrics.jsonl")), "training")
     os.kill(child.pid, signal.SIGSTOP)
@@ -196,7 +198,9 @@ def test_a_living_run_is_not_joined(place: Place) -> None:
         assert "Traceback" not in done.output
     finally:
         end(alive)
-    done = stopped_at(place, 2, f"exp_manager.name={one}")  # the dead hold no locks
+    done = stopped_at(
+        place, 2, f"exp_manager.name={one}"
+    )  # processes that have ended hold no locks
     assert f"continues {one}" in done.first_line
 
 

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is detected and named, and the one before it used."""
+"""A damaged checkpoint is detected and named, and the one before it is used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_truncated_and_a_missing_file(place: Place, undisturbed: tuple[Place, 
 def test_a_save_before_the_damaged_step_succeeds(
     place: Place, undisturbed: tuple[Place, Done]
 ) -> None:
-    """Step 5 is saved while a damaged step 6 lies there: it must count as the newest."""
+    """Step 5 is saved while a damaged step 6 exists: step 5 must count as the newest."""
     stopped_at(place, 6)
     flip_a_byte(place.checkpoint(6) / "rank0.safetensors")
     stopped_at(place, 5)

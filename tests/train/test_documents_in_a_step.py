@@ -1,4 +1,4 @@
-"""What tells documents apart reaches the model in training, in evaluation and in diagnosis."""
+"""Positions and document numbers reach the model in training, evaluation and diagnosis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(**switches: bool) -> Microbatch:
 
 
 def recorded(state: TrainState) -> list[dict[str, torch.Tensor]]:
-    """What the model is called with from now on, beside tokens and targets."""
+    """Record the arguments of the model's calls from now on, other than tokens and targets."""
     seen: list[dict[str, torch.Tensor]] = []
     forward = state.model.forward
 
@@ -37,14 +37,14 @@ def recorded(state: TrainState) -> list[dict[str, torch.Tensor]]:
 def test_the_model_gets_them_everywhere() -> None:
     state = build_run()
     seen = recorded(state)
-    told = batch(reset_position_ids=True, reset_attention_mask=True)
-    train_step(state, [told])
-    evaluate(state, [told])
-    first_nonfinite(state, [told])
+    given = batch(reset_position_ids=True, reset_attention_mask=True)
+    train_step(state, [given])
+    evaluate(state, [given])
+    first_nonfinite(state, [given])
     assert len(seen) == 3
     for more in seen:
-        assert np.array_equal(more["position_ids_BS"].numpy(), told.position_ids_BS)
-        assert np.array_equal(more["document_ids_BS"].numpy(), told.document_ids_BS)
+        assert np.array_equal(more["position_ids_BS"].numpy(), given.position_ids_BS)
+        assert np.array_equal(more["document_ids_BS"].numpy(), given.document_ids_BS)
         assert more["document_ids_BS"].dtype == torch.int32
 
 

@@ -1,4 +1,4 @@
-"""The dry run's numbers against real ranks: what they hold, by other means of counting."""
+"""The dry run's numbers are compared with those of real ranks, counted by other means."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["tied", "llama"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_shares_of_all_ranks_are_the_model(name: str, shape: dict[str, Any]) -> None:
-    """Every element of every logical tensor is on the ranks that hold its part, once on each."""
+    """Every element of every logical tensor is on each rank that holds its part, once."""
     spec = job(LAYOUTS[name], shape=shape, fp8=FP8)
     alone = build(replace(spec, parallel=ParallelSpec()), single_rank())
     elements = sum(param.numel() for param in alone.model.parameters())
@@ -84,13 +84,13 @@ def test_the_shares_of_all_ranks_are_the_model(name: str, shape: dict[str, Any])
     assert sum(whole.values()) == elements
     assert total == sum(held.values())
     for logical, size in whole.items():
-        ranks = held[logical] / size  # how often it is there as a whole
+        ranks = held[logical] / size  # how many whole copies there are
         assert ranks == (copies[logical] or ranks) and ranks % spec.parallel.dp == 0, logical
 
 
 @pytest.mark.parametrize("microbatches", [4, 8])
 def test_bubbles_of_torchs_own_plans(microbatches: int) -> None:
-    """(p - 1) / (v m + p - 1) with v stages on each rank (Narayanan et al. 2021, 2.2)."""
+    """The bubble is (p - 1) / (v m + p - 1), v stages on each rank (Narayanan et al. 2021, 2.2)."""
     spec = job(layout(pp=2, pipeline=INTERLEAVED), batch=2 * microbatches)
     assert whole_layout(spec).times is not None
     with simulated_rank(spec.parallel, 1) as mesh:
@@ -115,19 +115,19 @@ CASES = {
 
 
 def check_held(share: RankShare, real: int, where: str) -> None:
-    """Weights in FP8 alone have a scale each, which is not in the tables."""
+    """Weights kept in FP8 only have a scale each, which is not in the tables."""
     scales = 4 * len(share.shapes) if where.startswith("fp8 alone") else 0
     assert share.held.total <= real <= share.held.total + scales, where
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_holds_what_the_dry_run_says(name: str) -> None:
-    """Torch keeps a norm's statistics in half precision on CPUs alone: the 1 %."""
+    """The 1 % is for a norm's statistics, which torch keeps in half precision on CPUs only."""
     spec = job(layout(), **CASES[name])
     share, (held, kept, most) = rank_share(spec, 0), alone(spec)
     check_held(share, held, name)
     assert share.step.kept == {0: pytest.approx(kept, rel=0.01)}
-    if name == "recomputed":  # what a second forward holds is counted till its layer's end
+    if name == "recomputed":  # tensors of a second forward pass count until their layer's end
         assert most <= share.step.one_microbatch <= 1.5 * most
     else:
         assert share.step.one_microbatch == pytest.approx(most, rel=0.25)

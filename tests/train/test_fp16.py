@@ -1,4 +1,4 @@
-"""FP16: gradients under a dynamic loss scale, overflows, and its state in checkpoints."""
+"""Tests of FP16: gradients under a dynamic loss scale, overflows, and the scale in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fp16_run(scale: float, *, fp8: Fp8Recipe | None = None, **rule: Any) -> Trai
 
 
 def true_gradients(state: TrainState) -> torch.Tensor:
-    """One microbatch's mean gradients, as the optimizer gets them: clipping off."""
+    """Return the mean gradients of one microbatch, as the optimizer gets them without clipping."""
     state.optimizer.spec = replace(state.optimizer.spec, clip_grad_norm=None)
     seen: list[torch.Tensor] = []
     state.optimizer.step = lambda step: seen.append(state.masters.flat_grad.clone())  # type: ignore[method-assign]
@@ -66,7 +66,9 @@ def test_overflows_are_skipped_until_the_scale_fits(fp8: Fp8Recipe | None) -> No
     finite = [result.is_finite for result in results]
     first = finite.index(True)
     assert first > 2 and all(result.scale_falls for result in results[:first])
-    assert results[first].loss_scale == 2.0 ** (32 - first + 1)  # the first one is forgiven
+    assert results[first].loss_scale == 2.0 ** (
+        32 - first + 1
+    )  # the first overflow does not lower it
     assert state.optimizer.num_updates == sum(finite)
     assert results[-1].loss < results[first].loss
     grown = [b.loss_scale / a.loss_scale for a, b in zip(results, results[1:], strict=False)]  # type: ignore[operator]
@@ -96,7 +98,7 @@ def test_at_the_smallest_scale_it_is_not_the_scalers_any_more() -> None:
 
 
 def test_a_run_overflows_stops_and_goes_on(place: Place) -> None:
-    """Stopped while the scale still falls, and again while it grows."""
+    """The run is stopped while the scale still falls, and again while it grows."""
     other = replace(place, cwd=place.cwd / "other")
     other.cwd.mkdir()
     flags = [*FP16, "model.native_amp_init_scale=1048576", "model.native_amp_growth_interval=3"]
@@ -142,7 +144,7 @@ def test_growth_interval_and_hysteresis_of_a_run(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True])
 def test_tensor_parallel_ranks_skip_the_same_steps(fp8: bool, place: Place) -> None:
-    """An overflow on either rank is one on both: the scale and the losses are one process's."""
+    """An overflow on one rank counts on both: scale and losses are those of one process."""
     flags = [*([] if fp8 else ["model.fp8=False", HISTORY]), "trainer.precision=16"]
     flags += ["model.native_amp_init_scale=1048576", "model.hysteresis=1", "trainer.max_steps=6"]
     flags += [f"model.{name}_dropout=0" for name in ("hidden", "attention", "ffn")]

@@ -1,6 +1,6 @@
-"""FP8 over whole steps: accumulation, recomputation, evaluation and weights kept in FP8 alone.
+"""Accumulation, recomputation, evaluation and FP8 weights change nothing that they should not.
 
-Each must leave no trace but the one it is for: losses, masters and scales are compared bit for bit.
+Losses, master weights and scales over whole steps are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_recomputation_changes_nothing(
     evaluates: bool,
     name: RecipeName,
 ) -> None:
-    """Forward again in backward, after scales have moved on, with dropout."""
+    """The forward pass runs again in the backward pass, after scales changed, with dropout."""
     plain, losses = train(
         recipe_of(name),
         num_microbatches=num_microbatches,
@@ -104,7 +104,7 @@ def test_recomputation_changes_nothing(
 
 
 def test_recomputation_with_todays_scales_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: recomputing without the snapshot of the scales."""
+    """A bug is planted: recomputation does not use the snapshot of the scales."""
     plain, _ = train(recipe_of("delayed"), num_microbatches=2)
     monkeypatch.setattr(NativeParts, "recompute_contexts", Parts.recompute_contexts)
     full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
@@ -116,13 +116,13 @@ def test_recomputation_with_todays_scales_would_be_noticed(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ONE_COPY)
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_weights_in_fp8_alone_train_the_same(name: RecipeName, num_microbatches: int) -> None:
-    """The master is rounded twice, as a weight in BF16 would be: nothing differs, bit for bit."""
+    """The master weight is rounded twice, as through a BF16 weight: all bits are the same."""
     plain, losses = train(recipe_of(name), num_microbatches=num_microbatches, evaluates=True)
     alone, same_losses = train(
         recipe_of(name, params_in_fp8=True), num_microbatches=num_microbatches, evaluates=True
     )
     assert losses == same_losses
-    assert_same(plain, alone, staged=False)  # its next amaxes are known a step earlier
+    assert_same(plain, alone, staged=False)  # the amaxes of FP8 weights are known a step earlier
     for linear in linears_of(alone.model):
         assert linear.weight.dtype == E4M3.dtype and linear.weight.grad is None
         stored = linear.weight_operands(torch.bfloat16).along_last
@@ -133,7 +133,7 @@ def test_weights_in_fp8_alone_train_the_same(name: RecipeName, num_microbatches:
 
 
 def test_masters_are_seeded_from_the_initialization() -> None:
-    """Not from the FP8 weights, which hold 4 significant bits."""
+    """They are not those of the FP8 weights, which have 4 significant bits."""
     plain = build_run(compute="fp32")
     alone = build_run(compute="bf16", fp8=recipe_of("delayed", params_in_fp8=True))
     for ours, theirs in zip(alone.masters.masters, plain.masters.masters, strict=True):
@@ -141,7 +141,7 @@ def test_masters_are_seeded_from_the_initialization() -> None:
 
 
 def test_bytes_of_weights_in_fp8_alone() -> None:
-    """A byte an element of every FP8 linear, and no second copy anywhere."""
+    """Each element of an FP8 linear's weight takes one byte, and no second copy exists."""
     alone, _ = train(recipe_of("delayed", params_in_fp8=True), num_microbatches=1)
     for linear in linears_of(alone.model):
         form = linear.weight_form

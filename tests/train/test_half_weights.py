@@ -1,4 +1,4 @@
-"""`megatron_amp_O2` off: what torch.autocast does to a plain FP32 model."""
+"""A run without `megatron_amp_O2` computes what torch.autocast does of a plain FP32 model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def without_o2(compute: str, **choices: Any) -> TrainState:
 
 @pytest.mark.parametrize("compute", DTYPES)
 def test_loss_and_gradients_are_autocasts(compute: str) -> None:
-    """To a few roundings of single gradients; with O2 norms and residual stream are off by more."""
+    """Gradients differ by a few roundings; with O2, norms and residual stream would differ more."""
     batch = microbatch(3)
     tokens, targets = torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.targets_BS)
     plain = GPT(Parts(gpt_spec(), torch.float32, 1234, RandomStreams(1234)))
@@ -44,7 +44,7 @@ def test_loss_and_gradients_are_autocasts(compute: str) -> None:
     loss = torch.nn.functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
     )
-    (loss * 16).backward()  # FP16's must not vanish
+    (loss * 16).backward()  # FP16 gradients must not vanish
 
     state = without_o2(compute)
     state.model.head_loss.grad_scale = 16.0

@@ -1,4 +1,4 @@
-"""FP8's health in a run: written at log steps, warned of once, no trace in training."""
+"""FP8 health is written at log steps and warned of once, and does not change training."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_all_tensors_are_recorded_and_training_is_untouched(
 
 def test_a_tensor_is_warned_of_once(tmp_path: Path) -> None:
     _, warnings = run(tmp_path, "full", min_snr_db=199.0)
-    assert len(warnings) == 4  # three names and how many more, at the first step alone
+    assert len(warnings) == 4  # three names and how many more, at the first step only
     assert "in FP8: the signal-to-noise ratio of its worst row is" in warnings[0]
     assert "and 21 more tensors" in warnings[3]

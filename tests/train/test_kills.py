@@ -1,4 +1,4 @@
-"""N steps, `kill -9`, the same command: what 2N steps give, bit for bit."""
+"""N steps, `kill -9` and the same command give what 2N steps give, bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_twice_undisturbed_is_the_same(place: Place, undisturbed: tuple[Place, D
 def test_killed_at_random(
     driver: Driver, dataset: Path, tmp_path: Path, undisturbed: tuple[Place, Done], number: int
 ) -> None:
-    """As many runs as it takes: a kill that comes after the end of a run does not count."""
+    """Runs are repeated as often as necessary: a kill after the end of a run does not count."""
     chance = random.Random(SEED + number)
     reference, whole = undisturbed
     step_seconds = max(line.get("step_seconds", 0) for line in reference.metrics())
@@ -47,12 +47,12 @@ def test_killed_at_random(
             child = place.start()
             if len(after) >= RANDOM_KILLS:
                 done = child.wait(120)
-            elif len(after) % 2:  # at any moment of the process, its start included
+            elif len(after) % 2:  # at any moment of the process, including its start
                 done = child.wait(chance.uniform(0, whole.seconds))
             else:  # at any moment of training, of saving and of what comes after
                 at_step = chance.randint(0, STEPS)
                 while (done := child.wait(0)) is None and place.last_step() < at_step:
-                    time.sleep(0.002)  # else the test takes from the run what it computes with
+                    time.sleep(0.002)  # a busy loop would take CPU time from the run
                 done = done or child.wait(chance.uniform(0, 2 * step_seconds))
             if done is None:
                 os.kill(child.pid, signal.SIGKILL)
@@ -73,17 +73,17 @@ def test_killed_at_random(
 def test_killed_while_files_are_half_written(
     place: Place, undisturbed: tuple[Place, Done], number: int
 ) -> None:
-    """The same run again and again, each time killed in some write of a later save."""
+    """The same run is repeated, and killed each time in some write of a later save."""
     chance = random.Random(SEED + 100 + number)
     writes = _writes_of_a_save(undisturbed[0])
     whole = (undisturbed[0].checkpoint(STEPS) / "rank0.safetensors").stat().st_size
     at_writes: list[int] = []
     for kill in range(TORN_KILLS):
-        # On the way to the next checkpoint, or to the one after it.
+        # The kill comes on the way to the next checkpoint, or to the one after it.
         at_write = chance.randint(1, writes) + (writes if kill % 2 else 0)
         done = place.run(fault=["killed_in_write", at_write])
         assert done.code == KILLED, done.output
-        # Only this one: the next start removes what the kill before has left.
+        # Only this part is there: the next start removes the parts of an earlier kill.
         (torn,) = (place.dir() / "checkpoints").glob(".staging-*/*.safetensors")
         assert 0 < torn.stat().st_size < whole
         at_writes.append(at_write)
@@ -106,7 +106,7 @@ def test_killed_while_the_manifest_is_half_written(
 
 @pytest.mark.parametrize("before", ["summarize", "sample_text", "write_summary", "mark"])
 def test_killed_at_the_very_end(place: Place, undisturbed: tuple[Place, Done], before: str) -> None:
-    """Trained and saved, but not yet told: the same command does the rest, once."""
+    """The run is trained and saved but has not ended: the same command does the rest, once."""
     done = place.run(fault=["killed_before", before])
     assert done.code == KILLED, done.output
     assert place.steps()[-1] == STEPS and place.status() == "running"
@@ -116,7 +116,7 @@ def test_killed_at_the_very_end(place: Place, undisturbed: tuple[Place, Done], b
 
 
 def _writes_of_a_save(reference: Place) -> int:
-    """One for the header, one a tensor (all are smaller than a chunk)."""
+    """There is one write for the header and one for each tensor (all are smaller than a chunk)."""
     from safetensors import safe_open
 
     path = reference.checkpoint(STEPS) / "rank0.safetensors"

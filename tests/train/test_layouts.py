@@ -1,4 +1,4 @@
-"""Whole runs on pipeline stages; a rank that hangs, a rank that fails."""
+"""Whole runs on pipeline stages, and runs with a rank that hangs or fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def losses(place: Place) -> list[float]:
 def test_a_pipeline_trains_validates_samples_and_continues_alone(
     place: Place, undisturbed: tuple[Place, Done]
 ) -> None:
-    """The same run as one process's, which loads what two stages have saved."""
+    """The run is the same as that of one process, which also loads what two stages have saved."""
     one = undisturbed[0]
     done = place.run(*TWO_STAGES, fault=["in_rank", 1, "signalled", int(signal.SIGTERM), 6])
     assert done.code == 75, done.output
@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
     ],
 )
 def test_when_a_rank_dies_all_end_and_it_is_named(place: Place, fault: str, said: str) -> None:
-    """Within 15 s, with its error, and nothing of the job stays."""
+    """All ranks end within 15 s, the error of the dead rank is shown, and no process stays."""
     note = place.cwd / "died"
     done = place.run(*TWO_STAGES, fault=["in_rank", 1, fault, 3, str(note)])
     seconds = time.time() - float(note.read_text())
@@ -80,14 +80,14 @@ def test_when_a_rank_dies_all_end_and_it_is_named(place: Place, fault: str, said
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Whose working directory it is."""
+    """Return the processes whose working directory is `folder`."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if Path(os.readlink(process / "cwd")) == folder:
                 found.append(int(process.name))
         except OSError:
-            pass  # it has ended, or is somebody else's
+            pass  # the process has ended, or belongs to another user
     return found
 
 
@@ -119,7 +119,7 @@ def test_this_test_does_not_wait_for_other_ranks() -> None:
 
 
 def test_who_hangs_on_gpus() -> None:
-    """All stand where they read a result: the counts of collectives are compared first."""
+    """All ranks wait where they read a result, so that counts of collectives are compared first."""
 
     def on_gpu(waits: bool, collectives: int, stage: int = 0) -> dict[str, object]:
         return report(waits, collectives, is_queued=True, stage=stage)
@@ -141,8 +141,10 @@ def test_who_hangs_on_gpus() -> None:
 
 
 class NcclRanks:
-    """A double of ranks whose collectives are queued on GPUs: every rank but one has started all of
-    a step's and stands where it reads the loss."""
+    """Imitate ranks whose collectives are queued on GPUs.
+
+    Every rank but one has started all collectives of a step, and waits where it reads the loss.
+    """
 
     def __init__(self, num_ranks: int, culprit: int) -> None:
         self.messages: dict[str, str] = {}
@@ -169,7 +171,7 @@ class NcclRanks:
 def test_ranks_on_gpus_name_the_one_that_is_behind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whole watchdogs, each watching a thread that reads a result in `train/step.py`."""
+    """Whole watchdogs run; each watches a thread that reads a result in `train/step.py`."""
     source = "def read():\n    while not done: sleep(0.01)"
     done: list[bool] = []
     names = {"done": done, "sleep": time.sleep}
@@ -197,8 +199,10 @@ def test_ranks_on_gpus_name_the_one_that_is_behind(
 
 @pytest.mark.slow
 def test_eight_ranks_with_every_axis_by_one_command(place: Place) -> None:
-    """The command line of docs/parallelism.md with sequence parallelism, as a process of its own:
-    trains, validates, saves; one process continues."""
+    """The command line of docs/parallelism.md with sequence parallelism runs in its own process.
+
+    It trains, validates and saves; one process then continues it.
+    """
     axes = (
         "trainer.devices=8",
         "model.tensor_model_parallel_size=2",
@@ -227,7 +231,7 @@ def test_eight_ranks_with_every_axis_by_one_command(place: Place) -> None:
 
 @pytest.mark.slow
 def test_ramp_up_with_sequence_parallelism_on_stages(place: Place) -> None:
-    """A schedule for each number of microbatches; the samples and losses of one process."""
+    """There is a schedule for each number of microbatches; samples and losses are one process's."""
     ramp = ("model.rampup_batch_size=[4,2,16]", "model.global_batch_size=8")
     rest = ("trainer.max_steps=7", "model.fp8=False", "model.fp8_amax_history_len=1024")
     plain = [f"model.{kind}_dropout=0" for kind in ("hidden", "attention", "ffn")]
@@ -253,8 +257,7 @@ def test_ramp_up_with_sequence_parallelism_on_stages(place: Place) -> None:
 def test_a_sharded_run_is_continued_by_one_rank(
     place: Place, undisturbed: tuple[Place, Done], asked: str, said: str
 ) -> None:
-    """Saved by two ranks with a half of the states each; one process goes on with the whole, and
-    two finish it."""
+    """Two ranks save, each with half of the states; one process continues, and two finish."""
     sharded = ["trainer.devices=2", asked, "model.fp8_params=True"]
     alone = ["model.fp8_params=True"]
     done = place.run(*sharded, fault=["in_rank", 1, "signalled", int(signal.SIGTERM), 4])

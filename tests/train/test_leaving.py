@@ -1,4 +1,4 @@
-"""How a rank leaves: with its process groups where all ranks do, at once where it fails alone."""
+"""A rank leaves with its process groups if all ranks do, and at once if it fails alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shared(error: RunError) -> RunError:
 
 
 class Nccl:
-    """A double of NCCL's process groups: a group is let go of when all ranks do it."""
+    """Imitate NCCL's process groups: a group is destroyed when all ranks destroy it."""
 
     def __init__(self) -> None:
         self.destroyed = 0
@@ -41,7 +41,7 @@ class Nccl:
         (0, True),
         (75, True),
         (shared(RunError("every rank raises this")), True),
-        (RunError("this rank alone has no room on its disk"), False),
+        (RunError("this rank alone has no free disk space"), False),
         (ValueError("a bug on this rank alone"), False),
         (KeyboardInterrupt(), False),
     ],
@@ -50,7 +50,7 @@ class Nccl:
 def test_process_groups_stay_while_an_exception_is_under_way(
     monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException, is_destroyed: bool
 ) -> None:
-    """NCCL waits for the other ranks when a group is destroyed: one that fails would never end."""
+    """NCCL waits for other ranks when a group is destroyed: a rank that fails would never end."""
 
     def run(*arguments: object) -> int:
         if isinstance(outcome, BaseException):
@@ -83,7 +83,7 @@ def test_the_allocator_grows_segments_unless_the_user_has_chosen() -> None:
 
 @pytest.mark.parametrize("is_rank", [True, False])
 def test_a_rank_with_a_bug_leaves_without_destructors(is_rank: bool) -> None:
-    """Those of process groups may wait for ever; the traceback is printed all the same."""
+    """Destructors of process groups may wait forever; the traceback is printed nevertheless."""
     program = """if True:
         import atexit
         from megafp8.parallel.launch import run_process
@@ -109,7 +109,7 @@ def test_a_rank_with_a_bug_leaves_without_destructors(is_rank: bool) -> None:
 def test_the_code_that_explains_the_others_names_the_rank(
     codes: list[int], named: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hung rank's neighbours crash for want of it, and both are often seen at once."""
+    """Neighbours of a hung rank crash because it does not answer; both are often seen at once."""
     ranks = [subprocess.Popen([sys.executable, "-c", ""]) for _ in codes]
     for rank, code in zip(ranks, codes, strict=True):
         rank.wait()

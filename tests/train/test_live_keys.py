@@ -54,7 +54,7 @@ class Trains:
 class Runs:
     value: object
     job: tuple[str, ...] = ()
-    sees: str = "files"  # what must differ: files, metrics, output
+    sees: str = "files"  # what must differ: files, metrics or output
 
 
 @dataclass(frozen=True)
@@ -318,13 +318,13 @@ def words(value: object) -> str:
 
 
 def argv(*more: str) -> list[str]:
-    """The tiny job with what is given last winning."""
+    """Return the arguments of the tiny job; later settings replace earlier ones."""
     chosen = {word.partition("=")[0]: word for word in (*JOB, *SHORT, *more)}
     return list(chosen.values())
 
 
 def two_steps(*more: str) -> Observed:
-    """Everything that two optimizer steps see and make."""
+    """Return everything that two optimizer steps read and produce."""
     spec = resolve(load(argv(*more)), lambda: False)
     data = prepare(spec.data, print)
     spec = with_vocabulary(spec, data)
@@ -353,7 +353,7 @@ def two_steps(*more: str) -> Observed:
 
 
 def whole_run(place: Place, *more: str) -> Observed:
-    """What a run leaves and says, times and the date apart."""
+    """Return a run's files and output, without times and dates."""
     given = {word.partition("=")[0] for word in more}
     done = place.run(*[word for word in SHORT if word.partition("=")[0] not in given], *more)
     assert done.code == 0, done.output
@@ -373,7 +373,7 @@ def whole_run(place: Place, *more: str) -> Observed:
 def observe(
     driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Observed]]:
-    """Runs of equal jobs are done once."""
+    """Run a job, or return the result of an equal job that has run."""
     seen: dict[tuple[object, ...], Observed] = {}
 
     def call(kind: type[Effect], *more: str) -> Observed:

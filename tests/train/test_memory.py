@@ -32,7 +32,7 @@ SHAPE = gpt_spec(
 
 
 class Held(NamedTuple):
-    """Bytes."""
+    """Hold bytes by kind."""
 
     params: int
     weight_copies: int
@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
 
 def bytes_of(tensors: Iterator[torch.Tensor]) -> int:
-    """Of their storages, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -81,18 +81,22 @@ def bf16() -> Held:
 
 
 def test_bf16_is_what_the_formula_says(bf16: Held) -> None:
-    """In units of tokens x width x 2 bytes, a layer: two norms' inputs, QKV's, FC1's and FC2's
-    (1 + 1 + 4), QKV (3), attention's output, which the projection reads (1), GELU's input (4); and
-    the last norm's input."""
+    """The sum over layers, in units of tokens x width x 2 bytes, is the memory of activations.
+
+    A layer keeps the inputs of two norms, of QKV, FC1 and FC2 (1 + 1 + 4), QKV (3), attention's
+    output, which the projection reads (1), and GELU's input (4). The last norm keeps its input.
+    """
     unit = BATCH * SEQ * WIDTH * 2
     floor = (LAYERS * (2 + 6 + 3 + 1 + 4) + 1) * unit
-    assert floor <= bf16.activations <= 1.02 * floor  # beside it: log-sum-exps, means, positions
+    assert floor <= bf16.activations <= 1.02 * floor  # the rest: log-sum-exps, means, positions
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise"])
 def test_fp8_never_holds_more(name: RecipeName, bf16: Held) -> None:
-    """Half of QKV's, FC1's and FC2's inputs is saved; the projection's FP8 copy comes on top, as
-    attention's backward needs its output in BF16."""
+    """FP8 halves the inputs of QKV, FC1 and FC2, but the projection's FP8 copy is additional.
+
+    Attention's backward pass needs its output in BF16.
+    """
     fp8 = held(Fp8Recipe(name=name))
     unit = BATCH * SEQ * WIDTH
     assert bf16.activations - fp8.activations == pytest.approx(LAYERS * (6 - 1) * unit, rel=0.01)

@@ -40,7 +40,7 @@ LLAMA = [
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What two steps leave behind."""
+    """Hold the results of two steps."""
 
     losses: tuple[float, ...]
     shapes: tuple[tuple[str, tuple[int, ...]], ...]

@@ -1,4 +1,4 @@
-"""Non-finite losses, gradients and weights: named, never saved, and what the policies do."""
+"""Non-finite losses, gradients and weights are named and never saved, and policies apply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def policy(name: str) -> str:
 
 
 def bad_tensor(place: Place) -> str:
-    """The name of one parameter, as a checkpoint of another run spells it."""
+    """Return the name of one parameter, as a checkpoint of another run spells it."""
     manifest = json.loads((place.checkpoint(STEPS) / "manifest.json").read_text())
     names = [piece["name"] for file in manifest["files"] for piece in file["pieces"]]
     models = [name.removeprefix("model/") for name in names if name.startswith("model/")]
@@ -31,7 +31,7 @@ def test_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert said.startswith("error: step 6: ") and f"gradient of {name}." in said
     assert "grad norm nan" in said and "nonfinite_policy=skip" in said
     assert place.steps() == [2, 4]
-    done = place.run()  # the fault has passed: the same command goes on
+    done = place.run()  # the fault has passed: the same command continues
     assert done.code == 0
     assert_same(place, reference)
 
@@ -76,7 +76,7 @@ def test_rollback_before_the_first_checkpoint(
 
 
 def test_rollback_of_lasting_faults(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    """Two bad steps between the same two checkpoints: each is tried twice, then left out."""
+    """Two bad steps lie between the same two checkpoints: each is tried twice, then skipped."""
     every = "exp_manager.checkpoint_callback_params.every_n_train_steps=4"
     fault = ["nan_gradient", bad_tensor(undisturbed[0]), [6, 8]]
     done = place.run(policy("rollback"), every, fault=fault)
@@ -98,8 +98,9 @@ def test_ten_in_a_row_stop(place: Place, undisturbed: tuple[Place, Done]) -> Non
 def test_a_weight_that_became_infinite_is_never_saved(
     place: Place, undisturbed: tuple[Place, Done]
 ) -> None:
-    """By a step whose own loss and gradients were finite. (An FP8 cast saturates: such a weight
-    may give finite losses again.)
+    """The loss and gradients of the step that makes it infinite are finite.
+
+    An FP8 cast saturates, so that such a weight may give finite losses again.
     """
     reference, _ = undisturbed
     name = bad_tensor(reference)

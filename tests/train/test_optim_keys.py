@@ -1,4 +1,4 @@
-"""What optimizer, schedule and clipping settings change in a run, and which runs continue."""
+"""Optimizer, schedule and clipping settings change a run, and decide which runs continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optim(*flags: str) -> OptimSpec:
 
 
 def train(spec: OptimSpec) -> tuple[list[float], list[torch.Tensor]]:
-    """(learning rates, weights afterwards) of six steps."""
+    """Train six steps; return the learning rates, and the weights afterwards."""
     state = build_run(optim=spec)
     used = []
     for step in range(STEPS):

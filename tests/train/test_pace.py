@@ -1,4 +1,4 @@
-"""What is said of a run that takes long, and that it is true."""
+"""A run that takes long is warned of, and the warning is true."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.tiny import run_spec
 CPU = torch.device("cpu")
 
 
-def told(spec: RunSpec, *seconds: float, step: int | None = None) -> list[str | None]:
-    """What is said after each step of a process."""
+def warnings_of(spec: RunSpec, *seconds: float, step: int | None = None) -> list[str | None]:
+    """Return the warnings after each step of a process."""
     it, said = Pace(), []
     for number, took in enumerate(seconds, 1):
         it.after_step(took)
@@ -25,11 +25,11 @@ def told(spec: RunSpec, *seconds: float, step: int | None = None) -> list[str | 
 
 
 def test_a_short_run_is_left_alone() -> None:
-    assert told(run_spec(), 100.0, 1.8, 1.8) == [None, None, None]  # 998 x 1.8 s are 1796 s
+    assert warnings_of(run_spec(), 100.0, 1.8, 1.8) == [None, None, None]  # 998 x 1.8 s are 1796 s
 
 
-def test_a_long_run_is_told_of_once_after_its_second_step() -> None:
-    first, second, third = told(run_spec(), 60.0, 36.0, 36.0)
+def test_a_long_run_is_warned_of_once_after_its_second_step() -> None:
+    first, second, third = warnings_of(run_spec(), 60.0, 36.0, 36.0)
     assert first is None and third is None
     assert second is not None
     assert second.startswith("at 36 s a step, the 998 steps that are left take 9:58:48 on this CPU")
@@ -40,22 +40,22 @@ def test_a_long_run_is_told_of_once_after_its_second_step() -> None:
 
 
 def test_a_continued_run_counts_what_is_left() -> None:
-    (_, at_end) = told(run_spec(), 60.0, 36.0, step=960)
+    (_, at_end) = warnings_of(run_spec(), 60.0, 36.0, step=960)
     assert at_end is None
 
 
 def test_nothing_is_named_that_is_not_there() -> None:
     spec = run_spec()
     train = dataclasses.replace(spec.train, micro_batch_size=4)
-    (_, one_microbatch) = told(dataclasses.replace(spec, train=train), 4000.0, 4000.0)
+    (_, one_microbatch) = warnings_of(dataclasses.replace(spec, train=train), 4000.0, 4000.0)
     assert one_microbatch is not None
     assert "global_batch_size" not in one_microbatch and "max_steps" not in one_microbatch
     assert "a smaller model" in one_microbatch
     limited = dataclasses.replace(spec.train, max_time_seconds=1800.0)
-    assert told(dataclasses.replace(spec, train=limited), 36.0, 36.0) == [None, None]
+    assert warnings_of(dataclasses.replace(spec, train=limited), 36.0, 36.0) == [None, None]
 
 
-def test_a_gpu_is_not_told() -> None:
+def test_a_gpu_gets_no_warning() -> None:
     it = Pace()
     it.after_step(60.0)
     it.after_step(60.0)
@@ -68,7 +68,7 @@ def test_fp32_is_named_where_its_products_are_faster(
 ) -> None:
     seconds = {torch.bfloat16: bf16_seconds, torch.float32: 0.001}
     monkeypatch.setattr(pace, "_seconds_of", lambda m, k, n, dtype, device: seconds[dtype])
-    (_, said) = told(run_spec(compute="bf16"), 60.0, 36.0)
+    (_, said) = warnings_of(run_spec(compute="bf16"), 60.0, 36.0)
     assert said is not None
     assert ("trainer.precision=32 (a new run): a product of BF16" in said) is is_named
     assert ("took 12.0 times as long" in said) is is_named

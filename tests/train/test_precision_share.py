@@ -1,4 +1,4 @@
-"""What is said of FP8 before the first step is what is counted in it."""
+"""The fraction of FP8 that a run announces is the fraction that it counts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_stays_higher_is_named_with_its_reason() -> None:
 
 
 def test_ranks_together_hold_the_model() -> None:
-    """Two stages of two ranks each, twice: sums over ranks, names once, the head once."""
+    """FLOPs of two stages, two ranks and two replicas are summed; names and head appear once."""
     recipe = Fp8Recipe(modules=(ModuleRule("layers.1.*", "high_precision"),))
     whole = precision_share(build_run(compute="bf16", fp8=recipe).model, gpt_spec(), recipe)
     quarter = LinearFlops(whole.fp8_flops // 2, whole.fp8_flops // 2, {})

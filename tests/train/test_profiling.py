@@ -1,4 +1,4 @@
-"""Which steps and ranks are profiled, and what the files hold; determinism as torch checks it."""
+"""The right steps and ranks are profiled, files are complete, and torch checks determinism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_STEPS = 6
 
 
 def profiled(directory: Path, *, rank: int = 0, **changes: Any) -> list[dict[str, Any]] | None:
-    """The events of a run of six steps whose step n is a product of size 10 + n."""
+    """Return the profiled events of six steps, of which step n is a product of size 10 + n."""
     spec = ProfileSpec(**({"enabled": True, "start_step": 2, "end_step": 3} | changes))
     said: list[str] = []
     profiler = StepProfiler(spec, directory, rank, CPU, said.append)
@@ -85,7 +85,7 @@ def test_deterministic_refuses_what_is_not() -> None:
 
 
 def test_out_of_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's recorder stands in for CUDA's."""
+    """A replaced recorder stands for CUDA's, since there is no GPU."""
     calls: list[object] = []
     recorder = profiling.torch.cuda.memory
     monkeypatch.setattr(recorder, "_record_memory_history", lambda **k: calls.append(k))

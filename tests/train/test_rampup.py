@@ -1,4 +1,4 @@
-"""Batch ramp-up: Megatron's sizes, every sample once and in order, learning rates by steps."""
+"""Batch ramp-up has Megatron's sizes, reads every sample once and in order, and keeps rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train_spec(global_batch_size: int, micro: int, ramp: RampupSpec | None) -> T
 
 @st.composite
 def ramps(draw: Any) -> tuple[TrainSpec, int]:
-    """A ramp and data-parallel ranks that fit it."""
+    """Draw a ramp, and a number of data-parallel ranks that fit it."""
     micro, dp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     unit = micro * dp
     start, increment = (unit * draw(st.integers(1, 4)) for _ in range(2))
@@ -78,7 +78,7 @@ def test_it_grows_from_start_to_the_global_batch(ramp: tuple[TrainSpec, int]) ->
     found = sizes(spec)
     assert found[0] == spec.rampup.start and found == sorted(found)
     assert {(size - found[0]) % spec.rampup.increment for size in found} == {0}
-    # At the very last sample Megatron's floating point may still be one increment below.
+    # At the last sample, Megatron's floating-point numbers may give one increment less.
     last = spec.batch_size_at(spec.rampup.samples)
     assert spec.global_batch_size - last in (0, spec.rampup.increment)
     assert spec.batch_size_at(spec.rampup.samples + 1) == spec.global_batch_size
@@ -87,14 +87,14 @@ def test_it_grows_from_start_to_the_global_batch(ramp: tuple[TrainSpec, int]) ->
 
 
 def test_by_hand() -> None:
-    """From 8 to 32 in three increments over 100 samples: 33.3 samples each."""
+    """The ramp goes from 8 to 32 in three increments over 100 samples: 33.3 samples for each."""
     spec = train_spec(32, 8, RampupSpec(start=8, increment=8, samples=100))
     assert sizes(spec, 300) == [8] * 5 + [16] * 2 + [24] * 2 + [32] * 6
     assert sizes(replace(spec, rampup=None), 100) == [32] * 4
 
 
 class Numbers:
-    """Sample n is n, n + 1."""
+    """Return n, n + 1 as sample n."""
 
     seq_length = 1
 
@@ -107,8 +107,11 @@ class Numbers:
 def test_samples_over_stops_are_those_of_an_undisturbed_run(
     ramp: tuple[TrainSpec, int], stops: list[int]
 ) -> None:
-    """Each life ends after some steps; all ranks together read each number once, in order, and
-    each life goes on with the batch that the last one would have had."""
+    """Each process of the run ends after some steps.
+
+    All ranks together read each number once, in order, and each process continues with the batch
+    that the one before would have read next.
+    """
     spec, dp = ramp
     consumed, seen, steps = 0, [], []
     for num_steps in stops:
@@ -166,7 +169,7 @@ def test_sizes_samples_and_rates_of_a_run(ramped: Place, undisturbed: Any) -> No
 
 @pytest.mark.slow
 def test_two_ranks_agree(place: Place) -> None:
-    """Two data-parallel ranks take the ramp's batches apart and train on the same samples."""
+    """Two data-parallel ranks divide the ramp's batches, and train on the same samples."""
     flags = ["model.micro_batch_size=1", "trainer.devices=2", "model.hidden_dropout=0"]
     flags += ["model.attention_dropout=0", "model.ffn_dropout=0", "trainer.max_steps=7"]
     flags += ["model.fp8=False", "model.fp8_amax_history_len=1024", RAMP]

@@ -1,4 +1,4 @@
-"""Runs whose ranks die and are started again: by our launcher, by torchrun."""
+"""Runs whose ranks die are started again, by megafp8's launcher or by torchrun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_alive(pid: int) -> bool:
 def kill_a_rank(
     job: subprocess.Popen[bytes], place: Place, at_step: int, num_ranks: int, which: int
 ) -> list[int]:
-    """Once `at_step` is logged; returns all ranks of that start when every one has ended."""
+    """Kill a rank when `at_step` is logged; return all ranks of that start when all have ended."""
     wait_until(lambda: place.last_step() >= at_step or job.poll() is not None, f"step {at_step}")
     ranks = children(job.pid)
     assert job.poll() is None and len(ranks) == num_ranks, place.command_output
@@ -59,7 +59,7 @@ def kill_a_rank(
 
 
 def finish(job: subprocess.Popen[bytes], place: Place, dead: Sequence[int]) -> None:
-    """The job ends by itself, well, and leaves no process."""
+    """Wait until the job ends by itself; it must succeed and leave no process."""
     last: list[int] = []
 
     def has_ended() -> bool:
@@ -74,7 +74,7 @@ def finish(job: subprocess.Popen[bytes], place: Place, dead: Sequence[int]) -> N
 
 @pytest.mark.slow
 def test_a_killed_rank(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    """One rank, twice: the second start dies too."""
+    """One rank is killed twice: the second start dies too."""
     job = place.command("trainer.max_restarts=2")
     dead = kill_a_rank(job, place, 3, 1, 0)
     wait_until(lambda: children(job.pid) not in ([], dead), "the second start")
@@ -88,7 +88,7 @@ def test_a_killed_rank(place: Place, undisturbed: tuple[Place, Done]) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """An undisturbed run of two tensor-parallel ranks."""
+    """Return an undisturbed run of two tensor-parallel ranks."""
     place = Place(driver, dataset, tmp_path_factory.mktemp("two"))
     done = place.run(*TWO_RANKS)
     assert done.code == 0, done.output
@@ -116,7 +116,7 @@ def by_torchrun(place: Place) -> subprocess.Popen[bytes]:
 def test_two_ranks_again_and_again(
     place: Place, two_ranks: Place, start: Callable[[Place], subprocess.Popen[bytes]]
 ) -> None:
-    """Three starts lose a rank; what is left is an undisturbed run's, bit for bit."""
+    """Three starts lose a rank; the files are those of an undisturbed run, bit for bit."""
     chance = random.Random(1)
     job, dead, before = start(place), [0], []
     try:
@@ -135,7 +135,7 @@ def test_two_ranks_again_and_again(
 
 @pytest.mark.slow
 def test_three_restarts_without_progress_end_it(place: Place) -> None:
-    """Each start fails before its first checkpoint."""
+    """Each start fails before it has saved a first checkpoint."""
     done = place.run("trainer.max_restarts=9", fault=["in_rank", 0, "fail", 1])
     assert done.code == 2, done.output
     assert "3 restarts have begun at step 0 and none got to its next checkpoint" in done.output
@@ -148,7 +148,7 @@ def test_three_restarts_without_progress_end_it(place: Place) -> None:
 
 @pytest.mark.slow
 def test_ranks_of_torchrun_are_not_ours_to_start_again(place: Place) -> None:
-    """The flag would have no effect there: it is refused, with torchrun's own."""
+    """The setting would have no effect under torchrun; the error names torchrun's own flag."""
     done = place.run(
         *TWO_RANKS,
         "trainer.max_restarts=2",

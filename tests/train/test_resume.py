@@ -1,4 +1,4 @@
-"""`resume_from_checkpoint`: a new run goes on from another run's state, bit for bit."""
+"""A new run can continue another run's state bit for bit (`resume_from_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_new_run_goes_on_from_a_checkpoint(place: Place) -> None:
         for file in place.checkpoint(4, "whole").glob("*.safetensors"):
             assert file.read_bytes() == (place.checkpoint(4, name) / file.name).read_bytes()
 
-    # It has a checkpoint of its own now, and another shape or a missing file is refused by name.
+    # The run now has a checkpoint of its own. Another shape or a missing file is refused by name.
     again = place.run(*STEPS, "exp_manager.name=one", "model.resume_from_checkpoint=gone")
     assert again.code == 0 and "continuing from" in again.output
     resume = f"model.resume_from_checkpoint={middle.parent.parent}"

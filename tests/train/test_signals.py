@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 save and leave with code 75; the same command goes on."""
+"""SIGTERM, SIGINT and SIGUSR1 save and exit with code 75; the same command continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak's own rules, and a short soak. The long one: `python -m tests.train.soak`."""
+"""The rules of the soak are tested, and a short soak runs. `python -m tests.train.soak` is long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.train.soak import PER, Sample, fit, judge, soak
 def samples(
     rise_per_step: float = 0.0, files_per_step: float = 0.0, steps: int = 1000
 ) -> list[Sample]:
-    """Noisy memory of 100 MiB, after a warm-up in which it grows to that; one save is met."""
+    """Return samples of noisy memory that grows to 100 MiB in the warm-up; one meets a save."""
     chance = random.Random(0)
     size = 100 * 2**20
     return [
@@ -48,7 +48,7 @@ def test_a_line_through_blocks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_short_soak_is_flat(tmp_path: Path, ranks: int) -> None:
-    """Its interval is wide: memory has a tenth of the long one's steps to settle in."""
+    """Its interval is wide, since memory settles in a tenth of the long soak's steps."""
     more = ["model.tensor_model_parallel_size=2"] if ranks == 2 else []
     verdicts, committed, _ = soak(tmp_path, steps=1500, saves=30, ranks=ranks, more=more, pause=0.1)
     print(*verdicts, sep="\n")

@@ -1,4 +1,4 @@
-"""The training step: accumulation, normalization, clipping, non-finite steps, evaluation."""
+"""Tests of the training step: accumulation, normalization, clipping, non-finite steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRECISIONS = pytest.mark.parametrize(
 
 
 def step(state: TrainState, microbatches: list[Microbatch]) -> float:
-    """As the loop does it; returns the loss."""
+    """Run a step as the loop does, and return its loss."""
     result = train_step(state, microbatches)
     assert result.is_finite
     state.step += 1
@@ -47,7 +47,7 @@ def masters_of(state: TrainState) -> list[torch.Tensor]:
 
 
 def everything(state: TrainState) -> dict[str, torch.Tensor]:
-    """Weights, masters, moments and FP8 tables."""
+    """Return weights, master weights, moments and FP8 tables."""
     tensors = {f"weight {i}": p.detach() for i, p in enumerate(state.masters.params)}
     tensors |= {f"master {i}": m for i, m in enumerate(masters_of(state))}
     for name in STATES:
@@ -67,8 +67,11 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1, 1, 1], [2, 4], [5, 1]])
 @pytest.mark.parametrize("ignored", [0.0, 0.5], ids=["all counted", "half ignored"])
 def test_microbatches_add_up_to_one_big_batch(sizes: list[int], ignored: float) -> None:
-    """FP32, 3 steps, 1e-5: loss, norm and update (the new weights have two roundings more). Rows
-    count unequal numbers of tokens: a mean of the microbatches' means would be another loss."""
+    """Loss, norm and update of 3 steps in FP32 differ by 1e-5 at most.
+
+    Rows have unequal numbers of counted tokens, so that a mean of the microbatches' means would be
+    another loss.
+    """
     together, apart = (build_run(optim=SMOOTH) for _ in range(2))
     for number in range(3):
         big = microbatch(number, batch=6, ignored=ignored)
@@ -86,7 +89,7 @@ def test_microbatches_add_up_to_one_big_batch(sizes: list[int], ignored: float) 
 
 
 def test_loss_is_the_mean_over_counted_tokens() -> None:
-    """The summed losses of the microbatches over their counted tokens, by the model itself."""
+    """The loss is the sum over microbatches divided by the number of counted tokens."""
     state = build_run()
     parts = [microbatch(1, ignored=0.9), microbatch(2, ignored=0.1)]
     sums = [
@@ -100,10 +103,12 @@ def test_loss_is_the_mean_over_counted_tokens() -> None:
 
 
 def test_gradients_are_those_of_autograd() -> None:
-    """The flat FP32 buffer against a plain backward of the mean loss."""
+    """The flat FP32 buffer is compared with a plain backward pass of the mean loss."""
     state = build_run()
     batch = microbatch(1, ignored=0.3)
-    norm = train_step(state, [batch]).grad_norm  # also leaves the clipped gradient in the buffer
+    norm = train_step(
+        state, [batch]
+    ).grad_norm  # the step leaves the clipped gradient in the buffer
     fresh = build_run()
     forward_backward(fresh, [batch])
     grads = [grad / batch.num_targets for grad in fresh.masters.grads]
@@ -150,8 +155,10 @@ def test_training_learns(compute: str, fp8: Fp8Recipe | None) -> None:
 def test_a_step_that_is_not_finite_updates_nothing(
     compute: str, fp8: Fp8Recipe | None, value: float
 ) -> None:
-    """One microbatch of two goes wrong. FP8: its amaxes are counted, no scale follows them, and
-    training goes on."""
+    """One microbatch of two gives a NaN. Its amaxes are counted, but no scale follows them.
+
+    Training then continues.
+    """
     state = build_run(compute=compute, fp8=fp8)
     for number in range(2):
         step(state, [microbatch(number)])
@@ -182,8 +189,10 @@ def test_a_step_that_is_not_finite_updates_nothing(
 
 @PRECISIONS
 def test_evaluation_leaves_no_trace(compute: str, fp8: Fp8Recipe | None) -> None:
-    """FP8 tables bitwise unchanged, and the steps after it are those of a run that never evaluated,
-    with dropout on."""
+    """FP8 tables stay the same bits, and so do later steps compared with a run without evaluation.
+
+    Dropout is on.
+    """
     dropout = gpt_spec(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
     watched, other = (build_run(compute=compute, fp8=fp8, model=dropout) for _ in range(2))
     for number in range(3):
@@ -241,7 +250,7 @@ def test_the_same_run_twice_is_the_same_bit_for_bit(compute: str, fp8: Fp8Recipe
 
 
 def test_a_batch_without_counted_tokens_is_no_update() -> None:
-    """Nothing to learn from: reported as not finite, not a crash."""
+    """A batch without counted tokens is reported as not finite and does not crash."""
     state = build_run()
     empty = microbatch(1)
     empty.targets_BS[:] = -100
@@ -252,9 +261,9 @@ def test_a_batch_without_counted_tokens_is_no_update() -> None:
 
 
 class CopiesToTheHost(TorchFunctionMode):
-    """Counts the calls that wait for a device and read numbers from it.
+    """Count the calls that wait for a device and read numbers from it.
 
-    `__bool__` is left out: on a CPU alone, the loss looks whether any target is ignored.
+    `__bool__` is left out, since the loss checks on CPUs only whether any target is ignored.
     """
 
     NAMES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__index__")
@@ -272,7 +281,7 @@ class CopiesToTheHost(TorchFunctionMode):
 
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
 def test_a_step_copies_once_from_the_device(clip_grad_norm: float | None) -> None:
-    """Loss, norm, number of tokens and the flags that ranks agree by come together."""
+    """Loss, norm, number of tokens and the ranks' flags come in one copy."""
     state = build_run(optim=optim_spec(clip_grad_norm=clip_grad_norm))
     train_step(state, [microbatch(1)])
     with CopiesToTheHost() as copies:

@@ -1,4 +1,4 @@
-"""`trainer.max_time` and restarts without progress."""
+"""Tests of `trainer.max_time`, and of restarts without progress."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_save_beside_training_ends_before_the_last_one() -> None:
     clock.now = 120.0
     assert not limit.is_due()  # 20 + 10 + 5
     clock.now = 130.0
-    assert limit.is_due(under_way=10.0)  # 30 + 10 + 2 x 10: the first to end is known to take 10
+    assert limit.is_due(under_way=10.0)  # 30 + 10 + 2 x 10: the save that ends first takes 10
     clock.now = 135.0
     assert not limit.is_due()  # 35 + 10 + 5
 
@@ -76,7 +76,7 @@ def test_three_restarts_without_progress(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "3 restarts have begun at step 8" in text and text.count("saved none") == 3
     assert "on node2: reached step 11" in text
-    check_progress(tmp_path, 8, restarted(0, job="6"))  # a person submits it again
+    check_progress(tmp_path, 8, restarted(0, job="6"))  # a user submits the job again
     assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
 
 

@@ -1,5 +1,8 @@
-"""Options that each work alone, together: FP8 recipes, architectures, recomputation, documents,
-FP16, weights outside half precision, tensor parallelism."""
+"""Options that work alone also work together.
+
+They are FP8 recipes, architectures, recomputation, documents, FP16, FP32 weights and tensor
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ FP8 = Fp8Recipe(amax_history_len=4)
 
 
 def with_documents(seed: int) -> dict[str, np.ndarray]:
-    """Ends every five tokens, as `reset_position_ids` and `reset_attention_mask` give them."""
+    """Return a microbatch with a document end after every five tokens, as the settings give it."""
     places = np.tile(np.arange(SEQ), (2, 1))
     return {"position_ids_BS": places % 5, "document_ids_BS": (places // 5).astype(np.int32)}
 
 
 def trained(spec: RunSpec, *, documents: bool = False, steps: int = 3) -> TrainState:
-    """The state after a few steps."""
+    """Return the state after a few steps."""
     state = build(spec, single_rank())
     for step in range(steps):
         batches = [microbatch(2 * step + index) for index in range(2)]
@@ -66,7 +69,7 @@ def assert_same(one: TrainState, other: TrainState) -> None:
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recomputation_changes_no_weight(name: str, shape: dict, documents: bool) -> None:
-    """A second forward moves no history and no scale, and draws the same dropout."""
+    """A second forward pass changes no history and no scale, and draws the same dropout masks."""
     sizes = WIDE if name == "blockwise" else {}
     recipe = dataclasses.replace(FP8, name=name)
     model = gpt_spec(**shape, **DROPOUT, **sizes)
@@ -84,7 +87,7 @@ def test_recomputation_changes_no_weight(name: str, shape: dict, documents: bool
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
 def test_weights_in_fp8_beside_fp32_ones_are_the_same_as_cast_each_time(name: str) -> None:
-    """Without O2 both are cast from the FP32 numbers."""
+    """Both kinds of weights are cast from the FP32 numbers if O2 is off."""
     sizes = WIDE if name == "blockwise" else {}
     states = []
     for in_fp8 in (False, True):
@@ -98,7 +101,7 @@ def test_weights_in_fp8_beside_fp32_ones_are_the_same_as_cast_each_time(name: st
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["", "fp8_params"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp16_learns_in_every_recipe(name: str, in_fp8: bool) -> None:
-    """Scaled gradients overflow at first; once the scale fits they teach, in FP8 too."""
+    """Scaled gradients overflow at first; when the scale fits, the model learns, also in FP8."""
     if in_fp8 and name.startswith("rowwise"):
         pytest.skip("refused by the configuration")
     sizes = WIDE if name == "blockwise" else {}
@@ -141,8 +144,8 @@ def test_two_tensor_parallel_ranks_recompute_in_every_recipe() -> None:
         alone = run_case(plain, single_rank())
         for rank in ranks:
             assert rank[name].losses == pytest.approx(alone.losses, rel=3e-3), name
-            # The first step's weights are equal; later norms part as the losses do, and more in
-            # blockwise's wider model: there rowwise parts by 5 %, tensorwise by 2, BF16 by 1.
+            # The first weights are equal. Later norms differ as the losses do, and more in the
+            # wider model of blockwise: there, rowwise differs by 5 %, tensorwise by 2, BF16 by 1.
             later = 1e-1 if name.startswith("blockwise") else 1e-2
             assert rank[name].norms[0] == pytest.approx(alone.norms[0], rel=5e-3), name
             assert rank[name].norms == pytest.approx(alone.norms, rel=later), name

@@ -1,4 +1,4 @@
-"""Runs with SentencePiece's and tiktoken's tokenizers: trained, continued, generated, exported."""
+"""Runs with SentencePiece's and tiktoken's tokenizers train, continue, generate and export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = [
     f"def function_{n}(x):\n    return x * {n * 7} + {n % 13}\n" * (n % 5 + 1) for n in range(90)
 ]
 SHORT = ["trainer.precision=32", "model.tokenizer.vocab_size=1000"]
-END = "<stop>"  # of a document, for SentencePiece: another piece than its end of a sentence
+END = "<stop>"  # end of a document: for SentencePiece, another piece than its end of a sentence
 
 
 def sentencepiece_model(folder: Path) -> list[str]:
@@ -76,7 +76,7 @@ def test_trained_continued_generated_exported_and_back(
     assert found is not None and found.digest == recorded.digest
     assert (run / kind).is_file() and not (run / "tokenizer.json").exists()
 
-    # As versions before named it: it is read, and named by its kind when the run is continued.
+    # Earlier versions used this name: the file is read, and renamed when the run continues.
     (run / kind).rename(run / "tokenizer.json")
     old = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": found.end_of_document}
     (run / "tokenizer_config.json").write_text(json.dumps(old))
@@ -95,7 +95,9 @@ def test_trained_continued_generated_exported_and_back(
     assert "transformers does not read this kind of tokenizer" in capsys.readouterr().out
     model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
     assert model.generation_config.eos_token_id == recorded.eod_id
-    with pytest.raises(ValueError, match="tokenizer"):  # rather than one that gives other tokens
+    with pytest.raises(
+        ValueError, match="tokenizer"
+    ):  # a tokenizer that gives other tokens would be wrong
         transformers.AutoTokenizer.from_pretrained(theirs)
     assert import_hf.main([str(theirs), str(tmp_path / "ours")]) == 0
     back = find_tokenizer(tmp_path / "ours")

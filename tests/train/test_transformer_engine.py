@@ -1,4 +1,4 @@
-"""Whole runs with Transformer Engine's own Python on a CPU, each a process of its own."""
+"""Whole runs with Transformer Engine's own Python code on a CPU, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sources() -> None:
 
 @pytest.mark.parametrize("ranks", [[], pytest.param(TWO_RANKS, marks=pytest.mark.slow)])
 def test_a_run_says_what_it_is(place: Place, ranks: list[str]) -> None:
-    """In its header and in its summary; the share of FP8 is what was counted at the products."""
+    """Header and summary name the backend; the FP8 fraction is that counted at the products."""
     done = place.run(*TE, *ranks, "trainer.max_steps=4")
     assert done.code == 0, done.output
     assert f"; {WHAT}" in done.output and "te emulated" in done.output
@@ -37,7 +37,7 @@ def test_a_run_says_what_it_is(place: Place, ranks: list[str]) -> None:
 def test_a_run_that_ends_early_continues_bit_for_bit(
     place: Place, tmp_path_factory: pytest.TempPathFactory, fault: list[object]
 ) -> None:
-    """With dropout, whose generators are in the checkpoint's place of the run."""
+    """Dropout is on; its masks follow from the position in the run, also after a restart."""
     undisturbed = Place(place.driver, place.data, tmp_path_factory.mktemp("undisturbed"))
     assert undisturbed.run(*TE).code == 0
     assert place.run(*TE, fault=fault).code != 0

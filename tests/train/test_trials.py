@@ -1,4 +1,4 @@
-"""`fast_dev_run` from the shell, and what its summary says of the precision that ran."""
+"""Tests of `fast_dev_run` from the shell, and of the precision that its summary names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs become models of transformers, and such models the start of runs."""
+"""Runs are exported to models of transformers, and such models start new runs."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_run_to_transformers_and_back(
     assert tokenizer(PROMPT)["input_ids"] == prompt
     assert model.generation_config.eos_token_id == own.eod_id == tokenizer.eos_token_id
 
-    # Greedy: the same tokens, and the same text from the command line.
+    # Greedy generation gives the same tokens, and the same text from the command line.
     plain = load_model(reader, torch.float32, torch.device("cpu"))
     mine = list(draw(plain, prompt, 16, Sampling(), vocab_size=own.vocab_size))
-    model.generation_config.eos_token_id = None  # on and on
+    model.generation_config.eos_token_id = None  # no end
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=16)
     assert expected[0].tolist() == prompt + mine
     capsys.readouterr()
@@ -82,7 +82,7 @@ def test_run_to_transformers_and_back(
     until_end = mine[: mine.index(own.eod_id)] if own.eod_id in mine else mine
     assert capsys.readouterr().out == f"{PROMPT}{own.decode(until_end)}\n"
 
-    # Back again, bit for bit; and a run that starts there.
+    # The model is imported again, bit for bit, and a run starts from it.
     assert import_hf.main([str(theirs), str(ours)]) == 0
     back = Reader(find_checkpoint(ours, print))
     before, after = tensors(reader), tensors(back)
@@ -93,7 +93,7 @@ def test_run_to_transformers_and_back(
         "exp_manager.name=second",
         f"restore_from_path={ours}",
         "trainer.max_steps=2",
-        "trainer.nonfinite_policy=rollback",  # which saves step 0
+        "trainer.nonfinite_policy=rollback",  # this policy saves step 0
     )
     assert started.code == 0 and f"weights from {ours}" in started.output, started.output
     first = Reader(place.checkpoint(0, "second"))
@@ -104,7 +104,7 @@ def test_run_to_transformers_and_back(
     assert own_yaml.restore_from_path == str(ours)
     assert check_fits(replace(own_yaml.model, vocab_size=384), back) == []
 
-    # Another shape is refused before a step is made.
+    # Another shape is refused before the first step.
     refused = place.run(
         *shape, "exp_manager.name=third", f"restore_from_path={ours}", "model.num_layers=3"
     )
@@ -114,7 +114,7 @@ def test_run_to_transformers_and_back(
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama of theirs, without a tokenizer, brought in."""
+    """Import a small Llama of transformers, without a tokenizer."""
     folder = tmp_path_factory.mktemp("imported")
     config = transformers.LlamaConfig(
         vocab_size=100,
@@ -214,7 +214,7 @@ def test_divisor(rows: int, vocab_size: int, expected: int) -> None:
 
 
 def test_cached_generation_is_the_uncached_one() -> None:
-    """One token at a time with keys and values kept, against the whole text each time."""
+    """Tokens generated with a cache of keys and values equal those computed from the whole text."""
     for changes in (
         {},
         dict(position_embedding_type="rope", num_query_groups=2, rotary_percentage=0.5),
@@ -233,7 +233,7 @@ def test_cached_generation_is_the_uncached_one() -> None:
 
 
 def test_sampling() -> None:
-    """Temperature, top-k and top-p against their definitions, by counting."""
+    """Temperature, top-k and top-p are compared with their definitions by counting."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     generator = torch.Generator().manual_seed(0)
 
@@ -260,7 +260,7 @@ def test_a_text_beyond_learned_positions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("positions", ["rope", "alibi", "none", "learned_absolute"])
-def test_a_text_beyond_the_trained_length_is_told(positions: str) -> None:
+def test_a_text_beyond_the_trained_length_is_warned_of(positions: str) -> None:
     spec = gpt_spec(position_embedding_type=positions)  # of 16
     assert beyond_training(spec, 6, 10) is None
     warning = beyond_training(spec, 7, 10)

@@ -1,4 +1,4 @@
-"""What would stop a run's saves ends it before its first step."""
+"""A run that could not save its checkpoints ends before its first step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def size_of(checkpoint: Path) -> int:
     return sum(path.stat().st_size for path in checkpoint.iterdir())
 
 
-def test_too_little_room(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    """Every 2 of 12 steps, the newest 3 kept: 4 lie there while the newest is verified."""
-    done = place.run(fault=["little_room", 3_000_000])
+def test_too_little_disk_space(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """Every 2 of 12 steps save and 3 are kept: 4 exist while the newest is verified."""
+    done = place.run(fault=["little_disk_space", 3_000_000])
     assert done.code == 2 and place.last_step() == 0, done.output
     said = re.search(
         r"checkpoints: 4 checkpoints, kept at once, need (\d+) bytes and 3000000 are free",
@@ -31,9 +31,9 @@ def test_too_little_room(place: Place, undisturbed: tuple[Place, Done]) -> None:
     each = size_of(undisturbed[0].checkpoint(12))
     assert 4 * each <= int(said[1]) < 6 * each
     assert not list(place.dir().glob("checkpoints/*"))
-    done = place.run(fault=["little_room", int(said[1])])
+    done = place.run(fault=["little_disk_space", int(said[1])])
     assert done.code == 0
-    done = place.run("trainer.max_steps=20", fault=["little_room", int(said[1]) // 4])
+    done = place.run("trainer.max_steps=20", fault=["little_disk_space", int(said[1]) // 4])
     assert done.code == 0, "three lie there already: one more is needed"
 
 
@@ -50,7 +50,7 @@ def test_all_ranks_try(place: Place) -> None:
     [
         ({}, 0, 0, 4),  # 3 kept and the new one
         ({}, 0, 3, 1),
-        ({"keep": 10}, 0, 0, 6),  # no more than are made
+        ({"keep": 10}, 0, 0, 6),  # no more than the run saves
         ({"keep": 10}, 7, 3, 3),  # of steps 8, 10, 12
         ({"save_top_k": 1}, 0, 0, 5),
         ({"save_top_k": -1}, 0, 0, 6),
