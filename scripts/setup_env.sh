@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that `make` uses, or finds at once that it is ready.
+# Make the virtual environment that `make` uses; if it is ready, return at once.
 #
-#   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); what `make` calls
-#   scripts/setup_env.sh --in-place [--dev]   no .venv: install into PYTHON itself and keep its torch
-#                                     (containers)
+#   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); `make` calls this
+#   scripts/setup_env.sh --in-place [--dev]   make no .venv: install into PYTHON itself and keep its
+#                                     torch (for containers)
 #
-# Environment: PYTHON (an interpreter to use), VENV (.venv), TORCH_PIN (the CPU build's version).
-# Safe to interrupt at any point and to run again: what is complete is kept, the rest is made anew.
+# Environment: PYTHON (the interpreter), VENV (default .venv), TORCH_PIN (version of the CPU build).
+# The script may be interrupted at any point and run again: complete packages are kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_PIN=${TORCH_PIN:-2.13.0}
-TORCH_RANGE='torch>=2.11,<2.14' # those that the project is tested with
+TORCH_RANGE='torch>=2.11,<2.14' # the versions that the project is tested with
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=${VENV:-.venv}
 ASKED_PYTHON=${PYTHON:-}
@@ -30,7 +30,7 @@ die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
 
 # ---- the interpreter ------------------------------------------------------------------------
 
-# Prints nothing when `$1` can be used, else why not.
+# Print why `$1` cannot be used; print nothing if it can.
 why_not_usable() {
     command -v "$1" >/dev/null 2>&1 || { echo "not found"; return; }
     "$1" - 2>/dev/null <<'PY' || echo "does not run"
@@ -66,7 +66,7 @@ find_python() {
 
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
-# ---- pip, quietly: one line a phase, the whole story in the log -----------------------------
+# ---- pip prints one line for each phase; all its output is in the log -----------------------
 
 run_logged() {
     printf '\n$ %s\n' "$*" >>"$log"
@@ -103,10 +103,10 @@ Another version: make TORCH_PIN=2.11.0; another interpreter: make PYTHON=python3
     if [ "$(uname -s)" = Linux ]; then
         say "installing torch $TORCH_PIN (CPU build: no NVIDIA GPU found; about 200 MB)"
         run_logged "$py" -m pip install "torch==$TORCH_PIN+cpu" && return
-        say "  not on the configured index; trying PyTorch's own"
+        say "  the configured package index does not have it; trying PyTorch's own"
         run_logged "$py" -m pip install --timeout 10 --retries 0 \
             --extra-index-url "$CPU_INDEX" "torch==$TORCH_PIN+cpu" && return
-        say "  not reachable; installing the standard build, which may be the large CUDA one (a few GB)"
+        say "  PyTorch's index is not reachable; installing the standard build, which may be the large CUDA one (a few GB)"
     else
         say "installing torch $TORCH_PIN"
     fi
@@ -126,7 +126,7 @@ if $in_place; then
         install_torch
     fi
     say "installing the other dependencies"
-    # The list without torch: an image's own build may carry a version that pip would replace.
+    # Torch is left out of the list: pip might replace an image's own build because of its version.
     mapfile -t others < <("$py" -c '
 import re, sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
@@ -142,7 +142,7 @@ fi
 
 # ---- the virtual environment ----------------------------------------------------------------
 
-# Two `make` at once: the second waits for the first, then finds all done.
+# Of two `make` at the same time, the second waits for the first and then finds everything ready.
 if command -v flock >/dev/null 2>&1; then
     exec 9>"$VENV.lock"
     flock 9
@@ -153,7 +153,7 @@ log=$VENV/setup.log
 stamp_hash() { cat pyproject.toml scripts/setup_env.sh <(echo "$TORCH_PIN" "$PWD") | cksum | tr -c '0-9\n' -; }
 stamp=.stamp-$(stamp_hash)
 
-# Complete packages only: an interrupted pip leaves a package without its RECORD, which it writes last.
+# Succeed if all packages are complete: pip writes RECORD last, so that a package without it is not.
 venv_is_sound() {
     "$py" - <<'PY' >/dev/null 2>&1
 import importlib.metadata as metadata, sys, sysconfig
@@ -167,7 +167,7 @@ venv_is_as_asked() {
     [ -z "$ASKED_PYTHON" ] || [ "$(python_version "$ASKED_PYTHON" 2>/dev/null)" = "$(python_version "$py")" ]
 }
 
-# Ready? (`--dev` includes all that a plain set-up has.)
+# Exit if .venv is ready. (`--dev` includes everything of a plain set-up.)
 if [ -x "$py" ] && venv_is_as_asked \
     && { [ -e "$VENV/$stamp-dev" ] || { [ -z "$extras" ] && [ -e "$VENV/$stamp" ]; }; } \
     && "$py" -c '' 2>/dev/null; then
@@ -178,7 +178,7 @@ if [ -e "$VENV" ] && venv_is_sound && venv_is_as_asked; then
     say "updating $VENV (Python $(python_version "$py"))"
 else
     python=$(find_python)
-    [ ! -e "$VENV" ] || say "$VENV is incomplete or made by another Python: making it anew"
+    [ ! -e "$VENV" ] || say "$VENV is incomplete or was made by another Python; it is made again"
     say "making $VENV with $python (Python $(python_version "$python"))"
     "$python" -m venv --clear "$VENV" || die "$python -m venv failed (Debian and Ubuntu: apt install python3-venv)"
 fi
@@ -186,7 +186,7 @@ fi
 has_torch || install_torch
 say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
 run_logged "$py" -m pip install --editable ".[te-cpu${extras:+,$extras}]" || give_up "the dependencies could not be installed"
-if [ -n "$extras" ]; then # tests run over it; they fetch it themselves where this could not
+if [ -n "$extras" ]; then # tests need it, and download it themselves if this fails
     run_logged "$py" -m megafp8.backends.te.cpu \
         || say "  Transformer Engine's Python could not be fetched: $(tail -n 1 "$log")"
 fi

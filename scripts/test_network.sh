@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Hosts with addresses of their own on this one machine, for tests: a bridge, and a network namespace
-# for each host, in which `eth0` has its address.
+# Imitate hosts with addresses of their own on this machine, for tests: a bridge, and for each host a
+# network namespace in which `eth0` has the host's address.
 #
-#   scripts/test_network.sh up BRIDGE NET PREFIX COUNT     hosts PREFIX1 … at NET.11 …, the bridge at NET.1
+#   scripts/test_network.sh up BRIDGE NET PREFIX COUNT     hosts PREFIX1 … get NET.11 …, the bridge NET.1
 #   scripts/test_network.sh down BRIDGE NET PREFIX COUNT
-#   nsenter --net=/run/netns/PREFIX1 …                     runs something there
+#   nsenter --net=/run/netns/PREFIX1 …                     run a command on a host
 #
-# Root and Debian's iproute2.
+# The script needs root and Debian's package iproute2.
 set -euo pipefail
-[ $# = 5 ] || { echo "test_network: say up or down, BRIDGE, NET, PREFIX and COUNT" >&2; exit 2; }
+[ $# = 5 ] || { echo "test_network: give up or down, BRIDGE, NET, PREFIX and COUNT" >&2; exit 2; }
 way=$1; bridge=$2; net=$3; prefix=$4; count=$5
-ends=v$(printf '%s' "$prefix" | cksum | cut -c1-6) # names of interfaces are short
+ends=v$(printf '%s' "$prefix" | cksum | cut -c1-6) # names of interfaces must be short
 
 down() {
     for i in $(seq 1 "$count"); do
@@ -37,5 +37,5 @@ up)
     done
     ;;
 down) down ;;
-*) echo "test_network: up or down, not $way" >&2; exit 2 ;;
+*) echo "test_network: give up or down, not $way" >&2; exit 2 ;;
 esac

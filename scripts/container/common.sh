@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Where the container scripts keep images, and how they call buildah and podman. Sourced, not run.
-# Works as root on a machine without Docker, systemd and cgroup delegation, as in most CI.
+# The container scripts source this file: it says where images are and how to call buildah and podman.
+# It works as root on a machine without Docker, systemd and cgroup delegation, as in most CI systems.
 IMAGE=${IMAGE:-localhost/megafp8:cpu}
 BASE=${BASE:-localhost/megafp8-base:bookworm}
 STORE=${STORE:-${XDG_CACHE_HOME:-$HOME/.cache}/megafp8/containers}

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# The quick tests and the default job inside the image, with the network off.
+# Run the fast tests and the default job in the image, without a network.
 #
-# Environment: IMAGE, STORE as for build.sh; TESTS (what pytest runs; `tests` for the whole default
-# suite), WORKERS (processes that run them, 2), JOB (the default job's arguments: `model.fp8=True` is all
-# of it).
+# Environment: IMAGE and STORE as for build.sh; TESTS (paths for pytest; `tests` for all default tests),
+# WORKERS (processes for the tests, default 2), JOB (arguments of the default job; `model.fp8=True` runs
+# the whole job).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 tests=${TESTS:-tests/data tests/models tests/observe tests/optim tests/plan tests/precision tests/spec}
 job=${JOB:-model.fp8=True}
 
-echo "container: the network inside is off"
+echo "container: checking that there is no network"
 "$here/run.sh" --entrypoint python3 -- -c 'import os, sys
 found = set(os.listdir("/sys/class/net"))
-sys.exit(f"container: error: it has {found}" if found != {"lo"} else 0)'
+sys.exit(f"container: error: there are network interfaces: {found}" if found != {"lo"} else 0)'
 echo "container: tests"
 # shellcheck disable=SC2086  # lists of words
 "$here/run.sh" --entrypoint python3 --env HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis \

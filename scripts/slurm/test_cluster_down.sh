@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Ends the Slurm that test_cluster_up.sh started in DIR: its jobs, its processes, its network.
+# End the Slurm that test_cluster_up.sh started in DIR: its jobs, processes and network.
 set -u
-[ $# = 1 ] || { echo "test_cluster_down: say which: test_cluster_down.sh DIR" >&2; exit 2; }
+[ $# = 1 ] || { echo "test_cluster_down: usage: test_cluster_down.sh DIR" >&2; exit 2; }
 dir=$1
-[ -e "$dir/pids" ] || { echo "test_cluster_down: none is up in $dir"; exit 0; }
+[ -e "$dir/pids" ] || { echo "test_cluster_down: no Slurm runs in $dir"; exit 0; }
 export SLURM_CONF=$dir/slurm.conf
 alive() { [ -r "/proc/$1/status" ] && ! grep -q '^State:.Z' "/proc/$1/status"; }
 wait_for() { for _ in $(seq 1 50); do alive "$1" || return 0; sleep 0.1; done; return 1; }
@@ -15,11 +15,11 @@ if [ -n "$jobs" ]; then # shellcheck disable=SC2086
     for _ in $(seq 1 50); do [ -z "$(timeout 5 squeue -h 2>/dev/null)" ] && break; sleep 0.2; done
 fi
 tac "$dir/pids" | while read -r name pid; do
-    case "$(cat "/proc/$pid/comm" 2>/dev/null)" in # only what it was when it was written down
+    case "$(cat "/proc/$pid/comm" 2>/dev/null)" in # only if the process id still belongs to that daemon
         "${name%%.*}"*) kill -TERM "$pid"; wait_for "$pid" || kill -KILL "$pid" ;;
     esac
 done
-# A step's own daemon outlives slurmd if its task hangs: it names its node and this configuration.
+# The daemon of a step outlives slurmd if its task hangs. Its environment names this configuration.
 for pid in $(pgrep -x slurmstepd); do
     if { tr '\0' '\n' <"/proc/$pid/environ"; } 2>/dev/null | grep -qxF "SLURM_CONF=$dir/slurm.conf"; then
         kill -KILL "$pid"

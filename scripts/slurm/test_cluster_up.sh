@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# A real Slurm on this one machine, for tests: nodes with addresses and host names of their own.
+# Start a real Slurm on this machine, for tests: nodes have addresses and host names of their own.
 #
 #   scripts/slurm/test_cluster_up.sh DIR [NODES=2] [CPUS=2] [GPUS=0]
-#   . DIR/env                                    then sbatch, srun, squeue, scontrol talk to it
+#   . DIR/env                                    then sbatch, srun, squeue and scontrol use it
 #   scripts/slurm/test_cluster_down.sh DIR
 #
 # Each node is a slurmd in its own network and UTS namespace on the bridge megafp8br0 (10.88.0.0/24).
-# No systemd, no cgroups, no accounting; GPUS are pretended ones (null devices). Partition `high`
-# preempts partition `batch`, after a GraceTime. Root, and on Debian 12:
+# There is no systemd, no cgroup and no accounting; GPUs are imitated by null devices. Partition `high`
+# preempts partition `batch` after a GraceTime. The script needs root, and on Debian 12:
 #   apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2
-# All it writes is in DIR; process ids are in DIR/pids.
+# All its files are in DIR; process ids are in DIR/pids.
 set -euo pipefail
 die() { echo "test_cluster_up: error: $*" >&2; exit 1; }
-[ $# -ge 1 ] || die "say where: test_cluster_up.sh DIR [NODES] [CPUS] [GPUS]"
+[ $# -ge 1 ] || die "usage: test_cluster_up.sh DIR [NODES] [CPUS] [GPUS]"
 nodes=${2:-2}; cpus=${3:-2}; gpus=${4:-0}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 net=10.88.0
@@ -24,8 +24,8 @@ for name in slurmctld slurmd sbatch munged ip nsenter; do
 --no-install-recommends slurmctld slurmd slurm-client munge iproute2)"
 done
 mkdir -p "$1"; dir=$(cd "$1" && pwd)
-[ ! -s "$dir/pids" ] || die "$dir/pids exists: is it up already? (test_cluster_down.sh $dir)"
-! ip link show megafp8br0 >/dev/null 2>&1 || die "the bridge megafp8br0 exists: another test cluster is up"
+[ ! -s "$dir/pids" ] || die "$dir/pids exists, so that a cluster may run there: end it with test_cluster_down.sh $dir"
+! ip link show megafp8br0 >/dev/null 2>&1 || die "the bridge megafp8br0 exists: another test cluster runs"
 mkdir -p "$dir"/{ctld,log,spool,munge,munge-run}
 chmod 755 "$dir" "$dir/munge-run"; chmod 700 "$dir/munge"
 host=$(hostname -s)
@@ -35,7 +35,7 @@ printf 'export SLURM_CONF=%s\n' "$dir/slurm.conf" >"$dir/env"
 export SLURM_CONF=$dir/slurm.conf
 trap 'code=$?; [ "$code" = 0 ] || "$here/test_cluster_down.sh" "$dir" >&2 || true' EXIT
 
-# ---- the network: one bridge, one namespace a node
+# ---- the network: one bridge, and one namespace for each node
 
 ip link add megafp8br0 type bridge
 ip addr add "$net.1/24" dev megafp8br0
@@ -66,7 +66,7 @@ if [ "$gpus" -gt 0 ]; then
         >"$dir/gres.conf"
 fi
 : >"$dir/plugstack.conf"
-# cred_expire also says how long a requeued job waits: 10 s instead of 2 minutes.
+# cred_expire also sets how long a requeued job waits: 10 s instead of 2 minutes.
 cat >"$dir/slurm.conf" <<CONF
 ClusterName=megafp8test
 SlurmctldHost=$host($net.1)
@@ -120,7 +120,7 @@ slurmctld -D -i -f "$dir/slurm.conf" >"$dir/log/slurmctld.out" 2>&1 </dev/null &
 echo "slurmctld $!" >>"$dir/pids"
 for i in $(seq 1 "$nodes"); do
     mkdir -p "$dir/spool/node$i"
-    # Not `ip netns exec`: it mounts /sys anew, and slurmd does not start without /sys/fs/cgroup.
+    # `ip netns exec` would mount /sys again, and slurmd does not start without /sys/fs/cgroup.
     nsenter --net="/run/netns/megafp8-node$i" unshare --uts --mount sh -c \
         "mount --bind '$dir/hosts' /etc/hosts && hostname node$i && exec slurmd -D -N node$i -f '$dir/slurm.conf'" \
         >"$dir/log/slurmd.node$i.out" 2>&1 </dev/null &
