@@ -22,7 +22,6 @@ PACKAGE = ROOT / "megafp8"
 FOLDERS = ("megafp8", "benchmarks", "examples", "hydra_plugins", "scripts")
 
 NOT_YET = (
-    "megafp8/checkpoint/*",
     "megafp8/cli/*",
     "megafp8/config/*",
     "megafp8/precision/kernels/triton_*.py",

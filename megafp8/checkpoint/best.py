@@ -1,4 +1,4 @@
-"""Which checkpoints are the best of a run, by what was measured when each was saved."""
+"""Choose the best checkpoints of a run, by the metrics that each one records."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ from megafp8.checkpoint.verification import check_structure
 from megafp8.errors import CheckpointError
 
 METRICS = "metrics"
-"""In a manifest's meta: what was measured last before the save, by name."""
+"""The key in a manifest's `meta` under which the last metrics before the save stand, by name."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """The `count` best by `monitor` are kept besides the newest; -1 keeps all, 0 none."""
+    """Say which checkpoints are kept besides the newest: the best ones by a metric.
+
+    Attributes:
+        count: How many are kept; -1 keeps all, 0 none.
+        monitor: The metric's name.
+        mode: Whether the smallest or the largest value is best.
+    """
 
     count: int = 0
     monitor: str = "val_loss"
     mode: Literal["min", "max"] = "min"
 
     def of(self, step_dirs: Sequence[Path]) -> set[Path]:
-        """The best of these checkpoints; of equal ones the earlier. Unmeasured do not count."""
+        """Return the best of these checkpoints.
+
+        Of equally good ones the earlier is better. A checkpoint without the metric is never best.
+        """
         if self.count < 0:
             return set(step_dirs)
         if self.count == 0:
@@ -35,17 +44,18 @@ class Best:
             (path for path, score in scores.items() if score is not None),
             key=lambda path: path.name,
         )
-        # Stable: of those between two validations the one that was measured itself comes first.
+        # Checkpoints between two validations record the same value. The sort is stable, so the
+        # earliest of them, which is the one that was validated, stays first.
         ranked.sort(key=lambda path: sign * (scores[path] or 0.0))
         return set(ranked[: self.count])
 
 
 NONE = Best()
-"""Only the newest checkpoints are kept."""
+"""Keeps the newest checkpoints only."""
 
 
 def score_of(step_dir: Path, monitor: str) -> float | None:
-    """What the checkpoint's manifest says was measured; None without a finite number."""
+    """Return the metric `monitor` of a checkpoint; None unless its manifest has a finite number."""
     try:
         value = check_structure(step_dir).meta.get(METRICS, {}).get(monitor)
     except CheckpointError:

@@ -1,7 +1,9 @@
-"""GPTs in the form of Hugging Face's transformers: GPT-2 and Llama, both ways, bit for bit.
+"""Convert GPTs to and from the form of the library transformers, as GPT-2 or Llama, bit for bit.
 
-Logical tensors become theirs by renaming; GPT-2 keeps linears transposed ([in, out]) and its QKV
-in one. Files are safetensors, nothing is unpickled.
+A logical tensor of ours becomes a tensor of transformers by renaming. GPT-2 also keeps the weights
+of linears transposed, as [in, out], and joins queries, keys and values in one tensor. Only
+safetensors files are read and written; nothing is unpickled. In this file `theirs` marks names of
+transformers, and `ours` logical names.
 """
 
 from __future__ import annotations
@@ -29,17 +31,21 @@ MAX_FILE_BYTES = 5 << 30
 
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
 _LLAMA_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
-_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # old files' buffers
+_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers in old files
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
 
 class ConversionError(UserError):
-    """A model that neither of the two architectures can express."""
+    """Report a model that neither of the two architectures can express."""
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """One tensor of theirs: ours one below the other, then transposed if they keep it so."""
+    """Say which logical tensors make up one tensor of transformers.
+
+    The logical tensors are joined along their first dimension, and the result is then transposed
+    if `transposed` is set.
+    """
 
     theirs: str
     ours: tuple[str, ...]
@@ -50,15 +56,19 @@ class Mapped:
 
 
 def architecture(spec: GPTSpec) -> str:
-    """`gpt2` or `llama`, whichever has all that the model has; `ConversionError` if none does."""
+    """Return which architecture can express a model: `gpt2` or `llama`.
+
+    Raises:
+        ConversionError: Neither can; the message names the settings that do not fit.
+    """
     misfits = {"gpt2": _misfits(spec, _GPT2), "llama": _misfits(spec, _LLAMA)}
     for name, wrong in misfits.items():
         if not wrong:
             return name
     raise ConversionError(
-        "transformers has neither this GPT-2 nor this Llama. "
-        + "; ".join(f"Not {name}: {', '.join(wrong)}" for name, wrong in misfits.items())
-        + ". Export a model of one of the two shapes"
+        "neither GPT-2 nor Llama of transformers can express this model. "
+        + "; ".join(f"{name} has no {', '.join(wrong)}" for name, wrong in misfits.items())
+        + ". Export a model without these settings"
     )
 
 
@@ -86,7 +96,13 @@ def _misfits(spec: GPTSpec, needs: dict[str, Callable[[GPTSpec], bool]]) -> list
 
 
 def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
-    """`config.json` of the model."""
+    """Return the content of a model's `config.json`.
+
+    Args:
+        spec: The model.
+        dtype: The dtype in which the weights are written.
+        eod_id: The token that ends a document, which becomes the token of begin and end.
+    """
     common = {
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.share_embeddings_and_output_weights,
@@ -132,7 +148,7 @@ def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str
         "mlp_bias": spec.bias,
         "attention_dropout": spec.attention_dropout,
         "rope_parameters": rope,
-        # as transformers 4 has it
+        # transformers 4 reads these two, and transformers 5 `rope_parameters`
         "rope_theta": spec.rotary_base,
         "rope_scaling": None if factor is None else {"type": "linear", "factor": float(factor)},
         **common,
@@ -140,7 +156,11 @@ def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str
 
 
 def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
-    """The shape that a `config.json` describes; `CheckpointError` for what we do not have."""
+    """Return the model that a `config.json` describes; `file` is its path, for errors.
+
+    Raises:
+        CheckpointError: A key is missing, or no model of ours is the same.
+    """
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
@@ -148,8 +168,10 @@ def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
         if kind == "llama":
             return _from_llama(config, file)
     except (KeyError, TypeError, ValueError) as error:
-        raise _unfit(file, f"lacks a usable {error}", "Give a whole model folder") from error
-    raise _unfit(file, f"model_type is {kind!r}", "Models of type gpt2 and llama can be imported")
+        reason = f"a key is missing or has a wrong type ({error!r})"
+        raise CheckpointError(file, reason, "Give a complete model folder") from error
+    hint = "Models of type gpt2 and llama can be imported"
+    raise CheckpointError(file, f"model_type is {kind!r}", hint)
 
 
 def _from_gpt2(c: dict[str, Any], file: Path) -> GPTSpec:
@@ -186,9 +208,8 @@ def _from_llama(c: dict[str, Any], file: Path) -> GPTSpec:
     rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "linear"):
-        raise _unfit(
-            file, f"rope_type is {rope_type!r}", "Rotary positions of type default or linear fit"
-        )
+        hint = "Models with rope_type default or linear can be imported"
+        raise CheckpointError(file, f"rope_type is {rope_type!r}", hint)
     heads, hidden = int(c["num_attention_heads"]), int(c["hidden_size"])
     return GPTSpec(
         num_layers=int(c["num_hidden_layers"]),
@@ -217,18 +238,15 @@ def _from_llama(c: dict[str, Any], file: Path) -> GPTSpec:
 
 def _only(file: Path, config: dict[str, Any], key: str, fits: bool) -> None:
     if not fits:
-        raise _unfit(file, f"{key} is {config.get(key)!r}", "There is no such model here")
-
-
-def _unfit(file: Path, reason: str, hint: str) -> CheckpointError:
-    return CheckpointError(file, reason, hint)
+        hint = "megafp8 has no such model; import one without this setting"
+        raise CheckpointError(file, f"{key} is {config.get(key)!r}", hint)
 
 
 # --- tensors -------------------------------------------------------------------------------------
 
 
 def mapping(spec: GPTSpec) -> Iterator[Mapped]:
-    """Every tensor of theirs, in the order of the model."""
+    """Yield every tensor that transformers has of a model, in the model's order."""
     yield from _gpt2_tensors(spec) if architecture(spec) == "gpt2" else _llama_tensors(spec)
     if not spec.share_embeddings_and_output_weights:
         yield Mapped("lm_head.weight", ("head.weight",))
@@ -277,7 +295,7 @@ def _llama_tensors(spec: GPTSpec) -> Iterator[Mapped]:
 
 
 def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
-    """Of one of our tensors, by its logical name."""
+    """Return the shape of one of our tensors, given its logical name."""
     hidden, ffn, *_, part, kind = (spec.hidden_size, spec.ffn_hidden_size, *name.split("."))
     linears = {
         "query": (spec.query_size, hidden),
@@ -292,18 +310,18 @@ def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
         "head": (spec.vocab_size, hidden),
         "position": (spec.max_position_embeddings, hidden),
     }
-    shape = linears.get(part, (hidden,))  # else a norm's
+    shape = linears.get(part, (hidden,))  # what is not in the table belongs to a norm
     return shape if kind == "weight" else shape[:1]
 
 
 def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """One tensor of theirs; `read` gives ours by logical name."""
+    """Return one tensor of transformers; `read` returns one of ours by its logical name."""
     whole = torch.cat([read(name) for name in entry.ours])
     return whole.t().contiguous() if entry.transposed else whole
 
 
 def to_ours(entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Our tensors, by logical name, that one of theirs holds."""
+    """Return our tensors, by logical name, that one tensor of transformers holds."""
     rows = tensor.t() if entry.transposed else tensor
     parts = rows.chunk(len(entry.ours))  # queries, keys and values are of one size in GPT-2
     return {name: part.contiguous() for name, part in zip(entry.ours, parts, strict=True)}
@@ -322,13 +340,28 @@ def write_folder(
     num_tokens: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Config, generation config and weights into a new or empty folder; returns the files.
+    """Write a model into a new or empty folder as transformers reads it; return the files' paths.
 
-    Rows of the vocabulary from `num_tokens` on are padding, which generation is told to suppress.
+    The files are the configuration, the configuration of generation, and the weights.
+
+    Args:
+        folder: The folder, which is made if it does not exist.
+        spec: The model.
+        read: Returns one of our tensors by its logical name.
+        dtype: The dtype in which the weights are written.
+        eod_id: The token that ends a document.
+        num_tokens: The tokenizer's vocabulary. Rows beyond it are padding, which the configuration
+            of generation suppresses.
+        max_file_bytes: The largest size of a file of weights, if it holds more than one tensor.
+
+    Raises:
+        ConversionError: Neither architecture can express the model.
+        RunError: The folder is not empty.
+        CheckpointError: A file cannot be written.
     """
     config = to_config(spec, dtype, eod_id)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder}: is there already. Give a new or an empty folder")
+        raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
     with os_errors_reported(folder, "exporting a model"):
         folder.mkdir(parents=True, exist_ok=True)
         files = _write_weights(folder, spec, read, dtype, max_file_bytes)
@@ -348,7 +381,10 @@ def _write_weights(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> list[Path]:
-    """As many files as their size asks for, by the names that transformers looks for."""
+    """Write the weights into as many files as their size needs; return the files' paths.
+
+    The files have the names that transformers looks for; several files have an index.
+    """
     written: list[tuple[Path, list[str]]] = []
     waiting: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -381,10 +417,14 @@ def _write_weights(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model's folder."""
+    """Return the content of `config.json` in a model's folder.
+
+    Raises:
+        CheckpointError: The file is missing or not a JSON object.
+    """
     file = folder / CONFIG
     if not file.is_file():
-        raise CheckpointError(file, "is not there", "Give the folder of a downloaded model")
+        raise CheckpointError(file, "is missing", "Give the folder of a downloaded model")
     try:
         return read_json(file)
     except RunError as error:
@@ -392,9 +432,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our tensors, in FP32, from a folder of theirs; each is read when it is asked for.
+    """Yield the logical names and the tensors, in FP32, of a model in the form of transformers.
 
-    Names and shapes are checked before the first one is read.
+    Names and shapes of all tensors are checked before the first one is read. Each tensor is read
+    when the caller asks for the next one.
+
+    Raises:
+        CheckpointError: A file cannot be read, or the tensors are not those that `spec` has.
     """
     where = _files_by_tensor(folder)
     wanted = list(mapping(spec))
@@ -404,9 +448,8 @@ def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tenso
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
     known = {entry.theirs.removeprefix(prefix) for entry in wanted} | {"lm_head.weight"}
     if extra := sorted(n for n in where.keys() - known if not n.endswith(_NOT_WEIGHTS)):
-        raise CheckpointError(
-            folder, f"has {extra[0]}, which config.json does not tell of", "Give a whole model"
-        )
+        reason = f"has {extra[0]}, which a model of its config.json does not have"
+        raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
     for entry in wanted:
         _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
     for entry in wanted:
@@ -425,7 +468,7 @@ def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
     if entry.transposed:
         expected = expected[::-1]
     if actual != expected:
-        reason = f"{name} has shape {actual}, by config.json {expected}"
+        reason = f"{name} has shape {actual}; config.json asks for {expected}"
         raise CheckpointError(path, reason, "Give a model's own config.json and weights")
 
 
@@ -448,14 +491,16 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
             raise CheckpointError(index, f"cannot be read ({error})", "Download it again") from None
         for value in names.values():
             if Path(value).name != value:
-                raise CheckpointError(index, f"{value!r} is no plain name", "Download it again")
+                reason = f"{value!r} is not a file name without folders"
+                raise CheckpointError(index, reason, "Download it again")
         return {name: folder / value for name, value in names.items()}
     file = folder / WEIGHTS
     if not file.is_file():
         raise CheckpointError(
             file,
-            "is not there",
-            "Only safetensors are read: pickled weights (.bin, .pt) can run code",
+            "is missing",
+            "Give a model in safetensors files; pickled weights (.bin, .pt) are never read, since "
+            "they can run code",
         )
     with _opened(file) as opened:
         return dict.fromkeys(opened.keys(), file)

@@ -1,7 +1,9 @@
-"""Names of what lies in a checkpoint root.
+"""Name, list, set aside and delete the directories in a checkpoint root.
 
-`step_00000012` is committed; `step_00000012.damaged-1` was found damaged and set aside for people
-to look at; `.staging-*` is being written and `.trash-*` deleted, or was when its writer died.
+A checkpoint root is the directory that holds a run's checkpoints. In it, `step_00000012` is a
+committed checkpoint, and `step_00000012.damaged-1` one that was found damaged and is kept for
+people to look at. `.staging-*` is being written and `.trash-*` is being deleted, unless the process
+that did so has died.
 """
 
 from __future__ import annotations
@@ -20,29 +22,36 @@ _LEFTOVERS = (".staging-", ".trash-")
 
 
 def step_name(step: int) -> str:
-    """`step_00000012` for 12."""
+    """Return the name of a step's directory: `step_00000012` for 12."""
     return f"step_{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory name claims, None for any other name."""
+    """Return the step in the name of a checkpoint's directory, or None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def staging_path(root: Path, step: int) -> Path:
-    """A name that nobody else has."""
+    """Return a new path for writing the checkpoint of `step`; a random part makes it unique."""
     return root / f".staging-{step_name(step)}-{secrets.token_hex(8)}"
 
 
 def steps(root: Path) -> list[int]:
-    """Committed steps, ascending, damaged or not; none where `root` does not exist."""
+    """Return the steps that are committed in `root`, ascending, damaged or not.
+
+    The list is empty where `root` does not exist.
+    """
     found = (step_of(name) for name in _names(root) if (root / name).is_dir())
     return sorted(step for step in found if step is not None)
 
 
 def set_aside(step_dir: Path) -> Path:
-    """Renames a damaged checkpoint to `….damaged-<n>`; deletes nothing. May raise `OSError`."""
+    """Rename a damaged checkpoint to `….damaged-<n>` and return its new path.
+
+    Raises:
+        OSError: The directory cannot be renamed.
+    """
     number = 1
     while os.path.lexists(aside := step_dir.with_name(f"{step_dir.name}.damaged-{number}")):
         number += 1
@@ -51,12 +60,18 @@ def set_aside(step_dir: Path) -> Path:
 
 
 def were_set_aside(root: Path) -> list[Path]:
-    """Checkpoints that were found damaged earlier."""
+    """Return the checkpoints in `root` that `set_aside` renamed, sorted by name."""
     return [root / name for name in sorted(_names(root)) if _DAMAGED.fullmatch(name)]
 
 
 def remove_whole(path: Path) -> None:
-    """Deletes so that a kill half-way leaves nothing under a valid name. May raise `OSError`."""
+    """Delete a directory; a kill in between never leaves a part of it under a checkpoint's name.
+
+    The directory is first renamed to `.trash-*`. Nothing happens if `path` does not exist.
+
+    Raises:
+        OSError: The directory cannot be renamed.
+    """
     if not os.path.lexists(path):
         return
     trash = path.with_name(f".trash-{path.name.lstrip('.')}-{secrets.token_hex(8)}")
@@ -66,9 +81,13 @@ def remove_whole(path: Path) -> None:
 
 
 def remove_leftovers(root: Path, in_progress: Collection[Path] = ()) -> list[Path]:
-    """Deletes what dead writers left: all staging and trash except `in_progress`.
+    """Delete the staging and trash directories in `root`, and return their paths.
 
-    Only the one writer of `root` (who holds the run's lock) may call it.
+    Processes that died while they wrote or deleted leave such directories. Those in `in_progress`
+    stay. Only the process that holds the run's lock may call this function.
+
+    Raises:
+        CheckpointError: A directory cannot be deleted.
     """
     mine = {path.name for path in in_progress}
     left = [root / n for n in _names(root) if n.startswith(_LEFTOVERS) and n not in mine]

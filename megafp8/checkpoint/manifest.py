@@ -1,6 +1,7 @@
-"""The table of contents of one checkpoint: its files, their hashes, and which pieces they hold.
+"""Write and read the manifest of a checkpoint: its files, their hashes, and the pieces in them.
 
-`manifest.json` is guarded by `manifest.sha256`, written so that `sha256sum -c` checks it too.
+The manifest is `manifest.json`; `manifest.sha256` holds its hash, in the form that `sha256sum -c`
+reads.
 """
 
 from __future__ import annotations
@@ -22,40 +23,41 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_NAME = "manifest.sha256"
 
-USE_ANOTHER = "Use an older checkpoint, or copy this one again from where it is whole"
+USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class PieceEntry:
-    """One stored rectangle of the logical tensor `name`, under `key` in its file."""
+    """Describe a rectangle of the logical tensor `name`, which a file stores under `key`."""
 
     name: str
     key: str
-    dtype: str  # as safetensors spells it, e.g. "BF16"
+    dtype: str  # as safetensors spells it, for example "BF16"
     global_shape: Sizes
     offset: Sizes  # elements
     shape: Sizes
 
     @property
     def box(self) -> Box:
+        """Return the rectangle that the piece covers in its logical tensor."""
         return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file: plain data, to be passed between ranks."""
+    """Describe one file of a checkpoint; the entry is plain data, which ranks can exchange."""
 
     file_name: str
     size: int  # bytes
-    sha256: str  # of the bytes that were meant to be written
+    sha256: str  # hash of the bytes that were meant to be written
     pieces: tuple[PieceEntry, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself; `meta` is the caller's JSON."""
+    """Describe a whole checkpoint: its step, the caller's JSON `meta`, and its files."""
 
     step: int
     meta: dict[str, Any]
@@ -63,14 +65,23 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes the manifest and then its hash, both fsynced. `OSError` passes through."""
+    """Write the manifest and then its hash, both fsynced.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     content = _encode(manifest)
     write_durably(directory / MANIFEST_NAME, content)
     write_durably(directory / MANIFEST_HASH_NAME, _hash_line(content))
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Reads and checks everything that needs no shard; raises `CheckpointError` with the reason."""
+    """Return a checkpoint's manifest, after every check that needs no other file.
+
+    Raises:
+        CheckpointError: The manifest is missing, does not match its hash, has another format, or
+            its pieces do not cover each tensor exactly once.
+    """
     path = directory / MANIFEST_NAME
     content = _read_regular_file(path)
     guard = _read_regular_file(directory / MANIFEST_HASH_NAME)
@@ -81,7 +92,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"not JSON ({error})")
+        _refuse(path, f"is not JSON ({error})")
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if version != FORMAT_VERSION:
         hint = "Use the version of megafp8 that wrote it"
@@ -96,7 +107,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def why_incomplete(shards: Sequence[ShardEntry]) -> str | None:
-    """None if the files together hold each logical tensor exactly once, else what is wrong."""
+    """Return None if the files together hold each logical tensor exactly once, or what is wrong."""
     if clash := _first_repeated([shard.file_name for shard in shards]):
         return f"file name {clash} occurs twice"
     for shard in shards:
@@ -112,7 +123,7 @@ def why_incomplete(shards: Sequence[ShardEntry]) -> str | None:
 
 
 def pieces_by_name(shards: Sequence[ShardEntry]) -> Mapping[str, list[tuple[str, PieceEntry]]]:
-    """Logical name to (file name, piece), in the order of the files."""
+    """Return the pieces of each logical tensor: {name: [(file name, piece), …]}."""
     found: dict[str, list[tuple[str, PieceEntry]]] = {}
     for shard in shards:
         for piece in shard.pieces:
@@ -121,7 +132,11 @@ def pieces_by_name(shards: Sequence[ShardEntry]) -> Mapping[str, list[tuple[str,
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether a manifest may name it: one path component of harmless characters."""
+    """Whether a manifest may list a file of this name.
+
+    The name must be one path component of letters, digits, `_`, `.` and `-`, so that a manifest
+    never leads out of its directory, and must not be that of the manifest itself.
+    """
     return bool(_PLAIN_NAME.fullmatch(name)) and name not in (MANIFEST_NAME, MANIFEST_HASH_NAME)
 
 
@@ -141,7 +156,7 @@ def _read_regular_file(path: Path) -> bytes:
 
 
 def _encode(manifest: Manifest) -> bytes:
-    """One line per file and piece, so that people and diff can read it."""
+    """Return the manifest as JSON with a line for each file and piece, which diff can compare."""
     lines = ["{", f'"format_version": {FORMAT_VERSION},', f'"step": {manifest.step},']
     lines += [f'"meta": {json.dumps(manifest.meta, indent=1, allow_nan=False)},', '"files": [']
     files = []

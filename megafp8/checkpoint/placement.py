@@ -1,4 +1,7 @@
-"""Where pieces of logical (unsharded) tensors lie: all that a checkpoint knows of parallelism."""
+"""Say which piece of a logical (unsharded) tensor a local tensor is.
+
+Checkpoints know nothing else about parallelism.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Placement:
-    """One rectangle of a logical tensor, held by a live local tensor.
+    """Name the rectangle of a logical tensor that a local tensor holds.
 
-    `tensor` may be a view of part of a parameter; its strides are free. Saving reads it, loading
-    copies into it in place. Replicas hold the same bytes; only replica 0 is written.
+    `tensor` may be a view of a part of a parameter, with any strides. Saving reads `tensor`, and
+    loading copies into it in place. Replicas hold the same bytes, and only replica 0 is written.
     """
 
-    name: str  # logical name, e.g. "layers.3.attention.query.weight"
+    name: str  # logical name, for example "layers.3.attention.query.weight"
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of this piece in the logical tensor, in elements
     tensor: torch.Tensor

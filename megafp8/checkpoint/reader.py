@@ -1,4 +1,4 @@
-"""Reads a committed checkpoint into any sharding of the same logical tensors."""
+"""Read a committed checkpoint into any sharding of the same logical tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAME_MODEL = "Load it with the model and optimizer settings that it was saved w
 
 
 class _Copy(NamedTuple):
-    """One rectangle on its way from a stored piece to a placement."""
+    """Name the elements that are copied from a stored piece to a placement: the box `overlap`."""
 
     piece: PieceEntry
     placement: Placement
@@ -29,9 +29,14 @@ class _Copy(NamedTuple):
 
 
 class Reader:
-    """One checkpoint, opened. Checks names and sizes here; `verify` the hashes before.
+    """Read tensors of one checkpoint, whole or in part.
 
-    Any number of ranks may read the same checkpoint; each reads only the bytes it needs.
+    The constructor checks the manifest and the files' sizes. It does not check hashes, so call
+    `verification.verify` before. Any number of ranks may read the same checkpoint at once; each
+    rank reads only the bytes that it needs.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
     """
 
     def __init__(self, step_dir: Path) -> None:
@@ -42,37 +47,48 @@ class Reader:
         self._pieces = pieces_by_name(manifest.shards)
 
     def names(self) -> tuple[str, ...]:
-        """Logical names, sorted."""
+        """Return the logical names of all tensors, sorted."""
         return tuple(sorted(self._pieces))
 
     def global_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole logical tensor."""
+        """Return the shape of a whole logical tensor."""
         return self._pieces_of(name)[0][1].global_shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Number format as stored; loading never converts."""
+        """Return the dtype in which a tensor is stored; loading never converts it."""
         return DTYPES[self._pieces_of(name)[0][1].dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole logical tensor, on the CPU."""
+        """Return a whole logical tensor, on the CPU."""
         shape = self.global_shape(name)
         tensor = torch.empty(shape, dtype=self.dtype(name))
         self.load_into([Placement(name, shape, (0,) * len(shape), tensor)])
         return tensor
 
     def load_into(self, placements: Sequence[Placement], strict: bool = True) -> tuple[str, ...]:
-        """Copies stored elements into every placement's tensor, in place and bit for bit.
+        """Copy stored elements into every placement's tensor, in place and bit for bit.
 
-        Everything is checked before the first byte is copied: a `CheckpointError` about names,
-        shapes or dtypes leaves all tensors as they were. Returns the names that the checkpoint
-        lacks; with `strict` they are an error. Stored names that nobody asks for are ignored
-        (a rank sees its part of the model only): compare `names()` to find them.
+        Names, shapes and dtypes are checked before the first byte is copied. Tensors of the
+        checkpoint without a placement are ignored, since a rank has only its part of the model;
+        compare with `names()` to find them.
+
+        Args:
+            placements: The local tensors, and which parts of logical tensors they are.
+            strict: Whether a name that the checkpoint lacks is an error.
+
+        Returns:
+            The names that the checkpoint lacks.
+
+        Raises:
+            CheckpointError: The checkpoint has other shapes or dtypes, lacks names (with
+                `strict`), or a file cannot be read.
         """
         missing = tuple(dict.fromkeys(p.name for p in placements if p.name not in self._pieces))
         if missing and strict:
             shown = ", ".join(missing[:_NAMES_SHOWN])
             more = ", …" if len(missing) > _NAMES_SHOWN else ""
-            raise CheckpointError(self.path, f"lacks {len(missing)}: {shown}{more}", _SAME_MODEL)
+            tensors = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors"
+            raise CheckpointError(self.path, f"lacks {tensors}: {shown}{more}", _SAME_MODEL)
         by_file: dict[str, list[_Copy]] = {}
         for placement in placements:
             if placement.name in self._pieces:
@@ -85,10 +101,11 @@ class Reader:
         name, tensor = placement.name, placement.tensor
         if self.global_shape(name) != placement.global_shape:
             have, want = self.global_shape(name), placement.global_shape
-            reason = f"{name} has shape {have} there and {want} here"
+            reason = f"{name} has shape {have} in the checkpoint and {want} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         if self.dtype(name) != tensor.dtype:
-            reason = f"{name} is {self.dtype(name)} there and {tensor.dtype} here"
+            have, want = self.dtype(name), tensor.dtype
+            reason = f"{name} is {have} in the checkpoint and {want} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         wanted = Box(placement.offset, tuple(tensor.shape))
         covered = 0

@@ -1,8 +1,8 @@
-"""Streams tensors into a safetensors file and hashes the bytes on their way to the disk.
+"""Write tensors into a safetensors file and hash the bytes before they reach the disk.
 
-The library's own writer would make us read the file back to hash it, and what a torn write left
-behind would then be what is hashed. The format is small: an 8-byte little-endian header length,
-a JSON header padded with spaces, the tensors end to end.
+With the writer of the library safetensors, the file would have to be read back for its hash, and a
+torn write would be hashed as if it were right. The format is small: the header's length in 8
+little-endian bytes, a JSON header padded with spaces, and the tensors' bytes one after the other.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ _ALIGNMENT_BYTES = 8
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
-    """Creates `path`, fsynced; returns the size in bytes and the SHA-256 that it should have.
+    """Create the file `path`, fsynced; return its size in bytes and the SHA-256 it should have.
 
-    Holds a copy of one tensor at a time, and only of those that are strided or on a device.
-    `OSError` passes through and leaves the unfinished file to the caller.
+    Tensors that are strided or on a device are copied, one at a time; the others are written from
+    their own memory.
+
+    Raises:
+        OSError: The file cannot be written. The unfinished file is left to the caller.
     """
-    # Wide dtypes first: then every tensor starts at a multiple of its item size.
+    # With wide dtypes first, every tensor starts at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest, size = hashlib.sha256(), 0
     with ThreadPoolExecutor(1) as hasher, open(path, "xb", buffering=0) as file:
         for chunk in _chunks(ordered):
-            hashed = hasher.submit(digest.update, chunk)  # while the same bytes are written
+            hashed = hasher.submit(digest.update, chunk)  # runs while the same bytes are written
             _write_all(file.fileno(), chunk)
             hashed.result()
             size += len(chunk)

@@ -1,8 +1,9 @@
-"""Checkpoints on a shared file system: written whole or not at all, never overwritten.
+"""Write, list and delete checkpoints on a shared file system.
 
-Every rank calls `write_shard`; rank 0 calls `begin` before and `commit` after, with the entries of
-all ranks. Nothing here communicates: the caller passes paths and entries between ranks. A writer
-may be killed at any instruction; what is named `step_…` is complete at all times.
+To save, rank 0 calls `begin`, every rank calls `write_shard`, and rank 0 calls `commit` with the
+entries that the ranks' calls returned. The caller passes paths and entries between ranks; this
+module does not communicate. A checkpoint is committed by one rename, so a directory `step_…` is
+complete even if a process is killed at any instruction, and it is never overwritten.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ __all__ = [
 
 
 def begin(root: Path, step: int) -> Path:
-    """Makes the staging directory of one save; rank 0 only, which passes it to the others."""
+    """Make the staging directory of one save, and return it; only rank 0 calls this function.
+
+    Raises:
+        CheckpointError: The directory cannot be made.
+    """
     staging = staging_path(root, step)
     with os_errors_reported(staging, "making the staging directory"):
         root.mkdir(parents=True, exist_ok=True)
@@ -65,10 +70,18 @@ def begin(root: Path, step: int) -> Path:
 
 
 def write_shard(staging: Path, file_name: str, placements: Sequence[Placement]) -> ShardEntry:
-    """Writes one rank's pieces as one safetensors file, fsynced; replicas and empty parts stay out.
+    """Write one rank's pieces into one safetensors file, fsynced; return the file's entry.
 
-    `file_name` must differ between ranks and kinds, e.g. `model-rank0.safetensors`. On failure
-    the unfinished file is removed, and the staging directory too unless other files are in it.
+    Placements of other replicas than 0 and empty parts of tensors are left out. On failure the
+    unfinished file is removed, and the staging directory too unless other files are in it.
+
+    Args:
+        staging: The directory that `begin` returned.
+        file_name: A name that no other rank or kind of state uses, as `model-rank0.safetensors`.
+        placements: The tensors of this rank.
+
+    Raises:
+        CheckpointError: The file cannot be written.
     """
     assert is_plain_file_name(file_name) and file_name.endswith(".safetensors"), file_name
     tensors: dict[str, torch.Tensor] = {}
@@ -97,10 +110,20 @@ def write_shard(staging: Path, file_name: str, placements: Sequence[Placement]) 
 def commit(
     staging: Path, root: Path, step: int, shards: Sequence[ShardEntry], meta: dict[str, Any]
 ) -> Path:
-    """Makes a staged checkpoint visible as `root/step_…`, all at once; rank 0 only.
+    """Rename a staged checkpoint to `root/step_…` and return that path; only rank 0 calls this.
 
-    `meta` is any JSON. If a valid checkpoint of this step exists, that one stays and the staged
-    one goes; a damaged one is renamed to `….damaged-<n>`. On failure staging is removed.
+    If a valid checkpoint of this step exists already, it stays and the staged one is deleted. A
+    damaged one is renamed to `….damaged-<n>` first. On failure the staging directory is deleted.
+
+    Args:
+        staging: The directory that `begin` returned.
+        root: The directory of the run's checkpoints.
+        step: The step that the checkpoint was saved at.
+        shards: The entries that `write_shard` returned on all ranks.
+        meta: Any JSON, which the manifest records.
+
+    Raises:
+        CheckpointError: A file has another size than was written, or the commit fails.
     """
     wrong = why_incomplete(shards)
     assert wrong is None, f"ranks did not save each tensor exactly once: {wrong}"
@@ -125,7 +148,7 @@ def commit(
 
 
 def discard(staging: Path) -> None:
-    """Gives up a save on any rank's failure; never raises."""
+    """Delete the staging directory of a save that failed; never raises."""
     if os.path.lexists(staging):
         remove_tree(staging)
 
@@ -137,12 +160,25 @@ def prune(
     in_progress: Collection[Path] = (),
     best: Best = NONE,
 ) -> tuple[Path, ...]:
-    """Removes all but the `keep` newest valid checkpoints, the `best`, and what dead writers left.
+    """Delete all checkpoints but the `keep` newest valid ones and the best ones.
 
-    Each one that is kept is read and verified first, so that damaged ones do not count; those in
-    `known_good` (what an earlier call returned) are only looked at. If the newest is damaged,
-    raises `CheckpointError` and removes nothing. Only the one writer of `root` may call it;
-    `in_progress` names staging directories still in use. Returns the valid ones, newest first.
+    The checkpoints that count as newest are read and verified first, so that damaged ones do not
+    count. Staging and trash directories of dead processes are deleted too. Only the process that
+    holds the run's lock may call this function.
+
+    Args:
+        root: The directory of the run's checkpoints.
+        keep: How many of the newest stay, at least 1.
+        known_good: Checkpoints that an earlier call returned; only their sizes are checked again.
+        in_progress: Staging directories that are still in use.
+        best: Which others stay.
+
+    Returns:
+        The newest valid checkpoints, newest first.
+
+    Raises:
+        CheckpointError: The newest checkpoint is damaged, in which case nothing is deleted, or a
+            checkpoint cannot be deleted.
     """
     assert keep >= 1, f"keep={keep}"
     good: list[Path] = []
@@ -166,25 +202,31 @@ def prune(
 
 
 def newest_valid(root: Path, notify: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; None where there never was one.
+    """Return the newest checkpoint that verifies, or None where there never was one.
 
-    Tells `notify` of each damaged one that is passed over. If all are damaged it raises
-    `CheckpointError`: a run never starts from scratch in silence.
+    `notify` is called with a line for each damaged checkpoint that is passed over.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged. The run must not start from scratch unless
+            its user decides so.
     """
     damaged: list[CheckpointError] = []
     for step_dir in _newest_first(root):
         error = why_damaged(step_dir)
         if error is None:
             for bad in damaged:
-                notify(f"damaged checkpoint: {bad.file}: {bad.reason}; using {step_dir} before it")
+                notify(f"damaged checkpoint: {bad.file}: {bad.reason}; using the older {step_dir}")
             return step_dir
         damaged.append(error)
-    hint = "Copy a whole one there, or move them away to start from scratch"
+    hint = "Copy an undamaged checkpoint there, or move these away to start from scratch"
     if damaged:
-        reason = f"{len(damaged)} checkpoints, all damaged; {damaged[0].file}: {damaged[0].reason}"
+        count = len(damaged)
+        checkpoints = "the only checkpoint is" if count == 1 else f"all {count} checkpoints are"
+        reason = f"{checkpoints} damaged; {damaged[0].file}: {damaged[0].reason}"
         raise CheckpointError(root, reason, hint)
     if aside := were_set_aside(root):
-        raise CheckpointError(root, f"only damaged ones, e.g. {aside[-1].name}", hint)
+        reason = f"all checkpoints there were found damaged, as {aside[-1].name}"
+        raise CheckpointError(root, reason, hint)
     return None
 
 
@@ -193,15 +235,18 @@ def _newest_first(root: Path) -> list[Path]:
 
 
 def _is_empty_part(placement: Placement) -> bool:
-    """An empty share of a tensor that others hold; an empty tensor itself is saved."""
+    """Whether a piece is empty while its whole tensor is not; empty whole tensors are saved."""
     return placement.tensor.numel() == 0 and 0 not in placement.global_shape
 
 
 def _describe(placement: Placement) -> PieceEntry:
-    """A whole tensor is stored under its logical name: other tools read such files as they are."""
+    """Return the entry of a piece.
+
+    A whole tensor has its logical name as the key, so that other tools can read such files.
+    """
     name, tensor = placement.name, placement.tensor
     assert tensor.dtype in DTYPE_NAMES, f"{name}: {tensor.dtype} cannot be stored"
-    assert name and name != "__metadata__", "a name that safetensors keeps for itself"
+    assert name and name != "__metadata__", f"{name!r}: safetensors reserves this name"
     shape = tuple(tensor.shape)
     is_whole = shape == placement.global_shape
     key = name if is_whole else f"{name}@{','.join(map(str, placement.offset))}"
@@ -214,4 +259,4 @@ def _remove_unfinished(path: Path) -> None:
         path.unlink(missing_ok=True)
         path.parent.rmdir()
     except OSError:
-        pass  # the first error is the one to tell; prune removes what is left
+        pass  # the caller reports the first error; `prune` deletes what is left

@@ -1,4 +1,4 @@
-"""Is this checkpoint, byte for byte, what was meant to be written?"""
+"""Check that a checkpoint is, byte for byte, what was meant to be written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _CHUNK_BYTES = 4 << 20
 
 
 def verify(step_dir: Path) -> None:
-    """Reads every byte; raises `CheckpointError` naming the file and what was expected of it."""
+    """Check a checkpoint completely: its structure, and the hash of every file.
+
+    Raises:
+        CheckpointError: A file is missing or differs; the error names it and what was expected.
+    """
     shards = check_structure(step_dir).shards
     threads = min(len(shards), os.cpu_count() or 1)  # hashing releases the interpreter lock
     with ThreadPoolExecutor(max(threads, 1)) as pool:
@@ -32,11 +36,17 @@ def verify(step_dir: Path) -> None:
 
 
 def check_structure(step_dir: Path) -> Manifest:
-    """The cheap part: manifest, names, sizes, completeness; reads no tensor."""
+    """Return the manifest, after checking it and the names and sizes of all files.
+
+    No tensor is read, so the check is fast, and does not find changed bytes.
+
+    Raises:
+        CheckpointError: The manifest is damaged, or a file is missing or has another size.
+    """
     manifest = read_manifest(step_dir)
     claimed = step_of(step_dir.name)
     if claimed is not None and claimed != manifest.step:
-        reason = f"says step {manifest.step} in a directory named for step {claimed}"
+        reason = f"is the manifest of step {manifest.step} in the directory of step {claimed}"
         raise CheckpointError(step_dir / MANIFEST_NAME, reason, USE_ANOTHER)
     for shard in manifest.shards:
         check_size(step_dir, shard)
@@ -44,7 +54,7 @@ def check_structure(step_dir: Path) -> Manifest:
 
 
 def why_damaged(step_dir: Path) -> CheckpointError | None:
-    """The error that `verify` raises, if it does."""
+    """Return the error that `verify` raises for a checkpoint, or None if it raises none."""
     try:
         verify(step_dir)
     except CheckpointError as error:
@@ -53,7 +63,7 @@ def why_damaged(step_dir: Path) -> CheckpointError | None:
 
 
 def check_size(directory: Path, shard: ShardEntry) -> None:
-    """Raises `CheckpointError` unless the file exists, is no link and has the expected size."""
+    """Raise `CheckpointError` unless a file exists, is no link and has the expected size."""
     path = directory / shard.file_name
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", USE_ANOTHER)
@@ -84,12 +94,15 @@ def _sha256(path: Path) -> str:
 
 
 def _why_header_differs(path: Path, shard: ShardEntry) -> str | None:
-    """Right bytes of a wrong manifest: no accident makes them, a faulty tool might."""
+    """Return how a file's tensors differ from the manifest, or None.
+
+    The file's hash is right already, so only a faulty tool can have written such a manifest.
+    """
     expected = {piece.key: (piece.dtype, piece.shape) for piece in shard.pieces}
     try:
         with safe_open(str(path), framework="pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             actual = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
     except SafetensorError as error:
-        return f"is no safetensors file ({error})"
-    return None if actual == expected else "holds other tensors than the manifest says"
+        return f"is not a safetensors file ({error})"
+    return None if actual == expected else "holds other tensors than the manifest lists"

@@ -88,7 +88,7 @@ def files_of(tree: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda t: t.update(format_version=2), "format_version is 2, not 1"),
         (lambda t: t.pop("step"), "step"),
-        (lambda t: t.update(step=6), "says step 6"),
+        (lambda t: t.update(step=6), "is the manifest of step 6"),
         (lambda t: t.update(step=True), "step"),
         (lambda t: t.update(meta=[]), "meta"),
         (lambda t: t.update(files={}), "files"),
@@ -168,11 +168,11 @@ def test_the_newest_valid_one_is_used_and_the_damaged_named(tmp_path: Path, save
     assert "step_00000012/model-rank0" in told[0] and "step_00000004" in told[0]
     assert "step_00000008/model-rank1" in told[1] and "missing" in told[1]
     (paths[0] / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="3 checkpoints, all damaged"):
+    with pytest.raises(CheckpointError, match="all 3 checkpoints are damaged"):
         store.newest_valid(tmp_path, told.append)
 
 
 def test_damaged_ones_set_aside_still_count_as_existing(tmp_path: Path, save: Save) -> None:
     save(tmp_path, 4).rename(tmp_path / "step_00000004.damaged-1")
-    with pytest.raises(CheckpointError, match="only damaged ones"):
+    with pytest.raises(CheckpointError, match="all checkpoints there were found damaged"):
         store.newest_valid(tmp_path, print)

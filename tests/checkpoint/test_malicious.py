@@ -66,7 +66,7 @@ def test_a_pickle_is_not_run(tmp_path: Path, save: Save, protocol: int) -> None:
         (step_dir / name).write_bytes(good)
     store.verify(step_dir)
     forge(step_dir, content)
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         store.verify(step_dir)
     with pytest.raises(CheckpointError):
         store.Reader(step_dir).read("weight")
@@ -98,7 +98,7 @@ def test_a_pickle_is_not_run(tmp_path: Path, save: Save, protocol: int) -> None:
 def test_absurd_headers(tmp_path: Path, save: Save, content: bytes) -> None:
     step_dir = save(tmp_path, 5)
     forge(step_dir, content)
-    with pytest.raises(CheckpointError, match=f"{SHARD}: is no safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{SHARD}: is not a safetensors file"):
         store.verify(step_dir)
 
 

@@ -125,9 +125,13 @@ def test_whole_tensors_keep_their_names_in_the_file(
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
-        ("weight", torch.zeros(6, 11), "weight has shape (6, 10) there and (6, 11) here"),
-        ("weight", torch.zeros(6, 10).double(), "weight is torch.float32 there and torch.float64"),
-        ("wait", torch.zeros(6, 10), "lacks 1: wait"),
+        ("weight", torch.zeros(6, 11), "weight has shape (6, 10) in the checkpoint and (6, 11) in"),
+        (
+            "weight",
+            torch.zeros(6, 10).double(),
+            "weight is torch.float32 in the checkpoint and torch.float64 in",
+        ),
+        ("wait", torch.zeros(6, 10), "lacks 1 tensor: wait"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_copied(
@@ -153,7 +157,7 @@ def test_missing_names_are_listed_or_returned(
 ) -> None:
     reader = store.Reader(save(tmp_path, 3))
     wanted = [place_whole(f"extra{i}", torch.zeros(2)) for i in range(9)]
-    with pytest.raises(CheckpointError, match=r"lacks 9: extra0, .*extra4, …"):
+    with pytest.raises(CheckpointError, match=r"lacks 9 tensors: extra0, .*extra4, …"):
         reader.load_into(wanted)
     rng = torch.zeros(33, dtype=torch.uint8)
     missing = reader.load_into([*wanted, place_whole("rng", rng)], strict=False)

@@ -191,7 +191,7 @@ def test_pickled_weights_are_not_read(
     shutil.copytree(imported / "theirs", tmp_path / "theirs")
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "pytorch_model.bin")
     assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 2
-    assert "Only safetensors are read" in capsys.readouterr().err
+    assert "Give a model in safetensors files" in capsys.readouterr().err
 
 
 def test_places_without_a_model_are_refused(
@@ -200,9 +200,9 @@ def test_places_without_a_model_are_refused(
     assert export.main([str(tmp_path), str(tmp_path / "out")]) == 2
     assert "has no checkpoint" in capsys.readouterr().err
     assert export.main([str(imported / "ours"), str(imported)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already and is not empty" in capsys.readouterr().err
     assert generate.main([str(imported / "ours"), "--prompt", "x"]) == 2
-    assert "tokenizer.json: is not there" in capsys.readouterr().err
+    assert "tokenizer.json: is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
