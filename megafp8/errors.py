@@ -38,7 +38,7 @@ def _restored(kind: type[UserError], args: tuple[Any, ...], state: dict[str, Any
 
 
 class ConfigError(UserError):
-    """Report a configuration that cannot be honoured, with the key, value, reason and a hint."""
+    """Report a configuration that cannot be used, with the key, value, reason and a hint."""
 
     def __init__(self, key: str, value: object, reason: str, hint: str) -> None:
         super().__init__(f"{key}={value}: {reason}. {hint}")

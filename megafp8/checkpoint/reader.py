@@ -104,8 +104,8 @@ class Reader:
             reason = f"{name} has shape {have} in the checkpoint and {want} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         if self.dtype(name) != tensor.dtype:
-            have, want = self.dtype(name), tensor.dtype
-            reason = f"{name} is {have} in the checkpoint and {want} in this run"
+            stored = self.dtype(name)
+            reason = f"{name} is {stored} in the checkpoint and {tensor.dtype} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         wanted = Box(placement.offset, tuple(tensor.shape))
         covered = 0

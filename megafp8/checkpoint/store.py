@@ -16,15 +16,6 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.best import NONE, Best
-from megafp8.checkpoint.layout import (
-    remove_leftovers,
-    remove_whole,
-    set_aside,
-    staging_path,
-    step_name,
-    steps,
-    were_set_aside,
-)
 from megafp8.checkpoint.manifest import (
     Manifest,
     PieceEntry,
@@ -36,6 +27,15 @@ from megafp8.checkpoint.manifest import (
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.shardfile import DTYPE_NAMES, write_safetensors
+from megafp8.checkpoint.step_directories import (
+    remove_leftovers,
+    remove_whole,
+    set_aside,
+    staging_path,
+    step_name,
+    steps,
+    were_set_aside,
+)
 from megafp8.checkpoint.verification import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
 from megafp8.files import fsync_directory, os_errors_reported, remove_tree

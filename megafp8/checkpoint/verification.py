@@ -9,7 +9,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megafp8.checkpoint.layout import step_of
 from megafp8.checkpoint.manifest import (
     MANIFEST_NAME,
     USE_ANOTHER,
@@ -17,6 +16,7 @@ from megafp8.checkpoint.manifest import (
     ShardEntry,
     read_manifest,
 )
+from megafp8.checkpoint.step_directories import step_of
 from megafp8.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20

@@ -1,4 +1,6 @@
-"""What a job would be on its ranks, without the ranks: sizes, bytes, and every refusal.
+"""Show the layout and the memory of a job on its ranks, without starting them.
+
+Every setting is checked as at the start of a run.
 
 python -m megafp8.cli.dryrun model=gpt3_175b trainer.num_nodes=128 trainer.devices=8 … [--rank N]
 """
@@ -33,22 +35,27 @@ PROG = "python -m megafp8.cli.dryrun"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there would be; 0, or 2 with all that the run would be refused for."""
+    """Print layout and memory; return 0, or 2 after printing why the run would be refused."""
     parser = argparse.ArgumentParser(
         prog=PROG,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Everything else is what pretrain_gpt.py takes. trainer.accelerator=gpu needs no "
+        epilog="All other arguments are those of pretrain_gpt.py. trainer.accelerator=gpu needs no "
         "GPU here.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--rank", type=int, help="this one (else one of the first, middle, last stage)"
+        "--rank",
+        type=int,
+        help="the rank to show (default: one of the first, the middle and the last stage)",
     )
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="of the tokenizer: the data need not be here"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="the tokenizer's vocabulary (default: that of the data, which must then exist here)",
     )
-    parser.add_argument("--shapes", action="store_true", help="every parameter's shape too")
+    parser.add_argument("--shapes", action="store_true", help="show every parameter's shape too")
     options, rest = parser.parse_known_args(argv)
     try:
         given = parse_options(rest)
@@ -60,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
             raise SettingError(
                 "model.fp8_backend",
                 "te",
-                "is not simulated: Transformer Engine's layers are made with memory",
+                "cannot be simulated, since Transformer Engine's layers allocate memory when they "
+                "are made",
                 "Use model.fp8_backend=native, which has the same shapes",
             )
         choose.check(spec, torch.device("cpu"))
@@ -68,22 +76,22 @@ def main(argv: Sequence[str]) -> int:
             raise SettingError(
                 "model.fsdp",
                 True,
-                "is not simulated: FSDP puts whole weights together and takes them apart",
-                "Use model.optim.name=distributed_fused_adam, or try a small job",
+                "cannot be simulated, since FSDP gathers and releases whole weights during a step",
+                "Use model.optim.name=distributed_fused_adam, or run a small job",
             )
         spec = with_vocabulary(spec, options.vocab_size)
         ranks = chosen_ranks(spec, options.rank)
         for line in [*resolved_table(loaded), *loaded.inert_lines()]:
             print(line)
         layout = dryrun.whole_layout(spec)
-        print("\n".join(describe(spec, layout)))
+        print("\n".join(job_lines(spec, layout)))
         shares = [dryrun.rank_share(spec, rank) for rank in ranks]
         print("\n".join(["", *table(spec, shares)]))
         if options.shapes:
             for share in shares:
                 print(
                     "\n".join(
-                        ["", f"rank {share.rank}: logical tensors, and its part", *shapes(share)]
+                        ["", f"rank {share.rank}: logical shape -> this rank's", *shapes(share)]
                     )
                 )
     except UserError as error:
@@ -92,26 +100,43 @@ def main(argv: Sequence[str]) -> int:
 
 
 def with_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
-    """From the data, which are opened as by the run, or as it was given."""
+    """Return the run with the vocabulary's padded size.
+
+    `vocab_size` is the tokenizer's; None: the data are opened as in a run, and theirs is used.
+
+    Raises:
+        ConfigError: `vocab_size` is less than 1.
+        DataError: The data cannot be opened.
+    """
     if vocab_size is None:
         vocab_size = prepare(spec.data, print).vocab_size
     elif vocab_size < 1:
-        raise ConfigError("--vocab-size", vocab_size, "is no size", "Give the tokenizer's")
+        hint = "Give the size of the tokenizer's vocabulary"
+        raise ConfigError("--vocab-size", vocab_size, "must be at least 1", hint)
     padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
     return replace(spec, model=replace(spec.model, vocab_size=padded))
 
 
 def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
+    """Return the ranks to show: `rank`, or one of the first, the middle and the last stage.
+
+    Raises:
+        ConfigError: The run has no such rank.
+    """
     size = spec.parallel.world_size
     if rank is None:
         return dryrun.ranks_to_show(spec)
     if not 0 <= rank < size:
-        raise ConfigError("--rank", rank, f"there are ranks 0 to {size - 1}", "Give one of them")
+        raise ConfigError("--rank", rank, f"the ranks are 0 to {size - 1}", "Give one of them")
     return [rank]
 
 
-def describe(spec: RunSpec, layout: Layout) -> Iterator[str]:
-    """The whole job. Raises `ConfigError` where FP8 was asked for and nothing would run in it."""
+def job_lines(spec: RunSpec, layout: Layout) -> Iterator[str]:
+    """Yield lines about the whole job: model, layout, batch, pipeline and FP8.
+
+    Raises:
+        ConfigError: FP8 is asked for, and no linear would run in FP8.
+    """
     model, parallel, train = spec.model, spec.parallel, spec.train
     pipeline = parallel.pipeline
     stages = pipeline.stages_per_rank
@@ -122,20 +147,20 @@ def describe(spec: RunSpec, layout: Layout) -> Iterator[str]:
     )
     schedule = f" ({pipeline.schedule}" + (f", {stages} stages a rank)" if stages > 1 else ")")
     yield (
-        f"layout: {parallel.world_size} ranks ({parallel.num_nodes} nodes x "
+        f"layout: {_count(parallel.world_size, 'rank')} ({_count(parallel.num_nodes, 'node')} x "
         f"{parallel.devices_per_node}) = tensor {parallel.tp} x context {parallel.cp} x data "
         f"{parallel.dp} x pipeline {parallel.pp}" + (schedule if parallel.pp > 1 else "")
     )
     yield (
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens: "
-        f"{layout.num_microbatches} microbatch(es) of {train.micro_batch_size} on each of "
-        f"{parallel.dp} replica(s)"
+        f"{_count(layout.num_microbatches, 'microbatch', 'microbatches')} of "
+        f"{train.micro_batch_size} on each of {_count(parallel.dp, 'replica')}"
     )
     if layout.times is not None:
         worst = max(layout.times.idle)
         yield (
-            f"pipeline: {layout.times.bubble:.1%} of a step's passes is waited (the worst rank: "
-            f"{worst:.1%}), if a backward pass takes twice a forward one"
+            f"pipeline: ranks wait {layout.times.bubble:.1%} of the time (the worst rank: "
+            f"{worst:.1%}), if a backward pass takes twice as long as a forward pass"
         )
     if spec.precision.fp8 is not None:
         parts = [part for part in layout.stages for _ in range(parallel.tp)]
@@ -148,10 +173,10 @@ def describe(spec: RunSpec, layout: Layout) -> Iterator[str]:
 
 
 def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
-    """One column a rank."""
+    """Yield the lines of a table of memory, with a column for each rank."""
     rows: list[tuple[str, list[str]]] = [
         ("", [f"rank {share.rank}" for share in shares]),
-        ("place", [_place(share) for share in shares]),
+        ("position in layout", [_position(share) for share in shares]),
         ("layers", [_ranges(share.layers) for share in shares]),
         ("parameters", [f"{share.num_params:,}" for share in shares]),
     ]
@@ -160,17 +185,17 @@ def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
         rows.append((name, [format_bytes(value) for value in values]))
 
     add("weights", (share.held.weights for share in shares))
-    add("FP32 masters", (share.held.masters for share in shares))
-    add("optimizer's moments", (share.held.moments for share in shares))
+    add("FP32 master weights", (share.held.masters for share in shares))
+    add("optimizer moments", (share.held.moments for share in shares))
     add("FP32 gradients", (share.held.gradients for share in shares))
     if spec.precision.fp8 is not None:
         add("FP8 scales, histories", (share.held.scaling for share in shares))
         add("FP8 copies of weights", (share.step.weight_copies for share in shares))
-    add("activations, microbatch", (max(share.step.kept.values()) for share in shares))
+    add("activations of a microbatch", (max(share.step.kept.values()) for share in shares))
     if spec.parallel.pp > 1:
         add("  of all in flight", (share.step.in_flight for share in shares))
-    add("  at the worst moment", (share.step.peak - share.step.weight_copies for share in shares))
-    add("in all", (share.held.total + share.step.peak for share in shares))
+    add("  at their peak", (share.step.peak - share.step.weight_copies for share in shares))
+    add("total at the peak", (share.held.total + share.step.peak for share in shares))
     width = max(len(name) for name, _ in rows)
     columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(shares))]
     for name, cells in rows:
@@ -178,13 +203,13 @@ def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
         yield f"{name:<{width}}  " + "   ".join(placed)
     yield ""
     yield (
-        "Not in it: what the allocator, libraries and collectives take beside tensors."
-        + (" What the GPUs can do is checked when the run begins." if _on_gpu(spec) else "")
+        "Not included: memory of the allocator, of libraries and of collectives."
+        + (" The GPUs' features are checked at the start of the run." if _on_gpu(spec) else "")
     )
 
 
 def shapes(share: RankShare) -> Iterator[str]:
-    """A line for those of all layers that are alike."""
+    """Yield a line for each parameter's shapes; parameters that differ in the layer share one."""
     groups: dict[tuple[str, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
     for name, whole, local, dtype in share.shapes:
         layer = re.match(r"layers\.(\d+)\.", name)
@@ -195,12 +220,16 @@ def shapes(share: RankShare) -> Iterator[str]:
         yield f"  {name} {list(whole)} -> {list(local)} {dtype}{times}"
 
 
-def _place(share: RankShare) -> str:
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _position(share: RankShare) -> str:
     return " ".join(f"{axis}{index}" for axis, index in share.place.items())
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8-11`."""
+    """Return ascending numbers as ranges: `0-3,8-11`."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

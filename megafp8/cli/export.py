@@ -1,4 +1,4 @@
-"""Writes a run's model in the form that Hugging Face's transformers loads.
+"""Write a run's model as a folder that Hugging Face's transformers loads.
 
 python -m megafp8.cli.export RUN DIR [--dtype float32]
 """
@@ -25,12 +25,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder, say what is in it; 0, or 2 if it could not be."""
+    """Write the folder and list its files; return 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's directory, or one of its checkpoints")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights; float32 is exact"
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the weights (default: float32, which is exact)",
     )
     options = parser.parse_args(argv)
     try:
@@ -41,7 +44,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
-    """The model of `run` into `folder`, with its tokenizer where the run has one."""
+    """Write the model of a run, and its tokenizer if it has one, into a folder.
+
+    Args:
+        run: A run's directory, or one of its checkpoints.
+        folder: A new or empty folder.
+        dtype: The dtype of the weights that are written.
+
+    Raises:
+        UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
+            model.
+    """
     checkpoint = find_checkpoint(run, print)
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
@@ -51,18 +64,18 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
     files = write_folder(folder, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
     copied = copy_tokenizer(home, folder)
-    own = tokenizer is not None and tokenizer.file_name != JSON_FILE
+    is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE
     print(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
     for name in [*(file.name for file in files), *copied]:
         print(f"  {folder / name}")
-    if own:
-        print("transformers does not read this kind of tokenizer: use its own package beside it")
+    if is_foreign:
+        print("note: transformers cannot load this kind of tokenizer; load it with its own package")
     if not copied:
-        print(f"no tokenizer: {home} has none. Put the one of its data into {folder}")
+        print(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
 
 
 def home_of(checkpoint: Path) -> Path:
-    """The run's directory: `<run>/checkpoints/step_…`."""
+    """Return the directory of the run that a checkpoint `<run>/checkpoints/step_…` belongs to."""
     return checkpoint.absolute().parents[1]
 
 

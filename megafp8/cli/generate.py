@@ -1,4 +1,4 @@
-"""Continues a text with a run's model.
+"""Continue a text with a run's model.
 
 python -m megafp8.cli.generate RUN --prompt "def " [--tokens 100] [--temperature 0.8]
 """
@@ -26,17 +26,32 @@ RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the text as it comes; 0, or 2 if there is no such model."""
+    """Print the text while it is generated; return 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.generate", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run, a checkpoint, or what import_hf wrote")
+    parser.add_argument(
+        "run", type=Path, help="a run's directory, a checkpoint, or a folder that import_hf wrote"
+    )
     parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--tokens", type=_count, default=100, help="at most so many (100)")
-    parser.add_argument("--temperature", type=_amount, default=0.0, help="0 is greedy (0)")
-    parser.add_argument("--top-k", type=_count, help="draw from the k most likely tokens")
-    parser.add_argument("--top-p", type=_share, help="draw from the likeliest of this much mass")
-    parser.add_argument("--seed", type=int, default=1234, help="of the draws (1234)")
-    parser.add_argument("--dtype", choices=DTYPES, help="that of the run, without FP8")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (cpu)")
+    parser.add_argument(
+        "--tokens", type=_count, default=100, help="largest number of new tokens (100)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_non_negative,
+        default=0.0,
+        help="temperature of the draws; 0 takes the most likely token (0)",
+    )
+    parser.add_argument("--top-k", type=_count, help="draw from the k most likely tokens only")
+    parser.add_argument(
+        "--top-p",
+        type=_probability,
+        help="draw from the most likely tokens whose probabilities add up to this number",
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (1234)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (cpu)")
     options = parser.parse_args(argv)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     try:
@@ -47,15 +62,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: argparse.Namespace, sampling: Sampling) -> None:
-    """Load the model, print prompt and continuation."""
+    """Load the model, and print the prompt and its continuation.
+
+    Raises:
+        UserError: The run has no checkpoint or tokenizer, or the device cannot be used.
+    """
     checkpoint = find_checkpoint(options.run, lambda line: print(line, file=sys.stderr))
     home = home_of(checkpoint)
     tokenizer = find_tokenizer(home)
     if tokenizer is None:
         raise CheckpointError(
             home / "tokenizer.json",
-            "is not there, nor another kind of tokenizer",
-            "Put the tokenizer of the run's data there",
+            "is missing, and there is no other kind of tokenizer",
+            "Copy the tokenizer of the run's data there",
         )
     reader = Reader(checkpoint)
     dtype = options.dtype or run_dtype(reader.meta)
@@ -73,14 +92,17 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
             break
         tokens.append(token)
         text = continuation(tokenizer, prompt, tokens)
-        if not text.endswith("\ufffd"):  # else in the middle of a character
+        if not text.endswith("\ufffd"):  # the last token is not a part of a character
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(continuation(tokenizer, prompt, tokens)[len(shown) :])
 
 
 def run_dtype(meta: dict[str, Any]) -> str:
-    """The name of the dtype that the run computed in; FP32 for an imported model."""
+    """Return the name of the dtype that a run computed in; float32 for an imported model.
+
+    `meta` is the meta data of the run's checkpoint.
+    """
     precision = str(meta.get("config", {}).get("trainer", {}).get("precision", "32"))
     return next((name for key, name in RUN_DTYPES.items() if precision.startswith(key)), "float32")
 
@@ -98,21 +120,21 @@ def _device(name: str) -> torch.device:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 1 or more")
     return number
 
 
-def _amount(text: str) -> float:
+def _non_negative(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: 0 or above")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
     return number
 
 
-def _share(text: str) -> float:
+def _probability(text: str) -> float:
     number = float(text)
     if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give more than 0 and at most 1")
     return number
 
 

@@ -1,9 +1,9 @@
-"""Brings a GPT-2 or Llama of Hugging Face's transformers in, as a start for training.
+"""Import a GPT-2 or Llama of Hugging Face's transformers, to train it further.
 
 python -m megafp8.cli.import_hf MODEL DIR
 
-DIR gets a checkpoint, the tokenizer, and a configuration of the model's shape, with which
-`python pretrain_gpt.py --config-dir DIR --config-name model …` trains it further.
+DIR gets a checkpoint, the tokenizer, and a YAML with the model's shape, with which
+`python pretrain_gpt.py --config-dir DIR --config-name model …` trains the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARD_BYTES = 4 << 30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder, say how to train; 0, or 2 if it could not be."""
+    """Write the folder and print how to train; return 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.import_hf", description=__doc__)
     parser.add_argument("model", type=Path, help="a folder with config.json and safetensors")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
@@ -49,11 +49,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def import_model(model: Path, folder: Path) -> None:
-    """The model in `model` as a checkpoint of step 0 in `folder`."""
+    """Write the model of one folder as a checkpoint of step 0, with tokenizer and YAML, to another.
+
+    Args:
+        model: A folder with config.json and safetensors files.
+        folder: A new or empty folder.
+
+    Raises:
+        UserError: The model cannot be read or is of another kind, or the folder is not empty.
+    """
     config = read_config(model)
     spec = from_config(config, model / "config.json")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder}: is there already. Give a new or an empty folder")
+        raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
     tokenizer = find_tokenizer(model)
     ends = config.get("eos_token_id")
     first = ends[0] if isinstance(ends, list) and ends else ends
@@ -76,18 +84,19 @@ def import_model(model: Path, folder: Path) -> None:
     }
     write_atomically(folder / CONFIG, yaml.safe_dump(own, sort_keys=False))
     print(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {checkpoint}")
-    print(f"tokenizer: {', '.join(copied) or 'none there; bring the one of the model'}")
+    missing = f"none in {model}; copy the model's tokenizer into {folder}"
+    print(f"tokenizer: {', '.join(copied) or missing}")
     print(
-        "train it: python pretrain_gpt.py "
+        "train it with: python pretrain_gpt.py "
         f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
-        "model.data.data_prefix=<data of its tokenizer>"
+        "model.data.data_prefix=<data prepared with this tokenizer>"
     )
 
 
 def divisor(rows: int, vocab_size: int) -> int:
-    """A `make_vocab_size_divisible_by` that pads the tokenizer's vocabulary to the rows there are.
+    """Return the `make_vocab_size_divisible_by` that pads a vocabulary to the embedding's rows.
 
-    128 or a smaller power of two where one does, else the rows themselves.
+    The result is the largest power of two up to 128 that does, or `rows` if none does.
     """
     powers = (2**n for n in range(7, -1, -1))
     fits = (n for n in powers if padded_vocab_size(vocab_size, n) == rows)
@@ -95,7 +104,10 @@ def divisor(rows: int, vocab_size: int) -> int:
 
 
 def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, Any]) -> Path:
-    """A few gigabytes at a time; verified when something starts from it."""
+    """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
+
+    The checkpoint is verified when a run starts from it.
+    """
     staging = store.begin(root, 0)
     entries: list[ShardEntry] = []
     waiting: list[Placement] = []

@@ -1,4 +1,4 @@
-"""Shows the FP8 health of a run as tables: which tensors lose most, and how scales moved.
+"""Show the FP8 health of a run as tables: the tensors that lose most, and amaxes over the run.
 
 python -m megafp8.cli.inspect RUN [--step N] [--all] [--sort underflow|overflow|snr|amax|name]
 """
@@ -21,17 +21,24 @@ from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
 from megafp8.specs import TensorHealth
 
 ROWS = 20
-PIPE_WIDTH = 160  # columns where nobody has a terminal: names are not cut
+PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
 SORTS = ("underflow", "overflow", "snr", "amax", "name")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the tables; 0, or 2 if there is nothing to show."""
+    """Print the tables; return 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.inspect", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's directory, or its health.jsonl")
-    parser.add_argument("--step", type=int, help="of this log step instead of the last one")
-    parser.add_argument("--all", action="store_true", help=f"all tensors, not the first {ROWS}")
-    parser.add_argument("--sort", choices=SORTS, help="worst first by this; default: what is there")
+    parser.add_argument("--step", type=int, help="the log step to show (default: the last one)")
+    parser.add_argument(
+        "--all", action="store_true", help=f"show all tensors, and not only the first {ROWS}"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=SORTS,
+        help="the column that is sorted, worst first (default: underflow if it was measured, else "
+        "the name)",
+    )
     options = parser.parse_args(argv)
     path = options.run / HEALTH_FILE if options.run.is_dir() else options.run
     try:
@@ -45,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(_tensors(record, options.sort, None if options.all else ROWS))
     console.print(_roles(records))
     if record.num_nonfinite:
-        console.print("updates that met a NaN or an infinity, and were left out:")
+        console.print("updates that were left out because of a NaN or an infinity:")
         for name, count in sorted(record.num_nonfinite.items()):
             console.print(f"  {name}: {count}")
     return ExitCode.FINISHED
@@ -53,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _chosen(records: list[HealthRecord], step: int | None, path: Path) -> HealthRecord:
     if not records:
-        raise CheckpointError(path, "holds no record yet", "Wait for the run's first log step")
+        raise CheckpointError(path, "has no record yet", "Wait for the run's first log step")
     if step is None:
         return records[-1]
     for record in records:
@@ -62,7 +69,9 @@ def _chosen(records: list[HealthRecord], step: int | None, path: Path) -> Health
     steps = [record.step for record in records]
     near = sorted(sorted(steps, key=lambda known: abs(known - step))[:3])
     raise CheckpointError(
-        path, f"has no step {step}", f"Near it are {', '.join(map(str, near))} (of {len(steps)})"
+        path,
+        f"has no step {step}",
+        f"The nearest of its {len(steps)} steps are {', '.join(map(str, near))}",
     )
 
 
@@ -93,7 +102,7 @@ def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table
 
 
 def _roles(records: list[HealthRecord]) -> Table:
-    """How amaxes moved: the first log step, the middle one, the last one."""
+    """Return a table of the largest amax by role, at the first, middle and last log step."""
     chosen = sorted({0, len(records) // 2, len(records) - 1})
     table = Table(box=box.SIMPLE, title="largest amax by role, over the run", title_justify="left")
     table.add_column("role")

@@ -1,4 +1,4 @@
-"""One job as a command starts it: how it was asked for, what is told of it, and its errors."""
+"""Describe the job that a command starts: its settings, their origins, and its errors."""
 
 from __future__ import annotations
 
@@ -24,25 +24,40 @@ from megafp8.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class AppInfo:
-    """How a task was started, beside its settings."""
+    """Hold how a task was started, besides its settings.
 
-    overrides: tuple[str, ...]  # those of this run; in a sweep, of this job
+    Attributes:
+        overrides: The overrides of the run, or of this job of a sweep.
+        config_dir: The directory of the user's own YAML files.
+        config_name: The YAML's name.
+        is_sweep: Whether the task is a job of a sweep.
+        job_num: The job's number in its sweep, from 0.
+        table: Lines for the start of the run: the settings that differ from the default job's.
+        inert: Lines for the start of the run: the given settings that have no effect.
+        record: Both of them for summary.json.
+        directory: The directory of a job of a sweep, which is also its
+            `exp_manager.explicit_log_dir`.
+    """
+
+    overrides: tuple[str, ...]
     config_dir: Path | None
     config_name: str
     is_sweep: bool = False
-    job_num: int | None = None  # of a sweep, from 0
-    # Lines for the start of the run: what is not the default job's, and what changes nothing.
+    job_num: int | None = None
     table: tuple[str, ...] = field(default=(), compare=False)
     inert: tuple[str, ...] = field(default=(), compare=False)
-    record: Mapping[str, object] = field(default_factory=dict, compare=False)  # for summary.json
-    directory: Path | None = None  # of a sweep's job; `exp_manager.explicit_log_dir` is it too
+    record: Mapping[str, object] = field(default_factory=dict, compare=False)
+    directory: Path | None = None
 
 
 Task = Callable[[DictConfig, AppInfo], int]
 
 
 def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
-    """Return how a job was started, from its settings and its command line."""
+    """Return how a job was started, given its settings and its command line.
+
+    `more` are the attributes of `AppInfo` about a sweep.
+    """
     return AppInfo(
         overrides=options.overrides,
         config_dir=options.config_dir,
@@ -55,11 +70,14 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
 
 
 OTHER_RANKS_WAIT_SECONDS = 2.0
-"""Rank 0 tells an error that all ranks have; the launcher ends the others before they speak too."""
+"""How long other ranks wait before they report an error.
+
+Rank 0 reports an error that all ranks have, and the launcher ends the others while they wait.
+"""
 
 
 def report(error: UserError) -> int:
-    """Print an error that a user can mend; returns its exit code."""
+    """Print an error that a user can correct, without secrets, and return its exit code."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(OTHER_RANKS_WAIT_SECONDS)
@@ -68,20 +86,20 @@ def report(error: UserError) -> int:
     return int(error.exit_code)
 
 
-# --- what is not the default job's ----------------------------------------------------------------
+# --- settings that differ from the default job's --------------------------------------------------
 
 
 class Changed(NamedTuple):
-    """One setting that is not the default job's."""
+    """Hold a setting that differs from the default job's, with the layer that set it."""
 
     key: str
     value: Any
-    origin: str  # a preset, a file or the command line; what follows from another key says so
-    usual: Any
+    origin: str  # a preset, a file, the command line, or the key whose value it takes
+    usual: Any  # the default job's value
 
 
 def resolved_table(loaded: Loaded) -> list[str]:
-    """One line for each setting that is not the default job's: `key = value (origin)`."""
+    """Return a line `key = value (origin; …)` for each setting that is not the default job's."""
     return [
         f"{c.key} = {one_line(c.value)} ({c.origin}; default job: {one_line(c.usual)})"
         for c in changed(loaded)
@@ -89,7 +107,7 @@ def resolved_table(loaded: Loaded) -> list[str]:
 
 
 def record(loaded: Loaded) -> dict[str, object]:
-    """The same for `summary.json`, and the settings that were given and change nothing."""
+    """Return the changed settings for summary.json, and those that were given without effect."""
     return {
         "non_default": [
             {"key": c.key, "value": c.value, "origin": c.origin, "default": c.usual}
@@ -103,7 +121,7 @@ def record(loaded: Loaded) -> dict[str, object]:
 
 
 def changed(loaded: Loaded) -> list[Changed]:
-    """The settings that are not the default job's, in the schema's order."""
+    """Return the settings that are not the default job's, in the schema's order."""
     job = default_tree()
     found = []
     for path in all_keys():

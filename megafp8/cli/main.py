@@ -1,4 +1,4 @@
-"""The command line: options, the composed tree, and a task that gets it; or help, or a sweep."""
+"""Run a command line: load its configuration and pass it to a task, or print help, or sweep."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ __all__ = ["AppInfo", "Task", "report", "run_app"]
 
 
 def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt.py") -> int:
-    """Run `task` as the arguments (without the program's name) ask; return the exit code.
+    """Run `task` with the configuration that the arguments ask for; return the exit code.
 
-    What a user can mend is printed on stderr in full. Any other exception is a bug and goes on.
+    Errors that a user can correct are printed on stderr. Any other exception is a bug and is not
+    caught.
+
+    Args:
+        argv: The arguments without the program's name.
+        task: Gets the tree of settings and how it was started, and returns an exit code.
+        prog: The command's name for the help page.
     """
     try:
         return _run(parse_options(argv), task, prog)
@@ -32,7 +38,7 @@ def _run(options: Options, task: Task, prog: str) -> int:
         print(help_page(prog, options.overrides), end="")
         return ExitCode.FINISHED
     if options.multirun and options.show_config:
-        raise SettingError("--cfg", "job", "shows one run, not a sweep", "Leave out -m")
+        raise SettingError("--cfg", "job", "shows one run and not a sweep", "Leave out -m")
     if options.multirun:
         from megafp8.cli.sweep import run_sweep
 

@@ -1,4 +1,4 @@
-"""What stands on the command line besides overrides: `--help`, `--cfg`, `-m`, `--config-dir`, …"""
+"""Parse the options of a command line: `--help`, `--cfg`, `-m`, `--config-dir` and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.config.layers import DEFAULT_CONFIG
 
 @dataclass(frozen=True)
 class Options:
-    """One command line, taken apart."""
+    """Hold the overrides and the options of a command line."""
 
     overrides: tuple[str, ...]
     config_dir: Path | None
@@ -26,7 +26,11 @@ class Options:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Options may stand before, between and behind overrides, as with Hydra."""
+    """Return the parsed command line; options may be anywhere among the overrides, as with Hydra.
+
+    Raises:
+        SettingError: An option is unknown or lacks its value.
+    """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)

@@ -1,8 +1,8 @@
-"""Makes an indexed dataset out of text, with its tokenizer beside it.
+"""Make an indexed dataset and its tokenizer from text.
 
 python -m megafp8.cli.preprocess FILE... --output PREFIX --tokenizer TOKENIZER
 python -m megafp8.cli.preprocess --dataset NAME --output PREFIX --tokenizer TOKENIZER
-python -m megafp8.cli.preprocess index KEY=VALUE...   (index maps of a job, ahead of it)
+python -m megafp8.cli.preprocess index KEY=VALUE...   (build the index maps of a job in advance)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megafp8.data.text_sources import TextSource, first_texts, paths_of
 from megafp8.data.tokenizer_choice import CHOICES, choose_tokenizer
 from megafp8.errors import DataError, ExitCode, UserError
 
-if TYPE_CHECKING:  # every worker imports this module: what it does not need is left out
+if TYPE_CHECKING:  # every worker imports this module, so it must not import these slow ones
     from omegaconf import DictConfig
 
     from megafp8.cli.job import AppInfo
@@ -30,7 +30,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepare text, or with `index` a job's index maps; the exit code."""
+    """Prepare text, or with `index` a job's index maps; return the exit code."""
     if argv and argv[0] == "index":
         from megafp8.cli.main import run_app
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return int(ExitCode.SAVED_ON_SIGNAL)
-    _tell(sidecar, options.output)
+    _print_result(sidecar, options.output)
     return ExitCode.FINISHED
 
 
@@ -56,21 +56,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", help="text, JSONL or Parquet, or a folder of such")
-    add("--dataset", metavar="NAME", help="instead: a dataset of the Hub, or its folder")
-    add("--config", metavar="NAME", help="of --dataset, where it has several")
-    add("--split", help="of --dataset (train)")
-    add("--text-key", metavar="NAME", help="column that holds the text (text)")
+    add("files", nargs="*", metavar="FILE",
+        help="a text, JSONL or Parquet file, or a folder of such files")  # fmt: skip
+    add("--dataset", metavar="NAME",
+        help="instead of files: a dataset of the Hugging Face Hub, or its folder")  # fmt: skip
+    add("--config", metavar="NAME", help="configuration of --dataset, if it has several")
+    add("--split", help="split of --dataset (train)")
+    add("--text-key", metavar="NAME", help="name of the column that holds the text (text)")
     add("--document", choices=("file", "paragraph", "line"),
-        help="what of a plain text file is one document (file)")  # fmt: skip
-    add("--output", type=Path, required=True, metavar="PREFIX", help="path without .bin and .idx")
+        help="which part of a plain text file is a document (file)")  # fmt: skip
+    add("--output", type=Path, required=True, metavar="PREFIX",
+        help="path of the dataset, without .bin and .idx")  # fmt: skip
     add("--tokenizer", required=True, help=CHOICES)
-    add("--vocab-size", type=int, metavar="N", help="of bpe (32768)")
+    add("--vocab-size", type=int, metavar="N", help="vocabulary of bpe (32768)")
     add("--train-megabytes", type=int, metavar="N",
-        help="how much of the text, from its beginning, trains bpe (256)")  # fmt: skip
+        help="megabytes from the beginning of the text that train bpe (256)")  # fmt: skip
     add("--end-of-document", metavar="TOKEN", help="the token that ends a document")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
-        help="processes that encode; 0: threads of this one (%(default)s)")  # fmt: skip
+        help="processes that encode; 0: threads of this process (%(default)s)")  # fmt: skip
     return parser
 
 
@@ -96,7 +99,7 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
     name = f"{options.tokenizer} {options.end_of_document}"
     if trained:
         name += f" {vocab_size} {megabytes}"
-        print(f"the tokenizer is trained on the first {megabytes} MB of the text", flush=True)
+        print(f"the tokenizer is trained on at most {megabytes} MB of the text", flush=True)
     with _Bar(source.num_bytes()) as bar:
         return preprocess(
             source,
@@ -110,10 +113,13 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Options that contradict each other or would do nothing."""
+    """Raise `DataError` for options that contradict each other or have no effect."""
     if bool(options.files) == bool(options.dataset):
         raise DataError(
-            "preprocess", "text", "comes from files or from --dataset", "Give one of the two"
+            "preprocess",
+            "text",
+            "must come either from files or from --dataset",
+            "Give one of the two",
         )
     needs = {
         "config": bool(options.dataset),
@@ -125,7 +131,7 @@ def _check(options: argparse.Namespace) -> None:
     for name, has_meaning in needs.items():
         if getattr(options, name) is not None and not has_meaning:
             option = "--" + name.replace("_", "-")
-            raise DataError("preprocess", option, "does nothing here", "Leave it out")
+            raise DataError("preprocess", option, "has no effect here", "Leave it out")
     for name, least in (("workers", 0), ("vocab_size", 257), ("train_megabytes", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -133,21 +139,21 @@ def _check(options: argparse.Namespace) -> None:
             raise DataError("preprocess", option, f"is {value}", f"Give at least {least}")
 
 
-def _tell(sidecar: Sidecar, prefix: Path) -> None:
+def _print_result(sidecar: Sidecar, prefix: Path) -> None:
     print(
         f"{sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
-        f"{sidecar.num_tokens} tokens of a vocabulary of {sidecar.vocab_size}: {prefix}"
+        f"{sidecar.num_tokens} tokens, vocabulary {sidecar.vocab_size}: {prefix}"
     )
     if sidecar.num_documents == 1:
         print(
-            "note: one document cannot be shared out to training and validation; "
-            "--document paragraph or line makes more of a plain text"
+            "note: one document cannot be divided into training and validation data; "
+            "--document paragraph or line divides a plain text into more"
         )
-    print(f"train on it: python pretrain_gpt.py model.data.data_prefix={prefix}")
+    print(f"train on it with: python pretrain_gpt.py model.data.data_prefix={prefix}")
 
 
 class _Bar:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Show progress: a bar on a terminal, otherwise a line every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, total: int | None) -> None:
         from rich.console import Console
@@ -191,7 +197,7 @@ class _Bar:
 
 
 def _index(cfg: DictConfig, info: AppInfo) -> int:
-    """Build the index maps of a job, for the epochs that it will read."""
+    """Build the index maps of the epochs that a job will read; return the exit code."""
     from megafp8.config.resolve import resolve
     from megafp8.data.ahead import build_index_maps
     from megafp8.data.prepare import prepare
@@ -200,7 +206,8 @@ def _index(cfg: DictConfig, info: AppInfo) -> int:
     data = prepare(spec.data, lambda line: print(line, flush=True))
     num_samples = spec.train.max_steps * spec.train.global_batch_size
     num_epochs = build_index_maps(data, num_samples)
-    print(f"index maps of {num_epochs} epochs for {num_samples} samples are there")
+    epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs} epochs"
+    print(f"index maps are complete: {epochs} for {num_samples} samples")
     return ExitCode.FINISHED
 
 

@@ -1,7 +1,7 @@
-"""A sweep (`-m`): Hydra's sweeper chooses the jobs, Hydra's launcher runs them, and we report them.
+"""Run a sweep (`-m`): Hydra's sweeper chooses the jobs, and Hydra's launcher runs them.
 
-Every job is checked and run like a single run. One that is refused or fails costs only itself: its
-objective is infinite, and the others go on.
+Every job is checked and run like a single run. A job that is refused or fails has an infinite
+objective, and the other jobs run on. A table of all jobs is printed at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ from megafp8.config.secrets import hide, variable_in
 from megafp8.errors import ExitCode, UserError
 
 CHECKED_JOBS = 32
-"""Jobs that are checked before the first one starts; later ones are checked when they start."""
+"""The number of jobs that are checked before the first one starts.
+
+Later jobs are checked when they start.
+"""
 
 RESULT_NAME = "job.json"
 SUMMARY_NAME = "sweep.json"
@@ -54,7 +57,7 @@ _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _REPORTING_LAUNCHER = "hydra_plugins.megafp8_sweep.ReportingLauncher"
 _TARGETS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
-"""Whose classes Hydra's settings may name."""
+"""The packages whose classes Hydra's settings may name."""
 
 _OUTCOMES = {
     int(ExitCode.FINISHED): "finished",
@@ -67,7 +70,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep."""
+    """Name one run of a sweep: its number from 0, its overrides and its directory."""
 
     num: int
     overrides: tuple[str, ...]
@@ -75,12 +78,13 @@ class Job:
 
     @property
     def result_file(self) -> Path:
+        """Return the path of the job's `job.json`."""
         return self.directory / RESULT_NAME
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job, as its `job.json` has it. `val_loss` is None unless it finished."""
+    """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished."""
 
     job: int
     overrides: list[str]
@@ -92,17 +96,17 @@ class Result:
 
     @property
     def objective(self) -> float:
-        """The number that a sweeper minimizes: infinite where a job has no validation loss."""
+        """Return the number that a sweeper minimizes: infinite if a job has no validation loss."""
         return math.inf if self.val_loss is None else self.val_loss
 
 
 class SavedOnSignalError(Exception):
-    """A job was saved on a signal, which wants the machine back: no further job starts."""
+    """Report that a job was saved on a signal, so that no further job may start."""
 
 
 @dataclass
 class Sweep:
-    """The jobs of a sweep: the task that Hydra runs for each of them, and what came of them."""
+    """Run the jobs of a sweep and collect their results; Hydra calls the object for each job."""
 
     options: Options
     task: Task
@@ -118,7 +122,7 @@ class Sweep:
     def launch(self, launcher: Launcher, jobs: Sequence[Job]) -> list[JobReturn]:
         """Check jobs and run those that are not refused; return each one's objective."""
         for job in jobs:
-            job.result_file.unlink(missing_ok=True)  # of the same sweep before
+            job.result_file.unlink(missing_ok=True)  # left by an earlier run of the same sweep
         for job in jobs[: max(0, CHECKED_JOBS - len(self.results))]:
             refusal = self._refusal(job)
             if refusal is not None:
@@ -132,7 +136,7 @@ class Sweep:
                 self.results[job.num] = _read_result(job)
                 stopped |= self.results[job.num].code == ExitCode.SAVED_ON_SIGNAL
         elif runs:
-            self._run_all(launcher, jobs)  # with those refused, so that numbers stay as they are
+            self._run_all(launcher, jobs)  # refused jobs too, so that all jobs keep their numbers
         for job in runs:
             self.results[job.num] = _read_result(job)
         if stopped:
@@ -140,7 +144,7 @@ class Sweep:
         return [_returned(job, self.results[job.num].objective) for job in jobs]
 
     def __call__(self, cfg: DictConfig) -> float:
-        """Run one job, perhaps in a process of its own; return its objective and raise nothing."""
+        """Run one job, perhaps in another process; return its objective and raise no exception."""
         settings: Any = HydraConfig.get()
         overrides = tuple(str(text) for text in settings.overrides.task)
         job = Job(int(settings.job.num), overrides, _directory(settings))
@@ -155,7 +159,7 @@ class Sweep:
     def _run_all(self, launcher: Launcher, jobs: Sequence[Job]) -> None:
         try:
             launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
-        except (Exception, SystemExit) as error:  # a killed worker, a scheduler that is away
+        except (Exception, SystemExit) as error:  # as with a killed worker or a missing scheduler
             line = str(error).strip().splitlines()[-1:] or [""]
             print(f"[sweep] the launcher failed: {type(error).__name__}: {hide(line[0])}")
             sys.stdout.flush()
@@ -183,7 +187,7 @@ class Sweep:
             return _result(job, int(ExitCode.CRASHED), line)
 
     def _refusal(self, job: Job) -> Result | None:
-        """Return why a job cannot be run, reported before the first one starts; None if it can."""
+        """Return the result of a job that cannot be run, after reporting it; None if it can."""
         try:
             load(job.overrides, self.options.config_dir, self.options.config_name)
         except UserError as error:
@@ -194,7 +198,11 @@ class Sweep:
 
 
 def run_sweep(options: Options, task: Task) -> int:
-    """Run all jobs of a sweep and print their table; return the first exit code that is not 0."""
+    """Run all jobs of a sweep and print their table; return the first exit code that is not 0.
+
+    Raises:
+        SettingError: The sweep's own settings cannot be used; no job has started then.
+    """
     source = find_source(options.config_dir, options.config_name)
     overrides, problems = parse_overrides(options.overrides, source.directories, multirun=True)
     problems += _directory_problems(overrides) + _secret_problems(overrides)
@@ -203,9 +211,9 @@ def run_sweep(options: Options, task: Task) -> int:
     cfg = _composed(source, loader, [override.text for override in overrides])
     _refuse_code(cfg.hydra)
     raise_if_any(_sweeper_problems(overrides, cfg.hydra))
-    own = [f"hydra.sweep.subdir={_subdir(cfg.hydra)}"] if _needs_number(cfg.hydra) else []
-    if own:  # settings of Hydra that its jobs have too
-        cfg = _composed(source, loader, [*(override.text for override in overrides), *own])
+    if _needs_number(cfg.hydra):
+        own = f"hydra.sweep.subdir={_subdir(cfg.hydra)}"
+        cfg = _composed(source, loader, [*(override.text for override in overrides), own])
     sweep = Sweep(options, task, in_turn=cfg.hydra.launcher._target_ == _BASIC_LAUNCHER)
     with open_dict(cfg):
         chosen = cfg.hydra.launcher
@@ -227,7 +235,7 @@ def run_sweep(options: Options, task: Task) -> int:
     results = [result for _, result in sorted(sweep.results.items())]
     if not any(Path(result.directory).is_dir() for result in results):
         _remove(made)
-    code = _tell(results, directory)
+    code = _print_results(results, directory)
     if failure is not None:
         print(failure, file=sys.stderr, flush=True)
     return code or (int(ExitCode.CRASHED) if failure else int(ExitCode.FINISHED))
@@ -237,7 +245,7 @@ def run_sweep(options: Options, task: Task) -> int:
 
 
 def _loader(source: Source) -> ConfigLoaderImpl:
-    """Return Hydra's loader of a tree without types: each job's values are checked by `load`."""
+    """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
     setup_globals()
     tree: Any = OmegaConf.to_container(tree_with_nemo_keys(), resolve=False)
     settings = {
@@ -255,10 +263,10 @@ def _loader(source: Source) -> ConfigLoaderImpl:
 def _composed(source: Source, loader: ConfigLoaderImpl, overrides: list[str]) -> Any:
     try:
         cfg: Any = loader.load_configuration(_SWEEP_ROOT, overrides, RunMode.MULTIRUN)
-    except Exception as error:  # Hydra's code: it stumbles over `hydra: null` and the like
+    except Exception as error:  # Hydra raises any kind of error at `hydra: null` and so on
         raise hydra_problem(source, error) from error
     try:
-        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # its `${now:…}` is now, for all jobs
+        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolves `${now:…}` once for all jobs
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise SettingError("hydra.sweep.dir", None, reason, "Give a directory") from error
@@ -266,7 +274,7 @@ def _composed(source: Source, loader: ConfigLoaderImpl, overrides: list[str]) ->
 
 
 def _refuse_code(settings: Any) -> None:
-    """Raise where Hydra's settings would start code that a user's file names."""
+    """Raise `SettingError` if Hydra's settings name code to run."""
     parts = {name: settings[name] for name in ("launcher", "sweeper", "callbacks")}
     tree = OmegaConf.to_container(OmegaConf.create(parts), resolve=False)
     for path, target in _targets(tree, "hydra"):
@@ -274,13 +282,13 @@ def _refuse_code(settings: Any) -> None:
             raise SettingError(
                 path,
                 None,
-                "settings never name code to run",
+                "settings must not name code to run",
                 "Leave it out; hydra/launcher=NAME and hydra/sweeper=NAME choose among those that "
                 "are installed",
             )
     if settings.get("callbacks"):
         raise SettingError(
-            "hydra.callbacks", None, "settings never name code to run", "Leave it out"
+            "hydra.callbacks", None, "settings must not name code to run", "Leave it out"
         )
 
 
@@ -296,21 +304,26 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _subdir(settings: Any) -> str:
-    """Return Hydra's setting for a job's directory in the sweep's, with the job's number in it."""
+    """Return the setting `hydra.sweep.subdir`, with the job's number appended if it lacks it."""
     text = str(settings.sweep._get_node("subdir")._value())
     return text if "${hydra.job." in text else f"{text}/${{hydra.job.num}}"
 
 
 def _needs_number(settings: Any) -> bool:
-    """Whether the jobs would share a directory. Raises where it would lie outside the sweep's."""
+    """Whether all jobs would have the same directory.
+
+    Raises:
+        SettingError: The directory would be outside the sweep's.
+    """
     text = str(settings.sweep._get_node("subdir")._value())
     rest = text.replace("${hydra.job.num}", "0").replace("${hydra.job.override_dirname}", "x")
     if "${" in rest or Path(rest).is_absolute() or ".." in Path(rest).parts:
         raise SettingError(
             "hydra.sweep.subdir",
             text,
-            "is no directory inside the sweep's",
-            "It may hold ${hydra.job.num} and ${hydra.job.override_dirname}",
+            "is not a directory inside the sweep's",
+            "Give a relative path; it may contain ${hydra.job.num} and "
+            "${hydra.job.override_dirname}",
         )
     return _subdir(settings) != text
 
@@ -320,7 +333,7 @@ def _directory(settings: Any) -> Path:
 
 
 def _returned(job: Job, objective: float) -> JobReturn:
-    """Return what Hydra's sweepers read of a job."""
+    """Return a job's result in the form that Hydra's sweepers read."""
     returned = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
     returned.return_value = objective
     return returned
@@ -335,7 +348,7 @@ def _result(job: Job, code: int, problem: str | None = None) -> Result:
         try:
             val_loss = json.loads((job.directory / "summary.json").read_text()).get("val_loss")
         except (OSError, ValueError):
-            pass  # a task that leaves no summary
+            pass  # the task wrote no summary
     return Result(
         job=job.num,
         overrides=[hide(text) for text in job.overrides],
@@ -348,12 +361,12 @@ def _result(job: Job, code: int, problem: str | None = None) -> Result:
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    """Take away what a sweep made that started no job, from the innermost folder on."""
+    """Delete the folders of a sweep that started no job, from the innermost one on."""
     for folder in folders:
         (folder / "multirun.yaml").unlink(missing_ok=True)
         try:
             folder.rmdir()
-        except OSError:  # it is not empty, or was never made
+        except OSError:  # the folder is not empty, or was never made
             return
 
 
@@ -361,19 +374,19 @@ def _read_result(job: Job) -> Result:
     try:
         return Result(**json.loads(job.result_file.read_text()))
     except FileNotFoundError:
-        result = _result(job, int(ExitCode.CRASHED), "it left no result")
+        result = _result(job, int(ExitCode.CRASHED), "the job left no result")
         return result if job.directory.is_dir() else replace(result, outcome="not started")
 
 
-def _tell(results: Sequence[Result], directory: Path) -> int:
+def _print_results(results: Sequence[Result], directory: Path) -> int:
     """Print the table of all jobs and write it as `sweep.json`; return the sweep's exit code.
 
-    What all jobs have in common is said once.
+    Overrides that all jobs have in common are printed once.
     """
     code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
     stopped = int(ExitCode.SAVED_ON_SIGNAL)
     code = stopped if any(result.code == stopped for result in results) else code
-    if directory.is_dir():  # not where every job was refused
+    if directory.is_dir():  # it was not made if every job was refused
         text = json.dumps([asdict(result) for result in results], indent=2)
         (directory / SUMMARY_NAME).write_text(text + "\n")
     shared = _shared([result.overrides for result in results])
@@ -390,7 +403,7 @@ def _tell(results: Sequence[Result], directory: Path) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     print(f"\n[sweep] {len(results)} jobs in {directory}")
     if shared:
-        print(f"all with {' '.join(shared)}")
+        print(f"all jobs have {' '.join(shared)}")
     for row in rows:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -404,7 +417,7 @@ def _tell(results: Sequence[Result], directory: Path) -> int:
 
 
 def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """The overrides that every one of several jobs has."""
+    """Return the overrides that all of several jobs have."""
     if len(jobs) < 2:
         return []
     return [text for text in jobs[0] if all(text in job for job in jobs)]
@@ -414,15 +427,16 @@ def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> list[SettingError]:
-    """Return the intervals, of which Hydra's own sweeper makes no jobs."""
+    """Return errors for overrides with intervals, if Hydra's own sweeper is used."""
     if settings.sweeper._target_ != _BASIC_SWEEPER:
         return []
     return [
         SettingError(
             override.text.partition("=")[0],
             override.text.partition("=")[2],
-            "jobs are every combination of values, and an interval has no end of them",
-            "Give the values, as 1,2,3 or range(1,4), or a sweeper that draws some: hydra/sweeper",
+            "is an interval, and this sweeper runs every combination of single values",
+            "Give values, as 1,2,3 or range(1,4), or choose a sweeper that draws values with "
+            "hydra/sweeper=NAME",
             origin=COMMAND_LINE,
         )
         for override in overrides
@@ -431,13 +445,13 @@ def _sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> lis
 
 
 def _secret_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
-    """Return the overrides with a secret of the environment, which Hydra would write down."""
+    """Return errors for overrides with a secret of the environment, which Hydra would record."""
     return [
         SettingError(
             override.text.partition("=")[0],
             None,
-            f"holds the secret of the environment's {name}, and would be recorded",
-            f"Leave it out; what needs {name} reads it from the environment",
+            f"holds the value of the environment variable {name}, and would be recorded",
+            f"Leave it out; libraries that need {name} read it from the environment",
             origin=COMMAND_LINE,
         )
         for override in overrides
@@ -451,8 +465,8 @@ def _directory_problems(overrides: Sequence[ParsedOverride]) -> list[SettingErro
         SettingError(
             key,
             text.partition("=")[2],
-            "each job of a sweep has a directory of its own",
-            "Choose that of the sweep with hydra.sweep.dir=DIR",
+            "cannot be set in a sweep, where each job has its own directory",
+            "Set the sweep's directory with hydra.sweep.dir=DIR",
             origin=COMMAND_LINE,
         )
         for text in texts

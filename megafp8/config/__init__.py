@@ -1,6 +1,6 @@
-"""From Hydra's overrides and YAML, in NeMo's names, to the project's own specs. No torch here.
+"""Turn Hydra's overrides and YAML files, in NeMo's names, into the project's specs, without torch.
 
-The way of a setting: `schema` (what keys there are) → `load` (compose and check types) →
-`validate` (what fits together) → `resolve` (a `RunSpec`). `app` is the command line around it,
-`identity` tells which runs may continue each other, `document` prints the page of all keys.
+`schema` defines the keys. `layers` finds the files, and `load` merges them with the overrides and
+checks every value; the rules between keys are in `checks` and `together`. `resolve` makes the
+`RunSpec` that the rest of the program reads. `resume` decides which runs may continue each other.
 """

@@ -1,4 +1,4 @@
-"""The model's shape: from the keys under `model` to a `GPTSpec`, and back for a file."""
+"""Convert between the keys under `model` and the `GPTSpec` of the model's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megafp8.config.values import spell_activation
 from megafp8.specs.model import Activation, GPTSpec, RecomputeSpec
 
 VOCAB_SIZE_UNKNOWN = 0
-"""Stands in `RunSpec.model` until the tokenizer is there."""
+"""The vocabulary's size in `RunSpec.model` before the tokenizer is loaded."""
 
 SHAPE_KEYS = (
     "num_layers",
@@ -34,7 +34,7 @@ SHAPE_KEYS = (
     "share_embeddings_and_output_weights",
     "transformer_block_type",
 )
-"""What decides which function the weights are; the keys below `model` that a trained model has."""
+"""The keys under `model` that define the function which the weights compute."""
 
 _OTHER_KEYS = (
     "init_method_std",
@@ -48,7 +48,7 @@ _OTHER_KEYS = (
 
 
 def gpt_spec(model: Model, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
-    """The shape that checked settings ask for."""
+    """Return the shape that the `model` section of a checked configuration asks for."""
     return GPTSpec(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -80,9 +80,10 @@ def gpt_spec(model: Model, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
 
 
 def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
-    """The shape in the `model` section of a run's resolved settings, as a checkpoint keeps them.
+    """Return the shape in the `model` section of a run's resolved settings.
 
-    Keys that the section lacks, as one of an earlier version may, have their defaults.
+    A checkpoint records these settings. Keys that the section lacks, since an earlier version wrote
+    it, have their defaults.
     """
     known = {key: model[key] for key in (*SHAPE_KEYS, *_OTHER_KEYS) if key in model}
     typed: Any = OmegaConf.merge(OmegaConf.structured(Model), known)
@@ -90,7 +91,7 @@ def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
 
 
 def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
-    """The shape's keys below `model`, as `spec_of_tree` reads them."""
+    """Return the shape as keys and values below `model`, which `spec_of_tree` reads."""
     tree: dict[str, Any] = {
         key: getattr(spec, key) for key in SHAPE_KEYS if key not in ("activation", "openai_gelu")
     }
@@ -98,8 +99,11 @@ def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
     return tree | {"openai_gelu": spec.activation == "gelu-tanh"}
 
 
-def same_shape(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
-    """Keys of the shape that differ, with both values, sizes that follow from others filled in."""
+def shape_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
+    """Return the keys in which two shapes differ, with both values; empty if the shapes are equal.
+
+    Sizes that are null because they follow from other keys are compared by their values.
+    """
     first, second = _filled(asked), _filled(stored)
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every problem at once, each with its way out."""
+"""Define the errors of a configuration: all problems are reported together, each with a hint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megafp8.errors import ConfigError
 
 
 class Origin(str):
-    """Who set a value: a text for messages, and how it compares with other layers.
+    """Name the layer that set a value; the text is for messages.
 
     Attributes:
         strength: Of two layers, the one with the larger strength wins.
-        is_users: Whether its settings are a user's own; those of presets and NeMo's files are not.
+        is_users: Whether a user set the values. Presets and NeMo's files are not a user's.
     """
 
     strength: int
     is_users: bool
 
     def __new__(cls, text: str, strength: int = 0, *, is_users: bool = False) -> Origin:
-        """Return the text with both attributes."""
+        """Return the text with the two attributes."""
         origin = super().__new__(cls, text)
         origin.strength, origin.is_users = strength, is_users
         return origin
@@ -29,11 +29,14 @@ class Origin(str):
 DEFAULT = Origin("default")
 COMMAND_LINE = Origin("command line", 1_000_000, is_users=True)
 PRESET = "preset"
-"""Begins the origin of a preset's setting: `preset model=gpt3_125m`."""
+"""The first word of the origin of a preset's setting: `preset model=gpt3_125m`."""
 
 
 class SettingError(ConfigError):
-    """One setting that cannot be honoured, and where it was set."""
+    """Report one setting that cannot be used, with the place where it was set.
+
+    Values of keys that are named like secrets are hidden.
+    """
 
     def __init__(
         self, key: str, value: object, reason: str, hint: str, *, origin: str = ""
@@ -52,7 +55,7 @@ class SettingError(ConfigError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several problems. `key`, `value`, `reason` and `hint` are those of the first one."""
+    """Report several settings; `key`, `value`, `reason` and `hint` are those of the first one."""
 
     def __init__(self, problems: Sequence[SettingError]) -> None:
         first = problems[0]
@@ -60,12 +63,15 @@ class CombinedConfigError(ConfigError):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.problems)} settings cannot be honoured:"]
+        lines = [f"{len(self.problems)} settings cannot be used:"]
         return "\n".join(lines + [f"  - {problem}" for problem in self.problems])
 
 
 def raise_if_any(problems: Sequence[SettingError]) -> None:
-    """Raise the one problem as itself, several as `CombinedConfigError`, none not at all."""
+    """Raise a single problem as itself and several as a `CombinedConfigError`.
+
+    Nothing is raised if there are no problems.
+    """
     if len(problems) == 1:
         raise problems[0]
     if problems:

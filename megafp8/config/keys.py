@@ -1,6 +1,7 @@
-"""How one key is described: help, NeMo's default, valid values, spelling, and what it needs.
+"""Describe the keys of the configuration: help, default, valid values, and what each key needs.
 
-A schema field is made by `key(...)`; `keys_of` reads the descriptions back, one `Key` a leaf.
+A field of the schema is made by `key(...)`; `keys_of` returns the descriptions, one `Key` for each
+field.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Values = Mapping[str, Any]
 Kind = Literal["model", "data", "optim", "length", "logging", "layout", "policy"]
 
 NOT_IN_NEMO = object()
-"""NeMo's `megatron_gpt_config.yaml` has no such key."""
+"""Marks a key that NeMo's `megatron_gpt_config.yaml` does not have."""
 
-_LARGEST = 2**53  # beyond it a float no longer counts in ones
+_LARGEST = 2**53  # a float cannot hold every whole number above
 
 FREE_KINDS: frozenset[Kind] = frozenset({"length", "logging", "layout", "policy"})
 """Keys of these kinds may differ when a run continues; those of the others may not."""
@@ -28,17 +29,24 @@ FREE_KINDS: frozenset[Kind] = frozenset({"length", "logging", "layout", "policy"
 
 @dataclass(frozen=True)
 class Valid:
-    """Which values a key takes beyond its type."""
+    """Say which values of its type a key accepts.
+
+    Attributes:
+        text: The condition in words, as `at least 1`.
+        accepts: Whether a value of the right type is valid.
+        later: Values that NeMo has and this version does not support.
+        suggestion: The hint for one of `later`.
+    """
 
     text: str
     accepts: Callable[[Any], bool]
-    later: Container[object] = ()  # known values that this version does not support
-    suggestion: str = ""  # what to write instead of one of `later`
+    later: Container[object] = ()
+    suggestion: str = ""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a key depends on: while `holds` is False, the key has no effect."""
+    """Say which setting a key depends on; while `holds` returns False, the key has no effect."""
 
     key: str
     text: str  # what to set for the key to have an effect, as `model.fp8=True`
@@ -53,7 +61,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the tree of settings."""
+    """Describe one key: a leaf of the tree of settings. `key` explains the attributes."""
 
     path: str
     type_text: str
@@ -66,7 +74,7 @@ class Key:
     spelling: Callable[[Any], Any] | None = None
 
     def spelled(self, value: Any) -> Any:
-        """Return `value` in the one way in which it is written in a run's resolved settings."""
+        """Return `value` as a run's resolved settings write it: one spelling for each meaning."""
         return value if self.spelling is None else self.spelling(value)
 
     def is_default(self, value: Any) -> bool:
@@ -75,11 +83,12 @@ class Key:
 
     @property
     def required(self) -> bool:
+        """Whether the key has no default, so that a YAML or the user must give it."""
         return bool(self.default == MISSING)
 
     @property
     def valid_text(self) -> str:
-        """What to give, in words: `a whole number, at least 1`."""
+        """Return the type and the valid values in words: `a whole number, at least 1`."""
         if self.valid is None:
             return self.type_text
         bounded = self.valid.text.startswith(("at least", "above", "from"))
@@ -97,16 +106,16 @@ def key(
     needs: Need | None = None,
     spelling: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return a dataclass field that knows its documentation. A list becomes a default of its own.
+    """Return a dataclass field with a key's description. Each tree gets its own copy of a list.
 
     Args:
-        default: The value where nobody gives one, in the type of the field.
+        default: The default, in the type of the field.
         help: What the key means, for `--help` and docs/configuration.md.
         nemo: The default in NeMo's `megatron_gpt_config.yaml`.
-        kind: What the key belongs to, which says whether it may change when a run continues.
-        valid: Which values are accepted beyond the type.
-        needs: What the key depends on. Without it the key has no effect.
-        spelling: Makes one spelling of all that mean the same, of a valid value.
+        kind: The kind of setting, which decides whether it may change when a run continues.
+        valid: Which values of the type are accepted.
+        needs: The setting without which the key has no effect.
+        spelling: Returns the same value for all valid spellings of one meaning.
     """
     metadata = {
         "help": help,
@@ -129,7 +138,12 @@ def needs(
 ) -> Need:
     """Return the need for `key` to have one of `values`.
 
-    `reads` returns what the run takes the key for, where that is not just its value.
+    Args:
+        key: The key that another one depends on.
+        values: Its values with which the other key has an effect.
+        reads: Returns, from all settings, the values that are compared instead of the key's own:
+            for example all recipes that some linear uses.
+        hint: Replaces the usual hint "Set …, or leave it out".
     """
     shown = [str(value) if value is not None else "null" for value in values]
     text = f"{key}={' or '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)}"
@@ -147,7 +161,7 @@ def needs_above(key: str, low: float) -> Need:
 
 
 def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
-    """All leaves below a schema dataclass by dotted path, in the order they are written."""
+    """Return all keys of a schema dataclass by their dotted paths, in the order of the source."""
     found: dict[str, Key] = {}
     hints = get_type_hints(section)
     for item in dataclasses.fields(section):
@@ -163,28 +177,34 @@ def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
 
 
 def at_least(low: float) -> Valid:
+    """Return the condition that a number is `low` or larger."""
     return Valid(f"at least {low}", lambda v: low <= v <= _LARGEST)
 
 
 def above(low: float) -> Valid:
+    """Return the condition that a number is larger than `low`."""
     return Valid(f"above {low}", lambda v: low < v <= _LARGEST)
 
 
 def between(low: float, high: float) -> Valid:
+    """Return the condition that a number is from `low` to `high`, both included."""
     return Valid(f"from {low} to {high}", lambda v: low <= v <= high)
 
 
 def from_to_below(low: float, high: float) -> Valid:
+    """Return the condition that a number is from `low` (included) to `high` (excluded)."""
     return Valid(f"from {low} to below {high}", lambda v: low <= v < high)
 
 
 def one_of(*values: object, later: Container[object] = (), suggestion: str = "") -> Valid:
+    """Return the condition that a value is one of `values`; see `Valid` for the rest."""
     text = ", ".join(dict.fromkeys(str(value) for value in values))
     text = " or ".join(text.rsplit(", ", 1))
     return Valid(text, lambda v: v in values and not isinstance(v, bool), later, suggestion)
 
 
 def or_null(valid: Valid) -> Valid:
+    """Return the condition that a value is null or meets `valid`."""
     return Valid(
         f"{valid.text}, or null",
         lambda v: v is None or valid.accepts(v),

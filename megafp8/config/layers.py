@@ -1,9 +1,9 @@
-"""The layers of a configuration, weakest first: default job, YAML files, presets, command line.
+"""Collect the layers of a configuration: default job, YAML files, presets and command line.
 
-Hydra resolves `defaults:` lists, search paths, packages and config groups: it says which files
-there are, in which order, and reads each of them once. Their settings are merged in `load`, not by
-Hydra, so that every value comes with its origin and every mistake is reported. What is imported
-from `hydra._internal` was tried with Hydra 1.3.2 to 1.3.8.
+Hydra resolves `defaults:` lists, search paths, packages and config groups: it finds the files and
+their order, and reads each file once. `load` merges the settings, and not Hydra, so that every
+value has its origin and every mistake is reported. The imports from `hydra._internal` were tried
+with Hydra 1.3.2 to 1.3.8.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from megafp8.config.settings import Setting, flatten
 
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
-"""Made for each composition: the YAML asked for, then the presets."""
+"""The name of the config that is made for each composition: the user's YAML, then the presets."""
 
 HYDRA = "hydra"
-"""The section of a YAML that is Hydra's own."""
+"""The section of a YAML that holds Hydra's own settings."""
 
 
 def _product(*factors: float) -> float:
@@ -56,51 +56,61 @@ def _numbers(values: Sequence[object]) -> list[float]:
     return [v for v in values if isinstance(v, (int, float))]
 
 
-# NeMo's own, for `${multiply:...}` and `${sum:...}` in its files.
+# NeMo's files use these two resolvers, as `${multiply:...}` and `${sum:...}`.
 OmegaConf.register_new_resolver("multiply", _product, replace=True)
 OmegaConf.register_new_resolver("sum", _sum, replace=True)
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
 
 
 def conf_dir() -> Path:
-    """Return the directory `conf/` that comes with the project."""
+    """Return the project's own directory `conf/`.
+
+    Raises:
+        SettingError: The directory is missing, since the package was not installed in place.
+    """
     folder = Path(__file__).resolve().parents[2] / "conf"
     if not (folder / f"{DEFAULT_CONFIG}.yaml").is_file():
         raise SettingError(
             "conf",
             folder,
-            f"{DEFAULT_CONFIG}.yaml is not there",
-            "Install with `pip install -e .` from the repository, which brings conf/ along",
+            f"{DEFAULT_CONFIG}.yaml is missing",
+            "Install with `pip install -e .` in a clone of the repository, which has conf/",
         )
     return folder
 
 
 @dataclass(frozen=True)
 class Source:
-    """Which YAML is composed, and from where. The first directory wins."""
+    """Name the YAML that is composed, and the directories where it is searched, in this order."""
 
     name: str
     directories: tuple[Path, ...]
 
     @property
     def file(self) -> Path:
+        """Return the YAML's path; one that does not exist if no directory has the file."""
         candidates = [folder / f"{self.name}.yaml" for folder in self.directories]
         return next((file for file in candidates if file.is_file()), candidates[0])
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The settings of one file, or of the command line."""
+    """Hold the settings of one file, or of the command line."""
 
     origin: Origin
     settings: tuple[Setting, ...]
 
 
 def find_source(config_dir: Path | None, config_name: str) -> Source:
-    """Return the YAML asked for; refuse one that is not there with the list of those there are."""
+    """Return the YAML named `config_name`, in `config_dir` or else among the project's own.
+
+    Raises:
+        SettingError: There is no such file; the hint lists the files that exist.
+    """
     ours = conf_dir()
     if config_dir is not None and not config_dir.is_dir():
-        raise SettingError("--config-dir", config_dir, "is not a directory", "Give an existing one")
+        hint = "Give an existing directory"
+        raise SettingError("--config-dir", config_dir, "is not a directory", hint)
     theirs = () if config_dir is None or config_dir.resolve() == ours else (config_dir.resolve(),)
     source = Source(config_name.removesuffix(".yaml"), (*theirs, ours))
     if "\0" in config_name or not source.file.is_file():
@@ -108,17 +118,17 @@ def find_source(config_dir: Path | None, config_name: str) -> Source:
         raise SettingError(
             "--config-name",
             config_name,
-            f"no such YAML in {' or '.join(str(folder) for folder in source.directories)}",
-            f"There are: {', '.join(there)}; --config-dir names a directory of your own",
+            f"there is no such YAML in {' or '.join(str(f) for f in source.directories)}",
+            f"Give one of {', '.join(there)}; --config-dir names a directory of your own",
         )
     return source
 
 
 def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer]:
-    """Return all layers, weakest first.
+    """Return all layers, from the weakest to the strongest.
 
     Raises:
-        SettingError: Hydra finds no such files, or cannot read one.
+        SettingError: A file is missing, or Hydra cannot read it.
     """
     try:
         found = _files(source, [override.text for override in overrides if override.is_group])
@@ -129,7 +139,7 @@ def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer
             section = default.package or ""
             tree = OmegaConf.to_container(result.config, resolve=False)
             layers.append(Layer(origin, tuple(flatten(section, tree, origin))))
-    except Exception as error:  # Hydra's code: it stumbles over lists, `hydra: null` and the like
+    except Exception as error:  # Hydra raises any kind of error at lists, `hydra: null` and so on
         raise hydra_problem(source, error) from error
     given = tuple(setting for override in overrides for setting in override.settings)
     return [*layers, Layer(COMMAND_LINE, given)]
@@ -137,27 +147,27 @@ def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer
 
 @cache
 def default_job() -> Mapping[str, Any]:
-    """Return the settings of `conf/pretrain_gpt.yaml`, as they are written."""
+    """Return the settings of `conf/pretrain_gpt.yaml`, with interpolations as they are written."""
     (layer, *_) = layers_of(find_source(None, DEFAULT_CONFIG), [])
     return {setting.key: setting.value for setting in layer.settings}
 
 
 class _Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
-    """Reads each file once."""
+    """Read each file once."""
 
     def __init__(self, path: ConfigSearchPathImpl) -> None:
         super().__init__(path)
         self._read: dict[str, ConfigResult | None] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Return a file's content, and the files that it builds on."""
+        """Return a file's content and its list of defaults; None if it does not exist."""
         if config_path not in self._read:
             self._read[config_path] = super().load_config(config_path)
         return self._read[config_path]
 
 
 def search_path(source: Source) -> ConfigSearchPathImpl:
-    """Return where Hydra looks for files, in this order."""
+    """Return the places where Hydra looks for files, in their order."""
     version.setbase(None)
     Plugins.instance()  # registers the kinds of sources
     path = ConfigSearchPathImpl()
@@ -169,9 +179,9 @@ def search_path(source: Source) -> ConfigSearchPathImpl:
 
 
 def root_defaults(source: Source, files: ConfigRepository | None = None) -> list[Any]:
-    """Return the `defaults:` of a composition: the YAML asked for, then the groups of presets.
+    """Return the `defaults:` of a composition: the user's YAML, then the groups of presets.
 
-    A group that the YAML itself chooses from is left out: it is overridden there.
+    A group from which the YAML itself chooses is left out, since Hydra overrides it there.
     """
     files = files or _Files(search_path(source))
     primary = files.load_config(source.name)
@@ -183,12 +193,12 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
 
 
 def _files(source: Source, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
-    """Return the files in the order in which they are merged, each with where its settings go."""
+    """Return the files in the order of merging, each with the section that its settings go to."""
     files = _Files(search_path(source))
     ConfigStore.instance().store(
         ROOT_CONFIG, {"defaults": ["_self_", *root_defaults(source, files)]}
     )
-    is_ours = source.file.parent == conf_dir()  # none of these changes Hydra's own settings
+    is_ours = source.file.parent == conf_dir()  # our own files do not change Hydra's settings
     defaults = create_defaults_list(
         repo=files,
         config_name=ROOT_CONFIG,
@@ -214,7 +224,10 @@ def _is_default_job(default: ResultDefault, result: ConfigResult) -> bool:
 def _origin(
     default: ResultDefault, result: ConfigResult, strength: int, *, is_users: bool
 ) -> Origin:
-    """Return the name of a file's layer. A file that does not build on ours is NeMo's."""
+    """Return the origin of a file's settings.
+
+    `is_users` says whether the configuration builds on the default job; otherwise it is NeMo's.
+    """
     if _is_default_job(default, result):
         return DEFAULT
     group, _, option = str(default.config_path).rpartition("/")
@@ -224,7 +237,7 @@ def _origin(
 
 
 def hydra_problem(source: Source, error: Exception) -> SettingError:
-    """Return what a user reads where Hydra cannot compose."""
+    """Return the error that a user reads if Hydra cannot compose the files and overrides."""
     text = str(error).partition("Config search path")[0].partition("Search path")[0]
     lines = [line.strip().rstrip(".:") for line in text.splitlines()]
     useful = [line for line in lines if line and not line.startswith(("reference_type", "object_"))]
@@ -233,5 +246,5 @@ def hydra_problem(source: Source, error: Exception) -> SettingError:
         "configuration",
         None,
         f"Hydra cannot compose {source.file.name} and the overrides: {reason}",
-        "Mend what it names",
+        "Correct what the message names",
     )

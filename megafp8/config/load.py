@@ -1,4 +1,4 @@
-"""From layers to one typed, checked tree. All problems are reported at once."""
+"""Merge the layers of a configuration into one typed tree, check it, and report all problems."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megafp8.config.values import one_line
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked tree, who set what in it, and what was given and changes nothing.
+    """Hold a checked tree of settings, their origins, and the settings without effect.
 
     Attributes:
-        cfg: The tree of the schema, closed to new keys.
-        origins: Who set each key that somebody set.
-        inert: NeMo's keys that do nothing here, and Hydra's section.
-        unused: Keys that have no effect beside the others, set by a preset, a NeMo file or a
-            layer that a stronger one overrules.
+        cfg: The tree of the schema; it takes no new keys.
+        origins: The layer that set each key, for all keys that a layer after the default job set.
+        inert: The given keys of NeMo that have no effect in megafp8, and Hydra's section.
+        unused: The given keys that have no effect with the other settings, where this is no
+            mistake: a preset or a NeMo file set them, or a stronger layer switched them off.
     """
 
     cfg: DictConfig
@@ -49,16 +49,16 @@ class Loaded:
     unused: tuple[tuple[Setting, Unused], ...] = ()
 
     def inert_lines(self) -> list[str]:
-        """Return what was given and changes nothing here; a line for those of one reason."""
+        """Return lines about the settings without effect; those of one reason share a line."""
         groups: dict[tuple[str, str], list[str]] = {}
         for s in self.inert:
             if s.key == HYDRA:
-                text, note = HYDRA, "Hydra's own settings mean something in a sweep (-m) only"
+                text, note = HYDRA, "Hydra's own settings have an effect in a sweep (-m) only"
             else:
                 text, note = f"{s.key}={one_line(s.value)}", nemo_keys()[s.key].note
             groups.setdefault((s.origin, note), []).append(text)
         for s, found in self.unused:
-            text, note = f"{s.key}={one_line(s.value)}", f"means nothing with {found.setting}"
+            text, note = f"{s.key}={one_line(s.value)}", f"has no effect with {found.setting}"
             groups.setdefault((s.origin, note), []).append(text)
         return [f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()]
 
@@ -68,7 +68,12 @@ def load(
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
 ) -> DictConfig:
-    """Return the tree of settings, with every check that needs no device passed.
+    """Return the tree of settings after all checks that need no device.
+
+    Args:
+        overrides: Overrides as on the command line, for example `model.fp8=True`.
+        config_dir: A directory of the user's own YAML files.
+        config_name: The YAML's name, with or without `.yaml`.
 
     Raises:
         ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
@@ -81,7 +86,10 @@ def load_all(
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
 ) -> Loaded:
-    """Return what `load` does, with origins and what changes nothing. Raises the same."""
+    """Return the tree that `load` returns, with origins and settings without effect.
+
+    Arguments and errors are those of `load`.
+    """
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
     try:
@@ -98,7 +106,7 @@ def load_all(
     inert, refused = _nemo_settings(tree, values, origins)
     raise_if_any(problems + check_values(good, origins) + refused)
     inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
-    idle = [  # the default job's own choices just give way
+    idle = [  # the default job's own settings, which have no origin, are not reported
         (Setting(found.key, values[found.key], origins[found.key]), found)
         for found in unused(values)
         if found.key in origins
@@ -107,7 +115,7 @@ def load_all(
 
 
 def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:
-    """Return one tree of all layers, who set each key, and the settings that cannot be merged."""
+    """Return one tree of all layers, the origins of its values, and what could not be merged."""
     tree = tree_with_nemo_keys()
     origins: dict[str, Origin] = {}
     problems: list[SettingError] = []
@@ -125,7 +133,10 @@ def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[
 
 @cache
 def default_tree() -> DictConfig:
-    """Return the default job's tree: the schema and `conf/pretrain_gpt.yaml`. Not to be changed."""
+    """Return the default job's tree: the schema with the values of `conf/pretrain_gpt.yaml`.
+
+    All callers share the tree, so they must not change it.
+    """
     tree = schema_tree()
     for path, value in default_job().items():
         OmegaConf.update(tree, path, value)
@@ -133,7 +144,7 @@ def default_tree() -> DictConfig:
 
 
 def tree_with_nemo_keys() -> DictConfig:
-    """Return the schema, with NeMo's keys that do nothing here, which `load` takes out."""
+    """Return a new tree of the schema and of NeMo's keys without effect, which `load` removes."""
     return copy.deepcopy(_tree_with_nemo_keys())
 
 
@@ -148,13 +159,16 @@ def _tree_with_nemo_keys() -> DictConfig:
 def _secret_problems(
     values: Mapping[str, Any], origins: Mapping[str, Origin]
 ) -> list[SettingError]:
-    """Settings are written into the run's directory and shown by trackers: no place for a token."""
+    """Return the settings that hold a secret of the environment.
+
+    Settings are written into the run's directory and sent to trackers, so a token must not be one.
+    """
     return [
         SettingError(
             path,
             HIDDEN,
-            f"holds the secret of the environment's {name}, and would be recorded",
-            f"Leave it out; what needs {name} reads it from the environment",
+            f"holds the value of the environment variable {name}, and would be recorded",
+            f"Leave it out; libraries that need {name} read it from the environment",
             origin=origins.get(path, DEFAULT),
         )
         for path, value in values.items()
@@ -165,7 +179,7 @@ def _secret_problems(
 def _nemo_settings(
     tree: DictConfig, values: Mapping[str, Any], origins: Mapping[str, Origin]
 ) -> tuple[list[Setting], list[SettingError]]:
-    """Return NeMo's keys that do nothing here: those given, and those that do not pass."""
+    """Return NeMo's keys without effect that were given, and errors for those of wrong values."""
     inert: list[Setting] = []
     refused: list[SettingError] = []
     for path, origin in origins.items():
@@ -187,10 +201,10 @@ def _nemo_settings(
 
 
 def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """Return the tree of the schema alone, closed to new keys; `values` are what its keys mean."""
+    """Return the tree without NeMo's keys, closed to new keys; `values` are its keys' values."""
     for path in nemo_keys():
         _delete(tree, path)
-    for path in all_keys():  # what refers to a key that is no longer there gets its value
+    for path in all_keys():  # an interpolation of a key that was removed becomes that key's value
         if not is_interpolation(tree, path):
             continue
         try:
@@ -204,7 +218,7 @@ def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 
 
 def _delete(cfg: DictConfig, path: str) -> None:
-    """Take out a key, and the sections that it leaves empty."""
+    """Delete a key, and the sections that are empty without it."""
     names = path.split(".")
     for end in range(len(names) - 1, -1, -1):
         node = OmegaConf.select(cfg, ".".join(names[:end])) if end else cfg

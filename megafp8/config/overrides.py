@@ -1,7 +1,7 @@
-"""Overrides such as `model.fp8=True`, read one by one, so that every bad one is reported.
+"""Read overrides such as `model.fp8=True` one by one, so that every wrong one is reported.
 
-Hydra's grammar reads them. Hydra itself would stop at the first problem, and would silently add a
-key that is misspelt behind `+` or `++`.
+Hydra's parser reads each override. Hydra alone would stop at the first problem, and would silently
+add a misspelt key that is given with `+` or `++`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,39 @@ from megafp8.config.settings import (
 )
 
 PRESET_GROUPS = ("model", "precision")
-"""Folders of files of settings that every job can choose from: `model=gpt3_125m`."""
+"""The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
 
 
 @dataclass(frozen=True)
 class ParsedOverride:
-    """One override that Hydra may have; `settings` is empty if it is not about our keys."""
+    """Hold one override that can be passed to Hydra.
+
+    Attributes:
+        text: The override without a leading `+`.
+        settings: What the override sets; empty if it chooses a preset, is Hydra's own, or holds
+            several values.
+        sweep: The parsed form, if the override holds several values.
+        is_group: Whether it chooses a file of settings.
+        is_hydra: Whether it is a setting of Hydra itself.
+    """
 
     text: str
     settings: tuple[Setting, ...]
-    sweep: Override | None  # the parsed form if it holds several values
-    is_group: bool = False  # it chooses a file of settings
-    is_hydra: bool = False  # a setting of Hydra's own
+    sweep: Override | None
+    is_group: bool = False
+    is_hydra: bool = False
 
 
 def parse_overrides(
     texts: Sequence[str], config_dirs: Sequence[Path], *, multirun: bool = False
 ) -> tuple[list[ParsedOverride], list[SettingError]]:
-    """The overrides that can be composed, and what is wrong with the others."""
+    """Return the overrides that can be composed, and what is wrong with the others.
+
+    Args:
+        texts: The overrides as they were typed.
+        config_dirs: The directories in which presets are searched.
+        multirun: Whether an override may hold several values, as `model.fp8=True,False`.
+    """
     good: list[ParsedOverride] = []
     problems: list[SettingError] = []
     for text in texts:
@@ -62,7 +77,7 @@ def parse_overrides(
 
 
 def quoted(text: str) -> str:
-    """A text as the value of an override, whatever is in it."""
+    """Return a text in quotes, so that Hydra reads it as one value whatever characters it has."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -92,7 +107,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     if override.package is not None:
         return unknown_key(Setting(key, None, COMMAND_LINE))
     if sweeps:
-        # Each job of the sweep is checked with its own value; here only the key can be.
+        # Only the key is checked here. Each job of the sweep checks its own value.
         known = key in all_keys() or key in nemo_keys() or key in known_sections()
         if not known:
             return unknown_key(Setting(key, override.get_value_string(), COMMAND_LINE))
@@ -100,28 +115,31 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     settings = tuple(flatten(key, override.value(), COMMAND_LINE))
     if key in PRESET_GROUPS and not any(setting_problem(setting) for setting in settings):
         return section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
-    # `+` and `++` add a key, which none of ours needs: they are accepted and do nothing.
+    # `+` and `++` would add a key. All keys exist already, so both are accepted without effect.
     return ParsedOverride(text.lstrip("+"), settings, None)
 
 
 def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverride | SettingError:
-    """Hydra's own settings shape a sweep: its directory, its launcher. They start nothing else."""
+    """Check a setting of Hydra itself, which may choose a sweep's directory, launcher or sweeper.
+
+    Settings that name code to run are refused.
+    """
     key = override.key_or_group
     value = text.partition("=")[2]
     if key == "hydra.searchpath":
-        reason = "would hide the directories in use"
-        hint = "Use --config-dir DIR for a directory of your own YAML"
+        reason = "would replace the directories in which YAML files are searched"
+        hint = "Use --config-dir DIR for a directory of your own YAML files"
     elif not multirun:
-        reason = "Hydra's own settings mean something in a sweep (-m) only"
+        reason = "Hydra's own settings have an effect in a sweep (-m) only"
         hint = _hint_in_a_single_run(key)
     elif key.startswith("hydra.run"):
-        reason = "is of single runs, and the jobs of a sweep go into the sweep's directory"
+        reason = "is for single runs; the jobs of a sweep have directories in the sweep's directory"
         hint = "Use hydra.sweep.dir=DIR"
     elif override.is_sweep_override():
-        reason = "one sweep has one setting of Hydra"
+        reason = "Hydra's own settings cannot differ between the jobs of a sweep"
         hint = "Give one value"
     elif key.startswith("hydra.callbacks") or "_target_" in text:
-        reason = "settings never name code to run"
+        reason = "settings must not name code to run"
         hint = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
     elif is_secret_name(text):
         reason = "Hydra would write a secret into the sweep's multirun.yaml"
@@ -135,14 +153,14 @@ def _hint_in_a_single_run(key: str) -> str:
     if key.startswith(("hydra/launcher", "hydra.launcher", "hydra.sweep", "hydra/sweeper")):
         return "Add -m, with several values for some key"
     if key.startswith(("hydra.run", "hydra.output_subdir", "hydra.job.chdir")):
-        return "Leave it out; exp_manager.explicit_log_dir=DIR says where a run goes"
+        return "Leave it out; exp_manager.explicit_log_dir=DIR sets the run's directory"
     if "verbose" in key or "logging" in key:
-        return "Leave it out; a run prints what it does, and trainer.log_every_n_steps how often"
+        return "Leave it out; trainer.log_every_n_steps sets how often a run prints its progress"
     return "Leave it out"
 
 
 def _names_preset(override: Override) -> bool:
-    """Whether `model=…` chooses a preset; a dict, null or a number are about the section."""
+    """Whether `model=…` names a preset; a dict, null or a number is a value for the section."""
     if override.is_sweep_override():
         return override.is_discrete_sweep()
     return isinstance(override.value(), str)
@@ -161,7 +179,7 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
             group,
             unknown[0] if unknown else text,
             "there is no such preset",
-            f"There are: {', '.join(there)}",
+            f"The presets are {', '.join(there)}",
             origin=COMMAND_LINE,
         )
     if override.is_sweep_override():
@@ -170,7 +188,7 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
 
 
 def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
-    """The presets of a group, by their files."""
+    """Return the names of a group's presets in the directories, sorted."""
     files = (file for folder in config_dirs for file in (folder / group).glob("*.yaml"))
     return sorted({file.name.removesuffix(".yaml") for file in files})
 
@@ -196,7 +214,7 @@ def _sweep_problem(text: str, key: str) -> SettingError:
     return SettingError(
         key,
         value,
-        "several values make a sweep of several runs",
-        f"Add -m to run each of them, or write {as_one} for one value",
+        "several values ask for a sweep of several runs",
+        f"Add -m to run a job for each value, or write {as_one} for one value",
         origin=COMMAND_LINE,
     )

@@ -1,4 +1,4 @@
-"""From the checked tree to the specs that the rest of the program reads."""
+"""Make the specs that the rest of the program reads from a checked tree of settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megafp8.config.values import (
     parse_layout,
     parse_modules,
     parse_splits,
-    share_of,
+    steps_or_ratio,
 )
 from megafp8.specs import (
     CheckpointSpec,
@@ -57,9 +57,15 @@ from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule,
 
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
-    """Return the run that a tree asks for, which `load` has checked.
+    """Return the run that a tree asks for.
 
-    `accelerator_available` is asked only where it matters.
+    Args:
+        cfg: A tree that `load` returned.
+        accelerator_available: Returns whether this machine has a GPU. It is called only if the
+            answer matters.
+
+    Raises:
+        ConfigError: A setting needs a GPU that the run does not have, or excludes the one it has.
     """
     resolved = canonical(cfg, accelerator_available)
     tree = OmegaConf.to_object(OmegaConf.merge(schema_tree(), resolved))
@@ -101,10 +107,10 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
 
 
 def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, object]:
-    """Return the whole tree as plain dicts and lists, each meaning spelt in one way.
+    """Return the resolved settings: the tree as plain dicts and lists, in one spelling.
 
-    Keys without effect are at their defaults. So equal runs have equal identities, and the result
-    loads again as a configuration.
+    Keys without effect have their defaults. Equal runs therefore have equal settings, and the
+    result can be loaded again as a configuration. Arguments and errors are those of `resolve`.
     """
     keys = all_keys()
     given = effective({path: read_value(cfg, path) for path in keys})
@@ -116,14 +122,14 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     resumed = values[f"model.{resume}"] or values[f"exp_manager.{resume}"]
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
     if values["trainer.precision"] == 32:
-        values["model.megatron_amp_O2"] = True  # either way weights are FP32
+        values["model.megatron_amp_O2"] = True  # weights are FP32 with True and with False
     is_e4m3 = values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES
     if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
     if values["trainer.accelerator"] == "cpu":
         _refuse_on_cpu(values)
     elif values["model.te_version"] is not None:
-        reason = "on a GPU the installed Transformer Engine runs, whatever its version"
+        reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
         raise SettingError("model.te_version", values["model.te_version"], reason, "Leave it out")
     return _nested(values)
 
@@ -137,9 +143,9 @@ def _refuse_on_cpu(values: Mapping[str, Any]) -> None:
 
 
 _GPU_ONLY = {
-    "trainer.memory_snapshot_on_oom": "has no effect here: it is CUDA's memory, and the run is on "
-    "the CPU",
-    "model.fp8_split_accumulator": "on a CPU there are no FP8 tensor cores: every sum is precise",
+    "trainer.memory_snapshot_on_oom": "records CUDA's memory, and this run is on the CPU",
+    "model.fp8_split_accumulator": "applies to FP8 tensor cores, and this run is on the CPU, where "
+    "every sum is precise",
 }
 
 
@@ -153,8 +159,9 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
     raise SettingError(
         "trainer.accelerator",
         asked,
-        "PyTorch finds no GPU here",
-        "Use trainer.accelerator=cpu or auto, or mend the driver or container (nvidia-smi helps)",
+        "PyTorch finds no GPU",
+        "Use trainer.accelerator=cpu or auto, or check the driver and the container with "
+        "nvidia-smi",
     )
 
 
@@ -224,7 +231,7 @@ def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
 
 
 def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
-    """`first_last_layers_bf16` as rules over names."""
+    """Yield `first_last_layers_bf16` as rules over the names of linears."""
     if not model.first_last_layers_bf16:
         return
     first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
@@ -234,7 +241,7 @@ def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
 
 
 def warmup_steps(given: int | None, max_steps: int) -> int:
-    """`model.optim.sched.warmup_steps`, or a tenth of the run where it is null."""
+    """Return `model.optim.sched.warmup_steps`, or a tenth of the run if it is null."""
     return max_steps // 10 if given is None else given
 
 
@@ -277,15 +284,15 @@ def _optim(model: Model, trainer: Trainer) -> OptimSpec:
 
 
 def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
-    warmup = share_of(sched.warmup_steps, sched.warmup_ratio, max_steps)
-    constant = share_of(sched.constant_steps, sched.constant_ratio, max_steps)
+    warmup = steps_or_ratio(sched.warmup_steps, sched.warmup_ratio, max_steps)
+    constant = steps_or_ratio(sched.constant_steps, sched.constant_ratio, max_steps)
     return ScheduleSpec(
         name=sched.name,
         warmup_steps=warmup_steps(warmup, max_steps),
         constant_steps=constant or 0,
         min_lr=sched.min_lr,
         max_steps=max_steps,
-        hold_steps=share_of(sched.hold_steps, sched.hold_ratio, max_steps),
+        hold_steps=steps_or_ratio(sched.hold_steps, sched.hold_ratio, max_steps),
         power=sched.power,
         decay_rate=sched.decay_rate,
         d_model=sched.d_model or hidden_size,
@@ -356,7 +363,7 @@ def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
 
 
 def _observe(tree: Config, model: Model) -> ObserveSpec:
-    """A trial (`fast_dev_run`) never works in a run's own directory."""
+    """Return what is recorded; a trial (`fast_dev_run`) never uses a named run's directory."""
     manager, trainer = tree.exp_manager, tree.trainer
     trial = bool(trainer.fast_dev_run)
     return ObserveSpec(
@@ -379,7 +386,7 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
 
 
 def _health_mode(model: Model) -> HealthMode:
-    """`auto` is `scales`, but where a backend's casts cannot be seen."""
+    """Return the mode that `auto` stands for: `scales`, or `off` if a backend hides its casts."""
     if model.fp8_health != "auto":
         return model.fp8_health  # type: ignore[return-value]  # validated
     of_te = model.fp8_backend == "te" and model.fp8_recipe != "delayed"
@@ -388,7 +395,7 @@ def _health_mode(model: Model) -> HealthMode:
 
 
 def _validation_batches(trainer: Trainer) -> int:
-    """A trial of N steps validates on N global batches."""
+    """Return the global batches of one validation; a trial of N steps has at most N."""
     limit = trainer.limit_val_batches
     return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
 

@@ -1,7 +1,7 @@
-"""Which runs may continue each other, told from their resolved configurations.
+"""Decide from resolved configurations which runs may continue each other.
 
-Length, logging, layout and policy may change when a run continues; model, data and optimizer may
-not. Each key's `kind` in the schema says what it is.
+Settings about length, logging, layout and policy may change when a run continues; those about
+model, data and optimizer may not. The `kind` of a key in the schema says which it is.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Resolved = Mapping[str, Any]
 _ABSENT = "absent"
 
 _SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_adam": "adamw"}}
-"""Values that another kernel computes and that mean the same."""
+"""Values that mean the same and differ only in the kernel that computes them."""
 
 
 class Difference(NamedTuple):
-    """One key that must stay as it was, and did not."""
+    """Name a key that must not change when a run continues, with its two values."""
 
     key: str
     old: Any
@@ -32,21 +32,21 @@ class Difference(NamedTuple):
 
 
 def identity(resolved: Resolved) -> str:
-    """A hash of model, data and optimizer: equal for runs that may continue each other."""
+    """Return a hash of model, data and optimizer, equal for runs that may continue each other."""
     fixed = {k: _meaning(k, value) for k, value in flat(resolved).items() if _is_fixed(k)}
     return _digest(fixed)
 
 
 def full_identity(resolved: Resolved) -> str:
-    """A hash of everything: an unnamed run is continued by the very same configuration only."""
+    """Return a hash of all settings; only a run with equal settings continues an unnamed run."""
     return _digest(flat(resolved))
 
 
 def differences(old: Resolved, new: Resolved) -> list[Difference]:
-    """Keys of model, data and optimizer whose values differ.
+    """Return the keys of model, data and optimizer whose values differ.
 
-    A key that one side does not have yet counts with its default, so that a run made by an older
-    version continues.
+    A key that one side lacks has its default there, so that a run made by an older version
+    continues.
     """
     before, after = flat(old), flat(new)
     found = []
@@ -59,7 +59,11 @@ def differences(old: Resolved, new: Resolved) -> list[Difference]:
 
 
 def check_continues(old: Resolved, new: Resolved, *, run: str) -> None:
-    """Raise if `new` cannot continue the run that `old` made, naming each key and the ways out."""
+    """Raise unless settings `new` can continue the run that was made with `old`.
+
+    Raises:
+        ConfigError: A key differs that must not; all of them are named.
+    """
     raise_if_any(
         [
             SettingError(
@@ -74,7 +78,7 @@ def check_continues(old: Resolved, new: Resolved, *, run: str) -> None:
 
 
 def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
-    """Dotted paths to leaves."""
+    """Return the leaves of a tree of settings by their dotted paths."""
     leaves: dict[str, Any] = {}
     for name, value in resolved.items():
         if isinstance(value, Mapping):
@@ -87,7 +91,7 @@ def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
 def _meaning(key: str, value: Any) -> Any:
     known = all_keys().get(key)
     if known is not None and value != _ABSENT and value is not None:
-        value = known.spelled(value)  # that of an older version may be spelt in another way
+        value = known.spelled(value)  # an older version may have spelt the value differently
     return _SAME_MEANING.get(key, {}).get(value, value) if key in _SAME_MEANING else value
 
 

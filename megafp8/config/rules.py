@@ -1,8 +1,8 @@
-"""Rules over settings: what a rule is, what it finds, and the one rule for keys without effect.
+"""Define rules between settings, and the one rule for keys without effect.
 
-A rule names the keys it reads and runs only where all of them are good by themselves, so one bad
-value is reported once and not again by every rule that it would break. Rules see keys without
-effect at their defaults, so no rule asks for the switch that a key depends on.
+A rule names the keys that it reads, and runs only if each of them is valid by itself, so that one
+wrong value is reported once and not by every rule that reads it. Keys without effect have their
+defaults when rules run, so a rule need not check the setting that a key depends on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Origins = Mapping[str, Origin]
 
 
 class Finding(NamedTuple):
-    """What a rule has to say about one key."""
+    """Say what is wrong with one key, and what to do."""
 
     key: str
     reason: str
@@ -29,7 +29,7 @@ Rule = Callable[[Values], Iterator[Finding]]
 
 
 class Rules:
-    """The rules of one subject: `@rule("model.a", "model.b")` registers one that reads these."""
+    """Collect the rules of one subject; `@rule("model.a", "model.b")` adds one that reads both."""
 
     def __init__(self) -> None:
         self._rules: list[tuple[tuple[str, ...], Rule]] = []
@@ -42,7 +42,7 @@ class Rules:
         return register
 
     def findings(self, values: Values) -> Iterator[Finding]:
-        """Yield what the rules find whose keys are all in `values`."""
+        """Yield what the rules find; a rule runs if all its keys are in `values`."""
         for keys, check in self._rules:
             if all(key in values for key in keys):
                 yield from check(values)
@@ -52,15 +52,18 @@ class Rules:
 
 
 class Unused(NamedTuple):
-    """A key that was given a value, and a setting of another key that leaves it without effect."""
+    """Name a key that has no effect, what it needs, and the setting that it has instead."""
 
     key: str
     need: Need
-    setting: str  # of the other key, as `model.fp8=False`
+    setting: str  # the setting of the key that `need` names, as `model.fp8=False`
 
 
 def unmet_need(path: str, values: Values) -> Need | None:
-    """Return what a key lacks to have an effect; the outermost where needs depend on others."""
+    """Return what must be set for a key to have an effect, or None if it has one.
+
+    If the needed key itself has no effect, its own need is returned.
+    """
     need = all_keys()[path].needs
     if need is None or need.key not in values:
         return None
@@ -68,7 +71,7 @@ def unmet_need(path: str, values: Values) -> Need | None:
 
 
 def effective(values: Values) -> dict[str, Any]:
-    """Return the values with every key that has no effect at its default."""
+    """Return the values, with the default for every key that has no effect."""
     keys = all_keys()
     return {
         path: value if unmet_need(path, values) is None else keys[path].default
@@ -77,7 +80,7 @@ def effective(values: Values) -> dict[str, Any]:
 
 
 def unused(values: Values) -> Iterator[Unused]:
-    """Yield each key that has another value than its default and no effect."""
+    """Yield each key that has no effect and another value than its default."""
     for path, value in values.items():
         need = unmet_need(path, values)
         if need is not None and not all_keys()[path].is_default(value):
@@ -86,11 +89,11 @@ def unused(values: Values) -> Iterator[Unused]:
 
 
 def is_mistake(found: Unused, origins: Origins | None) -> bool:
-    """Whether a key without effect is an error: its user set it, and nothing stronger unset it.
+    """Whether a key without effect is an error of the user.
 
-    What a preset or a NeMo file sets is no mistake, nor what a stronger layer switched off, as
-    `model.fp8=False` on the command line does with the recipe of a file. `origins` is None where
-    all settings are one user's.
+    It is if a user set it, unless a stronger layer switched it off, as `model.fp8=False` on the
+    command line does with a recipe in a file. What a preset or a NeMo file sets is never an error.
+    `origins` is None if one user set everything.
     """
     if origins is None:
         return True
@@ -104,14 +107,14 @@ _SEARCH_LIMIT = 10_000
 
 
 def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of `step` around `value`, never 0: `240 or 256`."""
+    """Return the multiples of `step` next to `value` as a text, without 0: `240 or 256`."""
     below = value // step * step
     near = [below] if below == value else [m for m in (below, below + step) if m > 0]
     return " or ".join(str(m) for m in near)
 
 
 def nearest_divisors(value: int, wanted: int) -> str:
-    """The divisors of `value` around `wanted`: `2 or 4`."""
+    """Return the divisors of `value` next to `wanted` as a text: `2 or 4`."""
     start = min(wanted, value)
     down = range(start, max(0, start - _SEARCH_LIMIT), -1)
     up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)

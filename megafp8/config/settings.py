@@ -1,4 +1,4 @@
-"""Single settings: one key and one value, what is wrong with it by itself, and how it is read."""
+"""Set, check and read single settings: one key and one value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEE_HELP = "--help lists all keys"
 
 @dataclass(frozen=True)
 class Setting:
-    """One key and its value as somebody wrote them."""
+    """Hold one key and its value as they were written, and the layer that they came from."""
 
     key: str
     value: Any
@@ -29,15 +29,19 @@ class Setting:
 
 
 def setting_problem(setting: Setting) -> SettingError | None:
-    """Return what is wrong with one setting by itself: an unknown key, a value of another type."""
+    """Return what is wrong with one setting by itself: an unknown key or a value of a wrong type.
+
+    Returns None if nothing is.
+    """
     return put_in(_scratch(), setting, merge=False)
 
 
 def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> SettingError | None:
-    """Set one setting in a tree of the schema, or return what is wrong with it by itself.
+    """Put one setting into a tree of the schema, or return what is wrong with it by itself.
 
-    The values of NeMo's keys that do nothing here are checked in the merged tree: they may be
-    interpolations. With `merge` a dict adds to one that is there, as with Hydra.
+    Values of NeMo's keys without effect are checked later, in the merged tree, since they may be
+    interpolations. With `merge`, the entries of a dict are added to the dict in the tree, as Hydra
+    does; otherwise they replace it.
     """
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
@@ -57,12 +61,15 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
 
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
-    """The leaves of a value that may be a dict of dicts. Leaves end where the schema's do."""
+    """Yield the settings in a value that may be a dict of dicts.
+
+    A dict is split only where the schema has a section; below, it is a value.
+    """
     if isinstance(value, dict) and (key in known_sections() or not key):
         for name, item in value.items():
             path = f"{key}.{name}" if key else str(name)
             if "." in str(name):
-                path = f"{key}.[{name}]"  # one key with a dot in it, which the tree never has
+                path = f"{key}.[{name}]"  # a name that has a dot is never in the schema
             yield from flatten(path, item, origin)
     else:
         yield Setting(key, value, origin)
@@ -70,13 +77,13 @@ def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
 
 @cache
 def known_sections() -> frozenset[str]:
-    """Every inner node of the composed tree by its dotted path."""
+    """Return the dotted path of every section: those of the schema and of NeMo's other keys."""
     return all_sections() | nemo_sections()
 
 
 @cache
 def _scratch() -> Any:
-    """A tree whose nodes take values of the right type only; what it holds does not matter."""
+    """Return a shared tree for checking types; its values do not matter."""
     return schema_tree()
 
 
@@ -86,7 +93,12 @@ def _scratch() -> Any:
 def read_values(
     cfg: DictConfig, origins: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], list[SettingError]]:
-    """Return every key with its interpolations resolved, and the keys that cannot be read."""
+    """Return all values by their keys, interpolations resolved, and the keys that cannot be read.
+
+    Args:
+        cfg: A tree of the schema.
+        origins: The layers that set the keys, for messages.
+    """
     values: dict[str, Any] = {}
     problems: list[SettingError] = []
     for path, key in all_keys().items():
@@ -98,7 +110,7 @@ def read_values(
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             problems.append(_unreadable(key, error, origins))
             continue
-        # An interpolation may bring another key's type along where the schema allows several.
+        # The value of an interpolation has the other key's type, which may be the wrong one here.
         problem = None
         if is_interpolation(cfg, path):
             problem = setting_problem(Setting(path, value, _origin(path, origins)))
@@ -110,14 +122,18 @@ def read_values(
 
 
 def is_interpolation(cfg: DictConfig, path: str) -> bool:
-    """Whether a key's value refers to others."""
+    """Whether a key's value refers to other keys, as `${model.encoder_seq_length}` does."""
     section, _, leaf = path.rpartition(".")
     node = OmegaConf.select(cfg, section) if section else cfg
     return bool(OmegaConf.is_interpolation(node, leaf))
 
 
 def read_value(cfg: DictConfig, path: str) -> Any:
-    """One value as plain Python, interpolations resolved; raises where it cannot be read."""
+    """Return one value as plain Python objects, with interpolations resolved.
+
+    Raises:
+        OmegaConfBaseException: The key is missing, or an interpolation cannot be resolved.
+    """
     value = OmegaConf.select(cfg, path, throw_on_missing=True)
     return OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
 
@@ -145,7 +161,7 @@ def _is_node(value: Any) -> bool:
 
 
 def unknown_key(setting: Setting) -> SettingError:
-    """A key that the tree does not have, with those that may have been meant."""
+    """Return the error for a key that the schema does not have, with keys of similar names."""
     matches = similar_keys(setting.key)
     hint = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
     return SettingError(
@@ -154,7 +170,7 @@ def unknown_key(setting: Setting) -> SettingError:
 
 
 def similar_keys(wrong: str) -> list[str]:
-    """Up to three keys that `wrong` may have meant, the likeliest first."""
+    """Return up to three keys that are similar to `wrong`, the most similar first."""
     return _similar(wrong, list(all_keys())) or _similar(wrong, list(nemo_keys()))
 
 
@@ -170,18 +186,22 @@ def _similar(wrong: str, keys: list[str]) -> list[str]:
 
 
 def _is_close(name: str, other: str) -> bool:
-    """Sections in common make long paths alike whose keys are not."""
+    """Whether two keys' last names are similar.
+
+    Whole paths are not compared, since they are similar if only the sections are the same.
+    """
     return difflib.SequenceMatcher(None, name[:200], other).ratio() >= 0.6
 
 
 def section_problem(setting: Setting) -> SettingError:
+    """Return the error for a value that is given to a whole section."""
     keys = [*all_keys(), *nemo_keys()]
     inside = [key for key in keys if key.startswith(setting.key + ".")]
     return SettingError(
         setting.key,
         setting.value,
         "is a section, not a value",
-        f"Set the keys in it, as {inside[0]}=VALUE",
+        f"Set the keys in the section, for example {inside[0]}=VALUE",
         origin=setting.origin,
     )
 

@@ -1,7 +1,8 @@
-"""What does not go together: a table. Where all of `when` holds, `excludes` is refused.
+"""List the settings that exclude each other, as a table.
 
-`unproven` marks what nobody has shown to be right yet: a gap of the tests, not of the mathematics.
-Such a row goes when a test proves the pair. What depends on sizes is in `checks`.
+In each row, `excludes` is refused if all conditions of `when` hold. `unproven` marks pairs that are
+refused only because no test proves them right yet; such a row is deleted when a test does. Rules
+that depend on sizes are in `checks`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from megafp8.specs.precision import RECIPES
 
 UNPROVEN = True
 
-NATIVE = "model.fp8_backend=native is our own engine, on any device"
+NATIVE = "or use model.fp8_backend=native, which has no such limit"
 
 
 class Condition(NamedTuple):
-    """A condition on a setting that is not equality with one value."""
+    """Define a condition on a setting that is more than equality with one value."""
 
-    text: str  # follows the key, as `=te or torchao`
-    holds: Callable[[Any, Values], bool]  # of the key's own value and all values
-    reads: tuple[str, ...] = ()  # further keys
+    text: str  # is written after the key, as `=te or torchao`
+    holds: Callable[[Any, Values], bool]  # the arguments are the key's value and all values
+    reads: tuple[str, ...] = ()  # the other keys that `holds` reads
 
 
 class Row(NamedTuple):
-    """One pair that is refused.
+    """Describe a combination of settings that is refused.
 
     Attributes:
-        when: Keys with the values, or tests, that all hold.
-        excludes: The key that is then refused, with its value or test.
+        when: Keys with their values or conditions; the row applies if all of them hold.
+        excludes: The key that is then refused, with its value or condition.
         reason: Why. `{model.a}` stands for the setting of that key, as `model.a=True`.
         hint: What to do instead.
-        unproven: Whether the only reason is that nobody has shown the pair to be right.
+        unproven: Whether the only reason is that no test proves the combination right.
     """
 
     when: Mapping[str, Any]
@@ -48,27 +49,27 @@ class Row(NamedTuple):
 
 
 def one_of(*values: object) -> Condition:
-    """Return whether the value is one of several."""
+    """Return the condition that the value is one of several."""
     return Condition(f"={' or '.join(map(str, values))}", lambda value, _: value in values)
 
 
 def not_(good: object) -> Condition:
-    """Return whether the value is any other than one."""
+    """Return the condition that the value is not `good`."""
     return Condition(f" other than {good}", lambda value, _: value != good)
 
 
 def above(low: int) -> Condition:
-    """Return whether the value is above a number."""
+    """Return the condition that the value is above a number."""
     return Condition(f" above {low}", lambda value, _: value > low)
 
 
 def given() -> Condition:
-    """Return whether the value is on, or anything but null and 0."""
+    """Return the condition that the value is neither False, null nor 0."""
     return Condition(" given", lambda value, _: bool(value))
 
 
 def some_recipe(*names: str) -> Condition:
-    """Return whether some linear runs under one of the recipes."""
+    """Return the condition that some linear has one of the recipes."""
     return Condition(
         f"={' or '.join(names)} for some linear",
         lambda _, values: bool(recipes_in(values) & set(names)),
@@ -98,105 +99,106 @@ OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
 SAVES = "exp_manager.checkpoint_callback_params"
 NO_FSDP = f"or leave {FSDP} out"
 ALL_IN_FP8 = (
-    "Transformer Engine's layers run all products in FP8: they would ignore it, or refuse it at "
-    "their first forward"
+    "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
+    "first forward pass"
 )
-OUTSIDE_FP16 = "weights that have crossed in FP8 do not all fit into FP16's range"
+OUTSIDE_FP16 = "weights that were sent in FP8 can be outside FP16's range"
 
 TOGETHER = (
     # --- FP8 -----------------------------------------------------------------------------------
     Row(
         {"model.transformer_engine": False}, {"model.fp8": True},
-        "needs model.transformer_engine=True, whose semantics FP8 layers have",
+        "needs model.transformer_engine=True, since FP8 layers are defined as in Transformer "
+        "Engine",
         "Set model.transformer_engine=True (the package itself need not be installed), or "
         "model.fp8=False",
     ),
     Row(
         {RECIPE: some_recipe("blockwise")}, {"model.pad_inner_dim": True},
-        "blockwise scales need whole blocks",
+        "blockwise scaling needs sizes that are whole blocks, and does not pad",
         "Leave it out, or use another model.fp8_recipe",
     ),
     # --- Transformer Engine --------------------------------------------------------------------
     Row(
         {"model.transformer_engine": False}, {BACKEND: "te"},
-        "{model.transformer_engine} says that it is not wanted",
-        f"Set model.transformer_engine=True. {NATIVE}",
+        "{model.transformer_engine} rules Transformer Engine out",
+        f"Set model.transformer_engine=True, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.fp8_interval": not_(1)},
-        "Transformer Engine makes scales anew at every update",
-        f"Use model.fp8_interval=1. {NATIVE}",
+        "Transformer Engine computes new scales at every update",
+        f"Use model.fp8_interval=1, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.pad_inner_dim": True},
         "Transformer Engine's layers do not pad",
-        f"Leave it out, or use model.fp8_backend=torchao. {NATIVE}",
+        f"Leave it out, or use model.fp8_backend=torchao, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.ffn_dropout": above(0)},
         "Transformer Engine's layer has no dropout inside the MLP",
-        f"Use model.ffn_dropout=0. {NATIVE}",
+        f"Use model.ffn_dropout=0, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.fp8_wgrad": False},
         ALL_IN_FP8,
-        f"Leave it out. {NATIVE}",
+        f"Leave it out, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.override_linear_precision": not_([False, False, False])},
         ALL_IN_FP8,
-        f"Leave it out. {NATIVE}",
+        f"Leave it out, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {"model.data.reset_attention_mask": True},
         "Transformer Engine's layers attend over whole samples, across the ends of documents",
-        f"Leave it out. {NATIVE}",
+        f"Leave it out, {NATIVE}",
     ),
     Row(
         {BACKEND: "te", RECIPE: "delayed"}, {HEALTH: "full"},
-        "Transformer Engine does not show its casts, and keeps amaxes and scales of "
-        "model.fp8_recipe=delayed alone",
-        f"Use model.fp8_health=scales. {NATIVE}",
+        "Transformer Engine does not expose its casts, and keeps amaxes and scales for "
+        "model.fp8_recipe=delayed only",
+        f"Use model.fp8_health=scales, {NATIVE}",
     ),
     Row(
         {BACKEND: "te", RECIPE: not_("delayed")}, {HEALTH: one_of("scales", "full")},
-        "Transformer Engine does not show its casts, and keeps amaxes and scales of "
-        "model.fp8_recipe=delayed alone (here {model.fp8_recipe})",
-        f"Use model.fp8_health=auto or off. {NATIVE}",
+        "Transformer Engine does not expose its casts, and keeps amaxes and scales for "
+        "model.fp8_recipe=delayed only; this run has {model.fp8_recipe}",
+        f"Use model.fp8_health=auto or off, {NATIVE}",
     ),
     Row(
         {BACKEND: "te"}, {OPTIMIZER: "distributed_fused_adam"},
-        "Transformer Engine's weights have not been shown to be right in flat buffers",
+        "no test proves yet that Transformer Engine's weights are right in flat buffers",
         "Use model.optim.name=fused_adam, or model.fp8_backend=native",
         UNPROVEN,
     ),
     Row(
         {PP: above(1)}, {BACKEND: "te"},
-        "Transformer Engine's FP8 state has not been shown to be right on pipeline stages",
+        "no test proves yet that Transformer Engine's FP8 state is right on pipeline stages",
         "Use model.fp8_backend=native, or model.pipeline_model_parallel_size=1",
         UNPROVEN,
     ),
     Row(
         {BACKEND: "te"}, {FSDP: True},
-        "{model.fp8_backend} has layers that have not been shown to be right with gathered weights",
+        "no test proves yet that the layers of {model.fp8_backend} are right with gathered weights",
         f"Use model.fp8_backend=native or torchao, {NO_FSDP}",
         UNPROVEN,
     ),
     # --- torchao -------------------------------------------------------------------------------
     Row(
         {"model.fp8": False}, {BACKEND: "torchao"},
-        "torchao runs FP8 alone",
-        f"Set model.fp8=True. {NATIVE}",
+        "torchao's layers run in FP8 only",
+        f"Set model.fp8=True, {NATIVE}",
     ),
     Row(
         {BACKEND: "torchao"}, {PARAMS: True},
         "torchao keeps weights in high precision",
-        f"Leave it out. {NATIVE}",
+        f"Leave it out, {NATIVE}",
     ),
     Row(
         {BACKEND: "torchao"}, {TP: above(1)},
-        "torchao's linears are not tensor-parallel here",
-        f"Use model.tensor_model_parallel_size=1. {NATIVE}",
+        "torchao's linears are not tensor-parallel in megafp8",
+        f"Use model.tensor_model_parallel_size=1, {NATIVE}",
     ),
     Row(
         {BACKEND: "torchao"}, {SP: True},
@@ -205,34 +207,34 @@ TOGETHER = (
     ),
     Row(
         {BACKEND: "torchao", COMPILE: not_("off")}, {HEALTH: one_of("scales", "full")},
-        "torchao's casts are inside the compiled graph, where they are not seen",
+        "torchao's casts are inside the compiled graph, where they cannot be measured",
         "Use model.fp8_health=auto or off, or leave model.compile out",
     ),
     Row(
         {PP: above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "torchao"},
-        "torchao's linear computes both gradients at once, which {model.pipeline_schedule} does "
-        "not",
+        "torchao's linear computes both gradients at once, and {model.pipeline_schedule} needs "
+        "them one after the other",
         "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
     ),
     Row(
         {BACKEND: not_("te")}, {"model.te_version": not_(None)},
-        "says which Transformer Engine runs on a CPU, and {model.fp8_backend}",
+        "chooses the version of Transformer Engine, which {model.fp8_backend} does not use",
         "Leave it out, or use model.fp8_backend=te",
     ),
     Row(
         {BACKEND: not_("torchao")}, {GATHER: True},
-        "is torchao's, and {model.fp8_backend}",
+        "applies to torchao's linears, which {model.fp8_backend} does not use",
         "Leave it out; model.fp8_backend=native gathers FP8 with model.fp8_params=True",
     ),
     Row(
         {BACKEND: "torchao", FSDP: False}, {GATHER: True},
-        "without model.fsdp=True nothing is gathered",
+        "without model.fsdp=True no weights are gathered",
         "Leave it out",
     ),
     Row(
         {BACKEND: "torchao", FSDP: True, RECIPE: some_recipe("rowwise", "rowwise_with_gw_hp")},
         {GATHER: True},
-        "one scale serves a weight that is put together from parts; {model.fp8_recipe} has several",
+        "a weight that is gathered from parts has one scale, and {model.fp8_recipe} needs several",
         "Use model.fp8_recipe=tensorwise, or leave it out",
     ),
     Row(
@@ -243,58 +245,59 @@ TOGETHER = (
     # --- sequence and context parallelism ------------------------------------------------------
     Row(
         {COMPILE: not_("off")}, {SP: True},
-        "{model.compile} has not been shown to be right with it",
+        "no test proves yet that it is right with {model.compile}",
         f"Use model.compile=off, or leave {SP} out",
         UNPROVEN,
     ),
     Row(
         {"model.fp8": True, RECIPE: some_recipe(*SEVERAL_SCALES)}, {SP: True},
-        "gathers tensors with one scale each, which {model.fp8_recipe} does not have",
+        "gathers tensors that have one scale each, and {model.fp8_recipe} has several",
         f"Leave {SP} out, or use model.fp8_recipe=delayed or tensorwise",
     ),
     Row(
         {SP: True}, {"model.reduce_amax": False},
-        f"leaves each rank its own scales, and {SP}=True gathers with one",
+        f"each rank would have its own scales, and {SP}=True gathers tensors with a common one",
         "Leave it out (True)",
     ),
     Row(
         {"model.data.reset_attention_mask": True}, {CP: above(1)},
-        "keys and values go from rank to rank without their documents, and "
-        "{model.data.reset_attention_mask} keeps documents apart",
+        "keys and values are sent between ranks without the ends of their documents, which "
+        "{model.data.reset_attention_mask} needs",
         f"Use {CP}=1, or leave model.data.reset_attention_mask out",
     ),
     Row(
         {"model.position_embedding_type": "alibi"}, {CP: above(1)},
-        "{model.position_embedding_type} adds to scores what depends on both places, and blocks "
-        "of keys come without theirs",
+        "{model.position_embedding_type} needs the positions of queries and keys, and keys are "
+        "sent between ranks without theirs",
         f"Use model.position_embedding_type=rope, or {CP}=1",
     ),
     Row(
         {BACKEND: one_of("te", "torchao")}, {CP: above(1)},
-        "{model.fp8_backend} has not been wired to it",
+        "the layers of {model.fp8_backend} do not support it in megafp8",
         f"Use model.fp8_backend=native, or use {CP}=1",
     ),
     Row(
         {COMPILE: not_("off")}, {CP: above(1)},
-        "{model.compile} has not been shown to be right with messages inside attention",
+        "no test proves yet that {model.compile} is right with messages inside attention",
         f"Use model.compile=off, or use {CP}=1",
         UNPROVEN,
     ),
     # --- FSDP ----------------------------------------------------------------------------------
     Row(
         {PP: above(1)}, {FSDP: True},
-        "pipeline stages would gather their weights for every microbatch; that is not built",
+        "each pipeline stage would gather its weights again for every microbatch, which is not "
+        "implemented",
         f"Use model.optim.name=distributed_fused_adam with pipelines, {NO_FSDP}",
     ),
     Row(
         {COMPILE: not_("off")}, {FSDP: True},
-        "{model.compile} has not been shown to be right with it",
+        "no test proves yet that it is right with {model.compile}",
         f"Use model.compile=off, {NO_FSDP}",
         UNPROVEN,
     ),
     Row(
         {FSDP: True, PRECISION: HALF}, {"model.megatron_amp_O2": False},
-        "keeps weights in FP32, and FSDP gathers them in one dtype",
+        "keeps weights in FP32, and FSDP gathers all weights in one dtype",
         f"Leave it out (True), {NO_FSDP}",
     ),
     Row(
@@ -315,25 +318,25 @@ TOGETHER = (
     ),
     Row(
         {FSDP: True}, {OPTIMIZER: "distributed_fused_adam"},
-        f"{FSDP}=True shares the optimizer's states out already",
+        f"{FSDP}=True shards the optimizer's states already",
         f"Use model.optim.name=fused_adam, {NO_FSDP}",
     ),
     Row(
         {FSDP: True}, {"model.optim.grad_sync_dtype": not_("fp32")},
-        "FSDP sums the gradients",
+        f"with {FSDP}=True, FSDP sums the gradients and has its own dtype for the sums",
         "Use model.fsdp_grad_reduce_dtype",
     ),
     # --- a run's length, checkpoints and restarts ----------------------------------------------
     Row(
         {"exp_manager.resume_if_exists": False}, {"trainer.max_restarts": above(0)},
-        "a restart continues the run, and {exp_manager.resume_if_exists} never does",
+        "a restart continues the run, which {exp_manager.resume_if_exists} rules out",
         "Leave one of the two out",
     ),
     Row(
         {f"{SAVES}.save_top_k": given(), f"{SAVES}.monitor": "val_loss"},
         {"trainer.limit_val_batches": 0},
-        f"{{{SAVES}.save_top_k}} keeps the best by the validation loss, and there would be none",
-        f"Set {SAVES}.monitor=reduced_train_loss or save_top_k=0, or validate",
+        f"{{{SAVES}.save_top_k}} ranks checkpoints by the validation loss, and there would be none",
+        f"Set {SAVES}.monitor=reduced_train_loss or save_top_k=0, or validate on 1 batch or more",
     ),
     Row(
         {
@@ -342,21 +345,21 @@ TOGETHER = (
             f"{SAVES}.train_time_interval": None,
         },
         {f"{SAVES}.async_save": True},
-        "only periodic checkpoints are written beside training, and there are none",
+        "only periodic checkpoints are written in the background, and there are none",
         f"Set {SAVES}.every_n_train_steps or {SAVES}.train_time_interval, or leave it out",
     ),
 )  # fmt: skip
 
 
 def condition_text(key: str, test: Any) -> str:
-    """Return a condition as the documentation has it: `model.fp8_backend=te`."""
+    """Return a key and its value or condition as a text: `model.fp8_backend=te`."""
     if isinstance(test, Condition):
         return f"{key}{test.text}"
     return f"{key}={'null' if test is None else test}"
 
 
 def findings(values: Values) -> Iterator[Finding]:
-    """Yield what the table refuses. A row is left out while a key that it reads is bad."""
+    """Yield what the table refuses. A row is skipped if a key that it reads is not in `values`."""
     for row in TOGETHER:
         tests = {**row.when, **row.excludes}
         if all(_holds(key, test, values) for key, test in tests.items()):

@@ -1,4 +1,4 @@
-"""Values that may be written in more than one way, and the one meaning they have."""
+"""Parse values that may be written in more than one way, and return one spelling of each."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
 }
 
 OPTIMIZERS = ("adam", "adamw", "fused_adam", "distributed_fused_adam")
-"""NeMo's fused ones are Apex's with `adam_w_mode=True`: the same updates as `adamw`."""
+"""The optimizers. NeMo's fused ones are Apex's with `adam_w_mode=True`, the same as `adamw`."""
 
 LATER_OPTIMIZERS = (
     "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
     "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",
 )  # fmt: skip
-"""NeMo's others."""
+"""NeMo's other optimizers, which are not supported."""
 
 WARMUP, CONSTANT, HOLD = ("warmup_steps", "warmup_ratio"), ("constant_steps", "constant_ratio"), (
     "hold_steps", "hold_ratio",
@@ -48,29 +48,32 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "NoamAnnealing": (*WARMUP, "d_model"),
     "NoamHoldAnnealing": (*WARMUP, *HOLD, "decay_rate"),
 }
-"""NeMo's schedules, and which keys of `model.optim.sched` each reads beside `min_lr`."""
+"""NeMo's schedules, and the keys of `model.optim.sched` that each reads besides `min_lr`."""
 
 LATER_SCHEDULES = (
     "T5InverseSquareRootAnnealing", "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR",
 )  # fmt: skip
-"""NeMo's others: without model.optim.lr, by epochs, by the loss, or up again."""
+"""NeMo's other schedules, which are not supported.
+
+They ignore model.optim.lr, count epochs, depend on the loss, or rise again.
+"""
 
 DEFAULT_EXP_DIR = "runs"
 
 NEMO_TOKENIZER_TYPE = "GPT2BPETokenizer"
-"""NeMo's files give it with every library, and it names no tokenizer."""
+"""The type that NeMo's files give with every library; it names no tokenizer."""
 
 TENSOR_CORE_MULTIPLE = 16
-"""FP8 tensor cores take operands whose sizes are multiples of it."""
+"""The sizes of operands of FP8 tensor cores are multiples of this number."""
 
 E4M3_RECIPES: tuple[RecipeName, ...] = ("rowwise", "rowwise_with_gw_hp", "blockwise")
-"""These are E4M3 throughout: finer scales leave no need for E5M2's range."""
+"""The recipes that use E4M3 for all tensors; their finer scales make E5M2's range unnecessary."""
 
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
 def parse_interval_seconds(value: object) -> float | None:
-    """Seconds of `90`, `"90"`, `"HH:MM:SS"` or `"DD:HH:MM:SS"`; None if it is none of these."""
+    """Return the seconds in `90`, `"90"`, `"HH:MM:SS"` or `"DD:HH:MM:SS"`; None for any other."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
@@ -86,7 +89,7 @@ def is_interval(value: object) -> bool:
 
 
 def parse_splits(value: object) -> tuple[float, ...] | None:
-    """Numbers of `"900,50,50"` or `[900, 50, 50]`; None if one of them is not a number."""
+    """Return the numbers of `"900,50,50"` or `[900, 50, 50]`; None if one of them is no number."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)):
         return None
@@ -102,13 +105,16 @@ def is_rampup(value: object) -> bool:
     return whole and all(0 < v <= 2**53 for v in value)
 
 
-def share_of(steps: int | None, ratio: float | None, max_steps: int) -> int | None:
-    """Steps given as such or as a share of the run (NeMo rounds it down); None if neither is."""
+def steps_or_ratio(steps: int | None, ratio: float | None, max_steps: int) -> int | None:
+    """Return a number of steps that is given as `steps` or as a fraction `ratio` of the run.
+
+    A fraction is rounded down, as in NeMo. Returns None if neither is given.
+    """
     return steps if ratio is None else int(ratio * max_steps)
 
 
 def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
-    """The rules of `["*.fc2:high_precision"]`; None if one of them is none."""
+    """Return the rules in `["*.fc2:high_precision"]`; None if an entry is not PATTERN:CHOICE."""
     if not isinstance(value, (list, tuple)):
         return None
     rules = []
@@ -121,7 +127,7 @@ def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
 
 
 def parse_layout(value: object) -> tuple[int, ...] | None:
-    """The whole numbers of `"4,4,3,5"`, each at least 1; None if it is anything else."""
+    """Return the whole numbers of `"4,4,3,5"`, each at least 1; None for other values."""
     parts = str(value).split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         return None
@@ -130,7 +136,7 @@ def parse_layout(value: object) -> tuple[int, ...] | None:
 
 
 def format_number(number: float) -> str:
-    """The shortest spelling: `50`, not `50.0`."""
+    """Return the shortest spelling of a number: `50`, not `50.0`."""
     return str(int(number)) if number == int(number) else repr(number)
 
 
@@ -145,12 +151,12 @@ def _finite(value: object) -> float | None:
 
 
 def plain(value: object) -> str:
-    """A value as YAML has it: `null`, `True`, `10`."""
+    """Return a value as a user writes it: `null`, `True`, `10`."""
     return "null" if value is None else str(value)
 
 
 def one_line(value: object) -> str:
-    """As `plain`, for a line of a report."""
+    """Return `plain(value)`, in quotes if it would not fit into one line."""
     text = plain(value)
     return text if text.isprintable() else repr(text)
 
@@ -172,17 +178,20 @@ def spell_splits(value: object) -> str:
 
 
 def spell_activation(name: str) -> str:
-    """Return the name without NeMo's `fast-`, which asks for one product: here it always is one."""
+    """Return the name without NeMo's `fast-`.
+
+    In NeMo, `fast-` asks for one product instead of two; megafp8 always computes one.
+    """
     return name.removeprefix("fast-")
 
 
 def spell_tokenizer_type(value: str | None) -> str | None:
-    """Return null for NeMo's default, which names no tokenizer."""
+    """Return None for NeMo's default, which names no tokenizer."""
     return None if value == NEMO_TOKENIZER_TYPE else value
 
 
 def spell_exp_dir(value: str | None) -> str:
-    """Return the directory that null stands for."""
+    """Return the directory, or the default one for None."""
     return value or DEFAULT_EXP_DIR
 
 
@@ -190,19 +199,19 @@ def spell_exp_dir(value: str | None) -> str:
 
 
 def compute_dtypes(values: Mapping[str, Any]) -> tuple[int | str]:
-    """Return the dtype of products as `trainer.precision` spells it."""
+    """Return the dtype of products, bf16, 16 or 32, in a tuple, as `needs(reads=...)` takes it."""
     return (spell_precision(values["trainer.precision"]),)
 
 
 def recipes_in(values: Mapping[str, Any]) -> set[str]:
-    """Return the recipes that some linear may run under."""
+    """Return the recipes that some linear may have."""
     rules = parse_modules(values.get("model.fp8_modules", [])) or ()
     chosen = {rule.precision for rule in rules} - {HIGH_PRECISION}
     return {values.get("model.fp8_recipe", "delayed"), *chosen}
 
 
 def size_multiple(values: Mapping[str, Any]) -> int:
-    """Return what the sizes of FP8 products must be multiples of; 1 if they are padded."""
+    """Return the number that sizes of FP8 products are multiples of; 1 if sizes are padded."""
     if "blockwise" in recipes_in(values):
         return BLOCK
     return 1 if values.get("model.pad_inner_dim") else TENSOR_CORE_MULTIPLE
@@ -217,19 +226,19 @@ WORLD = ("trainer.devices", "trainer.num_nodes")
 
 
 def schedule_of(v: Mapping[str, Any]) -> ScheduleName:
-    """What `model.pipeline_schedule=null` stands for."""
+    """Return the pipeline's schedule: `model.pipeline_schedule`, or what null stands for."""
     asked: ScheduleName | None = v["model.pipeline_schedule"]
     stages = v["model.virtual_pipeline_model_parallel_size"] or 1
     return asked or ("1F1B" if stages == 1 else "Interleaved1F1B")
 
 
 def model_ranks(v: Mapping[str, Any]) -> int:
-    """Ranks that work on the same samples: all axes but the replicas."""
+    """Return the number of ranks of one replica, which work on the same samples."""
     return math.prod(v[key] for key in SIZES)
 
 
 def world_size(v: Mapping[str, Any]) -> int:
-    """All ranks, on all nodes."""
+    """Return the number of ranks on all nodes."""
     ranks: int = v["trainer.devices"] * v["trainer.num_nodes"]
     return ranks
 
@@ -245,7 +254,7 @@ DataPrefix = str | tuple[Weighted, ...] | SeparateSplits
 
 
 def parse_data_prefix(value: object) -> DataPrefix | None:
-    """The datasets that a value names; None if it has none of the three forms."""
+    """Return the datasets that a value names; None if it has none of the three forms."""
     if isinstance(value, str):
         return value or None
     if isinstance(value, Mapping):
@@ -257,7 +266,7 @@ def parse_data_prefix(value: object) -> DataPrefix | None:
 
 
 def plain_data_prefix(value: object) -> object:
-    """The value in one spelling, for equal runs to have equal identities."""
+    """Return a value in one spelling, so that equal runs have equal settings."""
     parsed = parse_data_prefix(value)
     if isinstance(parsed, SeparateSplits):
         parts = {"train": parsed.train, "validation": parsed.validation, "test": parsed.test}
@@ -266,7 +275,7 @@ def plain_data_prefix(value: object) -> object:
 
 
 def prefixes_in(value: object) -> tuple[str, ...]:
-    """All paths that a value names."""
+    """Return all paths that a value names."""
     parsed = parse_data_prefix(value)
     if isinstance(parsed, SeparateSplits):
         together = (*parsed.train, *parsed.validation, *parsed.test)
@@ -309,7 +318,7 @@ def _blend(value: object) -> tuple[Weighted, ...] | None:
 
 
 def _weight(value: object) -> str | None:
-    """The decimal in its shortest spelling; None if it is not a number above 0."""
+    """Return a weight as a decimal in its shortest spelling; None if it is no number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -318,7 +327,7 @@ def _weight(value: object) -> str | None:
         return None
     if not number.is_finite() or number <= 0 or not math.isfinite(float(number)):
         return None
-    # Beyond these nothing is meant, and exact arithmetic would take its time.
+    # Exact arithmetic with larger exponents would be slow, and no blend needs them.
     return format(number.normalize(), "f") if abs(number.adjusted()) <= 30 else None
 
 

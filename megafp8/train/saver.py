@@ -23,8 +23,8 @@ import torch.distributed as dist
 import megafp8
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
-from megafp8.checkpoint.layout import set_aside, step_name
 from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import os_errors_reported
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all

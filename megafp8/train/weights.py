@@ -13,7 +13,7 @@ from megafp8.checkpoint import store
 from megafp8.checkpoint.manifest import MANIFEST_NAME
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.reader import Reader
-from megafp8.config.architecture import same_shape, spec_of_tree
+from megafp8.config.architecture import shape_differences, spec_of_tree
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -109,7 +109,7 @@ def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
         ConfigError: A setting differs that must be the same.
     """
     stored, notes = shape_of(reader), []
-    for key, (now, was) in same_shape(asked, stored).items():
+    for key, (now, was) in shape_differences(asked, stored).items():
         if key in _MAY_DIFFER:
             notes.append(f"model.{key}={now}: the weights were trained with {was}")
         elif key != "max_position_embeddings" or asked.position_embedding_type == (

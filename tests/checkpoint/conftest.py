@@ -1,4 +1,4 @@
-"""Small checkpoints to damage, reshard and interrupt."""
+"""Provide small checkpoints that tests damage, reshard and interrupt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megafp8.checkpoint.placement import Placement
 
 
 def sample_tensors() -> dict[str, torch.Tensor]:
-    """Every kind of tensor that training stores, from one seed."""
+    """Return one tensor of every dtype that training stores, always with the same values."""
     generator = torch.Generator().manual_seed(7)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -42,7 +42,11 @@ def whole(name: str, tensor: torch.Tensor) -> Placement:
 
 
 def save_two_shards(root: Path, step: int) -> Path:
-    """As two ranks would: `weight` cut by rows, the rest with rank 0, rank 1 holding replicas."""
+    """Save a checkpoint as two ranks would.
+
+    Each rank has half of the rows of `weight`. Rank 0 writes the other tensors, of which rank 1 has
+    replicas.
+    """
     tensors = sample_tensors()
     weight = tensors.pop("weight") + step
     ranks = []

@@ -1,11 +1,11 @@
-"""Checkpoints with one flipped bit or a lost tail: each found before a tensor of it is read.
+"""Damage checkpoints by one flipped bit or a lost tail, and check that each damage is found.
 
     python -m tests.checkpoint.damage_campaign --damages 1000 --seed 1 [--runs 4] [--json FILE]
 
-The newest of two checkpoints of a real run is damaged, every file in turn, and then looked for as
-a start of that run does. It must be told by name and set aside, the one before be used, and no
-tensor file of the damaged one be opened to load from. `--runs`: as many whole runs continue from a
-damaged checkpoint and must end as the undisturbed one.
+A file of the newest of two checkpoints of a real run is damaged, every file in turn. Then the
+newest valid checkpoint is searched as at the start of a run: the damaged one must be named and set
+aside, the older one must be used, and no tensor may be loaded from a file of the damaged one. With
+`--runs N`, N runs continue from a damaged checkpoint and must end like an undisturbed run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import safetensors
 
 from megafp8.checkpoint import reader
-from megafp8.checkpoint.layout import step_name
+from megafp8.checkpoint.step_directories import step_name
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.saver import newest_valid
 from tests.train.runs import STEPS, TWO_RANKS, Driver, Place, assert_same, make_dataset
@@ -32,7 +32,7 @@ STEPS_MADE = "trainer.max_steps=4"
 
 
 def damage(path: Path, chance: random.Random) -> str:
-    """Changes the file by one bit or shortens it; says how."""
+    """Flip one bit of the file or shorten it; return a word for which of the two it was."""
     content = path.read_bytes()
     if chance.random() < 0.7:
         bit = chance.randrange(8 * len(content))
@@ -45,7 +45,7 @@ def damage(path: Path, chance: random.Random) -> str:
 
 
 class Opened:
-    """Which files loading opens."""
+    """Record which files are opened for loading."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -56,7 +56,7 @@ class Opened:
 
 
 def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tuple[str, str]:
-    """One damage in a copy of the run's checkpoints; what kind, to which file."""
+    """Damage a copy of the run's checkpoints once; return the kind of damage and the file."""
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(source, place)
     newest, before = place / step_name(4), place / step_name(2)
@@ -77,7 +77,7 @@ def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tu
 
 
 def try_run(reference: Place, place: Place, file: int, chance: random.Random) -> None:
-    """A run is stopped, its newest checkpoint damaged, and continued to its end."""
+    """Stop a run, damage its newest checkpoint, and continue the run to its end."""
     done = place.run(fault=["signalled", 15, 6])
     assert done.code == 75, done.output
     files = sorted(place.checkpoint(6).iterdir())

@@ -1,11 +1,11 @@
-"""Runs that are killed again and again, each compared with one that was not, bit for bit.
+"""Kill runs again and again, and compare each one bit for bit with a run that was not killed.
 
     python -m tests.checkpoint.kill_campaign --kills 300 --seed 1 [--json FILE]
 
-A kill is SIGKILL to one rank (the others are then ended, as the launcher does) or to all, at a
-random moment or at a named point of a save; see `faults.POINTS`. The same command then continues
-the run. After `KILLS_OF_A_RUN` it ends, and its checkpoints, metrics and summary must be those of
-the undisturbed run. Only kills of living processes count.
+A kill is SIGKILL to one rank (the others are then ended, as the launcher does) or to all ranks, at
+a random moment or at a named point of a save; see `faults.POINTS`. The same command then continues
+the run. After `KILLS_OF_A_RUN` kills the run may end, and its checkpoints, metrics and summary must
+be those of the undisturbed run. Only kills of living processes count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WEIGHTS = (4, 1, 1)  # of the layouts: two ranks cost three times as much
 
 @dataclass
 class Job:
-    """One kind of run and its undisturbed copy."""
+    """Hold one kind of run and its undisturbed copy."""
 
     layout: str
     is_async: bool
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass
 class Campaign:
-    """What was done so far."""
+    """Count what was done so far."""
 
     driver: Driver
     data: Path
@@ -112,7 +112,7 @@ class Campaign:
         job.reference, job.seconds = place, time.monotonic() - began
 
     def run(self, job: Job, points: list[str], limit: int) -> None:
-        """One run, killed up to `limit` times and then led to its end."""
+        """Start one run, kill it up to `limit` times, and continue it to its end."""
         assert job.reference is not None
         place, done, history = self.place(), 0, []
         while True:
@@ -148,7 +148,7 @@ class Campaign:
         self.runs += 1
 
     def kill_some(self, job: Job, place: Place, ranks: list[Child], at_rank: int) -> None:
-        """One rank or all, at any moment of the process or of training."""
+        """Kill one rank or all ranks, at any moment of the process or of training."""
         chance = self.chance
         if chance.random() < 0.5:
             end = time.monotonic() + chance.uniform(0, job.seconds)
@@ -169,7 +169,7 @@ class Campaign:
 
 
 def kill(child: Child) -> None:
-    """One that has ended but is not waited for still has its number to itself."""
+    """Kill a process, unless it has ended; until it is waited for, no other has its number."""
     if code_of(child) is None:
         os.kill(child.pid, signal.SIGKILL)
 
@@ -178,14 +178,14 @@ ENDED: dict[int, int] = {}  # exit codes of children that the driver has waited 
 
 
 def code_of(child: Child) -> int | None:
-    """None while it runs."""
+    """Return the exit code of a process, or None while it runs."""
     if child.pid not in ENDED and (done := child.wait(0)) is not None:
         ENDED[child.pid] = done.code
     return ENDED.get(child.pid)
 
 
 def finish(ranks: list[Child]) -> list[int]:
-    """Exit codes; when one rank has died by a signal, the others are ended too."""
+    """Return the exit codes; when one rank was ended by a signal, end the others too."""
     deadline = time.monotonic() + SECONDS
     while True:
         codes = [code_of(child) for child in ranks]

@@ -1,4 +1,4 @@
-"""A round of layouts: each loads what the one before has saved, and saves it again.
+"""Pass a checkpoint through a round of layouts: each loads what the one before saved, and saves it.
 
 A new kind of layout is one line of `ROUND`.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megafp8.checkpoint.layout import step_name
+from megafp8.checkpoint.step_directories import step_name
 from megafp8.data.loader import Loader
 from megafp8.optim.fsdp import FsdpMasters
 from megafp8.parallel.mesh import Mesh, join, single_rank
@@ -34,7 +34,10 @@ GLOBAL_BATCH = 16  # samples, in microbatches of 2
 
 @dataclass(frozen=True)
 class Layout:
-    """`ranks` processes; those that `spec` does not use up are replicas. `zero`: ZeRO-1."""
+    """Describe a layout of `ranks` processes; `zero` says whether it is ZeRO-1.
+
+    Processes that the sizes in `spec` do not need are replicas.
+    """
 
     name: str
     ranks: int
@@ -78,7 +81,7 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
 
 @dataclass
 class Leg:
-    """What one rank saw after loading."""
+    """Hold what one rank saw after it loaded the checkpoint."""
 
     params: list[Piece]  # as the model reads them: the bytes of FP32, BF16 or FP8
     samples: list[int]  # the next global batch's, this rank's part
@@ -87,7 +90,7 @@ class Leg:
 
 
 class Numbers:
-    """Sample i begins with 10 i."""
+    """Provide samples of consecutive numbers; sample i begins with 10 i."""
 
     num_samples_per_epoch, seq_length = 1000, SEQ
 
@@ -112,7 +115,7 @@ def saver_at(folder: Path) -> Saver:
 
 
 def begin(precision: str, folder: Path) -> TrainState:
-    """One process trains some steps and saves."""
+    """Train some steps in one process, and save."""
     case = case_of(precision)
     state = case.build(single_rank())
     train(state, case, STEPS_BEFORE)
@@ -143,7 +146,7 @@ def next_samples(state: TrainState) -> list[int]:
 
 
 def params_of(state: TrainState) -> list[Piece]:
-    """The weights' bytes, [..., bytes of an element]; none of those that FSDP gathers in FP8."""
+    """Return the weights as bytes, [..., bytes of an element], but for those gathered in FP8."""
     found = weights(state)
     if isinstance(state.masters, FsdpMasters):
         if isinstance(state.scaling, ScalingState):
@@ -157,7 +160,7 @@ def params_of(state: TrainState) -> list[Piece]:
 
 
 def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) -> Leg:
-    """Load, save, look, and only then train on."""
+    """Load a checkpoint, save it again, record what was loaded, and only then train."""
     spec = replace(layout.spec, devices_per_node=layout.ranks)
     case = case_of(precision, spec, zero=layout.zero)
     state, told = case.build(mesh), list[str]()
@@ -167,7 +170,7 @@ def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) 
 
 
 def run_legs(rank: Rank, precision: str, layouts: list[tuple[Layout, Path, Path]]) -> list[Leg]:
-    """Several layouts of the same ranks, one after the other."""
+    """Run several layouts of the same number of ranks, one after the other."""
     torch.set_num_threads(1)
     legs = []
     for layout, source, target in layouts:
@@ -179,7 +182,7 @@ def run_legs(rank: Rank, precision: str, layouts: list[tuple[Layout, Path, Path]
 def go_round(
     precision: str, layouts: list[Layout], folder: Path
 ) -> tuple[Path, dict[str, list[Leg]]]:
-    """Where the last layout has saved, and what every rank of each saw; from `folder/start` on."""
+    """Run all layouts from `folder/start` on; return the last folder and what every rank saw."""
     here, found = folder / "start", {}
     numbered = list(enumerate(layouts))
     for size, group in groupby(numbered, key=lambda pair: pair[1].ranks):

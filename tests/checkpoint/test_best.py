@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and the best by what was measured at each."""
+"""Test which checkpoints are kept: the newest ones, and the best ones by a recorded metric."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_damaged_best_one_does_not_count(tmp_path: Path) -> None:
 
 
 def test_the_newest_stays_whatever_it_measured(tmp_path: Path) -> None:
-    """A run continues from the newest: it goes only after a newer one is good."""
+    """A run continues from its newest checkpoint, so it is deleted only after a newer one."""
     save(tmp_path, 1, {"val_loss": 1.0})
     newest = save(tmp_path, 2, {"val_loss": 2.0})
     store.prune(tmp_path, 1, best=Best(1))

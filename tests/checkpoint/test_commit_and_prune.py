@@ -1,4 +1,4 @@
-"""Nothing is overwritten, nothing is removed before something newer is known to be good."""
+"""Test that nothing is overwritten, and nothing deleted before a newer checkpoint is verified."""
 
 from __future__ import annotations
 

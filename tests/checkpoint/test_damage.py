@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is found out, always."""
+"""Test that every change of a checkpoint's files is found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_FLIPS = 400
 
 
 def rewrite_manifest(step_dir: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """A forger who knows of the hash."""
+    """Change the manifest and its hash, as someone would who knows about the hash."""
     path = step_dir / "manifest.json"
     tree = json.loads(path.read_bytes())
     change(tree)

@@ -1,4 +1,4 @@
-"""What would stop a save is told before there is anything to save."""
+"""Test that what would stop a save, such as too little disk space, is reported before training."""
 
 from __future__ import annotations
 

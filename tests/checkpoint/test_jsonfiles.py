@@ -1,4 +1,4 @@
-"""JSON that survives a kill and logs that end where their checkpoint does."""
+"""Test JSON files that survive a kill, and logs that are cut to the checkpoint's step."""
 
 from __future__ import annotations
 

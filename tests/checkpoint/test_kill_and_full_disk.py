@@ -1,4 +1,4 @@
-"""A save that fails or is killed at any point costs that save and nothing else."""
+"""Test that a save which fails or is killed leaves all earlier checkpoints as they were."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A real one: a 2 MB tmpfs in a mount namespace of its own."""
+    """The disk is really full: a tmpfs of 2 MB in a mount namespace of its own."""
     mount, here = tmp_path / "small", Path(__file__).parents[2]
     mount.mkdir()
     script = textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""Saved in any layout, loaded in any other: nothing changes on the way."""
+"""Test that a checkpoint saved in any layout loads in any other layout without a change."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.checkpoint.layout import step_name
 from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.step_directories import step_name
 from megafp8.parallel.mesh import single_rank
 from megafp8.train import state_dict
 from tests.checkpoint import layouts
@@ -23,7 +23,7 @@ def one_thread() -> None:
 
 
 def logical(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
-    """Whole tensors; ranks that hold the same part must agree bit for bit."""
+    """Return the whole tensors; ranks that hold the same part must agree bit for bit."""
     found: dict[str, torch.Tensor] = {}
     known: dict[str, torch.Tensor] = {}
     for piece in (piece for rank in ranks for piece in rank):
@@ -49,7 +49,7 @@ def same_tensors(one: Reader, other: Reader) -> None:
 
 
 def bound_of(precision: str, layout: Layout, expected: list[float], start: Path) -> float:
-    """As the parallel matrix has it: 3 times the spread of a perturbed process's losses."""
+    """Return the parallel matrix's bound: 3 times the spread of a perturbed run's losses."""
     if precision == "FP32":
         return 1e-5
     spread = 0.0
@@ -95,7 +95,7 @@ def check_round(precision: str, round_: list[Layout], folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["FP8"])
 def test_a_quick_round(tmp_path: Path, precision: str) -> None:
-    """The whole one is `slow`: `python -m pytest -m slow tests/checkpoint/test_layouts.py`."""
+    """The full round is slow: `python -m pytest -m slow tests/checkpoint/test_layouts.py`."""
     check_round(precision, layouts.QUICK, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Files that somebody has made to do harm: refused, nothing run, nothing written elsewhere."""
+"""Test that malicious files are refused, run no code, and make nothing be written elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARD = "model-rank0.safetensors"
 
 
 class Gadget:
-    """Unpickling it makes a file."""
+    """Make a file when the object is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class Gadget:
 
 
 def forge(step_dir: Path, content: bytes) -> None:
-    """Tensors' file, its entry in the manifest and the manifest's hash, all of a piece."""
+    """Replace a file of tensors, and adapt its entry in the manifest and the manifest's hash."""
     (step_dir / SHARD).write_bytes(content)
     tree = json.loads((step_dir / "manifest.json").read_bytes())
     (entry,) = (file for file in tree["files"] if file["file_name"] == SHARD)
@@ -135,7 +135,7 @@ def test_json_as_deep_as_a_well(tmp_path: Path, save: Save) -> None:
 
 
 def test_links_lead_nowhere(tmp_path: Path, save: Save) -> None:
-    """A checkpoint's, a leftover's or a file's name that is a link to somebody's directory."""
+    """The name of a checkpoint, a leftover or a file may be a link to another user's directory."""
     root, theirs = tmp_path / "checkpoints", tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "precious").write_text("x")

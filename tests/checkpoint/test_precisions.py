@@ -1,5 +1,7 @@
-"""Between BF16 and FP8, and where shards held different scales: masters stay bit for bit, weights
-are quantized anew as the specification says."""
+"""Test loading between BF16 and FP8, and where shards had different scales.
+
+Master weights stay the same bits, and weights are quantized again as the specification says.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,14 @@ def continued(precision: str, path: Path) -> tuple[TrainState, list[str]]:
 
 
 def assert_same_state(state: TrainState, reader: Reader) -> None:
-    """Masters and moments are what the checkpoint has."""
+    """Assert that master weights and moments are those of the checkpoint."""
     mine = {p.name: p.tensor for p in state_dict.placements(state)}
     names = [name for name in reader.names() if name.startswith(("model/", "optimizer/"))]
     assert names and all(torch.equal(mine[name], reader.read(name)) for name in names)
 
 
 def assert_payloads_follow_specification(state: TrainState) -> set[float]:
-    """Each FP8 weight is its master, quantized with its scale; returns the scales."""
+    """Assert that each FP8 weight is its master, quantized with its scale; return the scales."""
     assert isinstance(state.scaling, ScalingState)
     table, scales = state.scaling.forward, set()
     masters = dict(zip(state.masters.params, state.masters.masters, strict=True))
@@ -81,7 +83,7 @@ def test_from_fp8_to_bf16(tmp_path: Path) -> None:
 
 
 def test_scales_that_differed_between_shards(tmp_path: Path) -> None:
-    """The larger amax and the smaller scale; every weight is quantized anew with that."""
+    """The larger amax and the smaller scale are used for every shard of a weight."""
     state = layouts.begin("FP8", tmp_path / "start")
     first = Reader(tmp_path / "start" / "step_00000006")
     placements, smaller = [], {}

@@ -1,4 +1,4 @@
-"""What one sharding wrote, any other reads, bit for bit."""
+"""Test that what one sharding wrote is read by any other, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # (offset, shape)
 
 
 def cut(draw: st.DrawFn, offset: tuple[int, ...], shape: tuple[int, ...], depth: int) -> Boxes:
-    """A random partition that no grid need explain: halves cut again, each its own way."""
+    """Return a random partition of a box that is not a grid: each half is cut at its own place."""
     if depth == 0 or not shape or draw(st.booleans()):
         return [(offset, shape)]
     dim = draw(st.integers(0, len(shape) - 1))
@@ -46,7 +46,7 @@ def two_partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes, Boxes]:
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bits, NaN payloads included."""
+    """Return a tensor of random bits, with payloads of NaNs among them."""
     count = int(torch.Size(shape).numel()) * dtype.itemsize
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)

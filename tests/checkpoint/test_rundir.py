@@ -1,4 +1,4 @@
-"""Which directory a run works in, and that no two work in one."""
+"""Test which directory a run works in, and that no two runs work in one."""
 
 from __future__ import annotations
 

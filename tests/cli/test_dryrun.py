@@ -1,4 +1,4 @@
-"""`python -m megafp8.cli.dryrun`: what it prints, what it refuses, what it takes."""
+"""Test `python -m megafp8.cli.dryrun`: what it prints, what it refuses, and its time and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOUR_STAGES = ["trainer.num_nodes=2", "trainer.devices=4", "model.pipeline_model
 
 
 def test_1024_ranks_of_175b_in_a_minute_and_4_gib() -> None:
-    """By processor time: a busy machine is not our fault. GPT-2's vocabulary, as in the presets."""
+    """Processor time counts, so a busy machine does not matter. The vocabulary is GPT-2's."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "megafp8.cli.dryrun", *LARGE, "--vocab-size=50257", "--rank=517"],
@@ -52,8 +52,8 @@ def test_1024_ranks_of_175b_in_a_minute_and_4_gib() -> None:
     assert done.returncode == 0, done.stderr
     assert f"{PARAMETERS['gpt3_175b']:,} parameters" in done.stdout
     assert "1024 ranks (128 nodes x 8) = tensor 8 x context 1 x data 16 x pipeline 8" in done.stdout
-    assert "96 microbatch(es) of 1 on each of 16 replica(s)" in done.stdout
-    assert "pipeline: 6.8% of a step's passes is waited" in done.stdout  # 7 / (96 + 7)
+    assert "96 microbatches of 1 on each of 16 replicas" in done.stdout
+    assert "pipeline: ranks wait 6.8% of the time" in done.stdout  # 7 / (96 + 7)
     assert "rank 517" in done.stdout and "tp5 cp0 dp0 pp4" in done.stdout
     assert re.search(r"layers +48-59\n", done.stdout)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -91,14 +91,14 @@ def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["trainer.devices=3", "trainer.num_nodes=3", "model.tensor_model_parallel_size=2"],
          "trainer.devices=3 times trainer.num_nodes=3 is not a multiple of it"),
-        ([*FOUR_STAGES, "model.num_layers=6"], "does not divide into 4 pipeline stages"),
+        ([*FOUR_STAGES, "model.num_layers=6"], "is not a multiple of 4 pipeline stages"),
         (["trainer.num_nodes=3"], "times 3 data-parallel ranks"),
         (["model.fp8=True", "model.fp8_modules=['*:high_precision']"],
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
-        (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: is not simulated"),
-        (["model.fp8_backend=te"], "model.fp8_backend=te: is not simulated"),
-        (["--rank=1"], "there are ranks 0 to 0"),
+        (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: cannot be simulated"),
+        (["model.fp8_backend=te"], "model.fp8_backend=te: cannot be simulated"),
+        (["--rank=1"], "the ranks are 0 to 0"),
         (["--nonsense"], "--nonsense"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`python -m megafp8.cli.inspect` on a run's health file."""
+"""Test `python -m megafp8.cli.inspect` with the health file of a run."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_what_cannot_be_shown(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(run), "--step", "11"]) == 2
-    assert "has no step 11. Near it are 10, 20, 30" in capsys.readouterr().err
+    assert "has no step 11. The nearest of its 3 steps are 10, 20, 30" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "error:" in capsys.readouterr().err

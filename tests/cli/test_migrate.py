@@ -1,4 +1,4 @@
-"""A NeMo or Accelerate file becomes one of ours, with nothing lost in silence."""
+"""Test that a NeMo or Accelerate file becomes one of ours and that no key is lost silently."""
 
 from __future__ import annotations
 

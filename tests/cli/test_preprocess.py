@@ -1,4 +1,4 @@
-"""The preprocessing command: every kind of text and tokenizer, killed between, read by a job."""
+"""Test the preprocessing command: all kinds of text and tokenizers, kills, and use by a job."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_plain_text(tmp_path: Path, unit: str, want: list[str]) -> None:
 
 
 def test_a_dataset_by_name_is_loaded_by_datasets(corpus: Path, tmp_path: Path) -> None:
-    """The name is a local folder here: the Hub needs a network."""
+    """The name is that of a local folder here, since the Hub needs a network."""
     folder = tmp_path / "named"
     folder.mkdir()
     pq.write_table(pa.table({"text": TEXTS[:9]}), folder / "train-0.parquet")
@@ -277,9 +277,9 @@ def test_what_was_begun_continues_with_the_same_only(
     [
         (("--text-key", "nope"), "column 'nope': is not there; there are body, n"),
         (("--text-key", "n"), "column 'n': holds int"),
-        (("--dataset", "x"), "comes from files or from --dataset"),
-        (("--split", "test"), "--split: does nothing here"),
-        (("--vocab-size", "300"), "--vocab-size: does nothing here"),
+        (("--dataset", "x"), "must come either from files or from --dataset"),
+        (("--split", "test"), "--split: has no effect here"),
+        (("--vocab-size", "300"), "--vocab-size: has no effect here"),
         (("--workers", "-1"), "--workers: is -1"),
     ],
 )
@@ -329,7 +329,8 @@ def test_index_builds_what_a_job_will_read(
     said = capsys.readouterr().out
     maps = [path for path in (tmp_path / "maps").iterdir() if path.is_dir()]
     epochs = [path for path in maps if path.name.startswith("epoch")]
-    assert f"index maps of {len(epochs)} epochs for 320 samples" in said and epochs
+    number = f"{len(epochs)} epoch" + "s" * (len(epochs) != 1)
+    assert f"index maps are complete: {number} for 320 samples" in said and epochs
     assert run("index", *job) == 0
     assert "computed" not in capsys.readouterr().out
     assert run("index", f"model.data.data_prefix={tmp_path / 'nope'}") == 2
@@ -355,7 +356,7 @@ def test_bytes_are_bytes() -> None:
 
 
 def test_it_starts_without_torch_and_the_configuration(corpus: Path) -> None:
-    """Each worker imports the command too; torch takes longer than reading a few megabytes."""
+    """Each worker imports the command, and importing torch takes seconds."""
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""What the tests of the configuration share."""
+"""Provide functions that the tests of the configuration have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_spec(*overrides: str, gpu: bool = False, **where: Any) -> RunSpec:
 
 
 def problems(call: Callable[[], object]) -> list[SettingError]:
-    """All problems that a call is refused with; the test fails if it is not refused."""
+    """Return all problems with which a call is refused; the test fails if the call is accepted."""
     with pytest.raises((SettingError, CombinedConfigError)) as caught:
         call()
     error = caught.value

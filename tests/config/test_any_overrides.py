@@ -1,4 +1,4 @@
-"""Any command line, right or wrong, ends in a plan or in an error with a way out."""
+"""Test that any command line, right or wrong, gives a run or an error with a hint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_thousands_of_lists(overrides: list[str]) -> None:
 
 
 def test_all_problems_of_a_bad_command_line_come_at_once_and_soon() -> None:
-    """Processor time, so that a busy machine does not count; under two seconds is promised."""
+    """Less than two seconds of processor time are promised; other load does not count."""
     wrong = [f"+{key}x=1" for key in all_keys()] + [f"{key}=[[x]]" for key in nemo_keys()]
     load_all()  # what is read once for all
     began = time.process_time()

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes, messages, --help, --cfg, sweeps."""
+"""Test the command line as a user meets it: exit codes, messages, --help, --cfg and sweeps."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     ("args", "words"),
     [
         (["+model.fp9=True"], "Did you mean model.fp8?"),
-        (["model.fp8=yep", "model.hidden_size=250"], "2 settings cannot be honoured"),
+        (["model.fp8=yep", "model.hidden_size=250"], "2 settings cannot be used"),
         (["model.fp8=True,False"], "Add -m"),
         (["--nope"], "--nope"),
-        (["-cn", "nope"], "There are: pretrain_gpt"),
+        (["-cn", "nope"], "Give one of pretrain_gpt"),
         (["trainer.accelerator=gpu"], "no GPU"),
         (["-m", "model.fp8=1,2", "model.sed=3"], "Did you mean model.seed?"),
-        (["-m", "model.optim.lr=interval(0,1)"], "Give the values"),
-        (["-m", "hydra.launcher._target_=os.system"], "never name code to run"),
-        (["-m", "hydra.callbacks.x._target_=os.system"], "never name code to run"),
+        (["-m", "model.optim.lr=interval(0,1)"], "Give values"),
+        (["-m", "hydra.launcher._target_=os.system"], "must not name code to run"),
+        (["-m", "hydra.callbacks.x._target_=os.system"], "must not name code to run"),
         (["-m", "+hydra.job.env_set.HF_TOKEN=planted"], "in the environment"),
         (["-m", "hydra/launcher=nope"], "hydra/launcher/nope"),
         (["-m", "exp_manager.exp_dir=x", "model.seed=1,2"], "hydra.sweep.dir"),
         (["hydra/launcher=joblib"], "in a sweep (-m) only. Add -m"),
-        (["hydra.run.dir=here"], "exp_manager.explicit_log_dir=DIR says where"),
+        (["hydra.run.dir=here"], "exp_manager.explicit_log_dir=DIR sets the run"),
         (["hydra.verbose=True", "hydra/job_logging=stdout"], "trainer.log_every_n_steps"),
         (["-m", "model.seed=1,2", "hydra.run.dir=here"], "Use hydra.sweep.dir=DIR"),
     ],

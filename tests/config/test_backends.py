@@ -1,4 +1,4 @@
-"""`model.fp8_backend` beside the other keys: what is refused before a run begins, and why."""
+"""Test which settings `model.fp8_backend` excludes before a run begins, and with which reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
 @pytest.mark.parametrize(
     ("overrides", "key", "word"),
     [
-        ([TORCHAO], "model.fp8_backend", "FP8 alone"),
+        ([TORCHAO], "model.fp8_backend", "in FP8 only"),
         ([TORCHAO, FP8], "model.fp8_recipe", "no delayed recipe"),
         ([TORCHAO, FP8, RECIPE, "model.fp8_params=True"], "model.fp8_params", "high precision"),
         ([TORCHAO, FP8, RECIPE, "model.fp8_modules=['*.fc2:blockwise']",
@@ -29,26 +29,26 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
          "model.fp8_modules", "no blockwise recipe"),
         ([TORCHAO, FP8, RECIPE, "model.tensor_model_parallel_size=2", "trainer.devices=2"],
          "model.tensor_model_parallel_size", "not tensor-parallel"),
-        ([TE, "model.transformer_engine=False"], "model.fp8_backend", "not wanted"),
+        ([TE, "model.transformer_engine=False"], "model.fp8_backend", "rules Transformer"),
         ([TE, FP8, "model.fp8_interval=2"], "model.fp8_interval", "every update"),
-        ([TE, FP8, "model.fp8_wgrad=False"], "model.fp8_wgrad", "ignore it"),
+        ([TE, FP8, "model.fp8_wgrad=False"], "model.fp8_wgrad", "ignore this setting"),
         ([TE, FP8, RECIPE, "model.override_linear_precision=[true,false,false]"],
-         "model.override_linear_precision", "ignore it"),
+         "model.override_linear_precision", "ignore this setting"),
         ([TE, FP8, "model.fp8_recipe=rowwise"], "model.fp8_recipe", "no rowwise recipe"),
         ([TE, FP8, "model.pad_inner_dim=True"], "model.pad_inner_dim", "do not pad"),
         (["model.te_version=2.20.2"], "model.te_version", "fp8_backend=auto"),
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
-        ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not show its casts"),
+        ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not expose its casts"),
         ([TE, FP8, RECIPE, "model.fp8_health=scales"],
-         "model.fp8_health", "here model.fp8_recipe=tensorwise"),
+         "model.fp8_health", "this run has model.fp8_recipe=tensorwise"),
         ([TORCHAO, FP8, RECIPE, "model.compile=block", "model.fp8_health=full"],
          "model.fp8_health", "compiled graph"),
-        ([GATHER], "model.enable_fsdp_float8_all_gather", "is torchao's"),
+        ([GATHER], "model.enable_fsdp_float8_all_gather", "torchao's linears"),
         ([GATHER, TORCHAO, FP8, RECIPE],
-         "model.enable_fsdp_float8_all_gather", "nothing is gathered"),
+         "model.enable_fsdp_float8_all_gather", "no weights are gathered"),
         ([GATHER, TORCHAO, FP8, "model.fp8_recipe=rowwise", "model.fsdp=True",
           "trainer.devices=2"],
-         "model.enable_fsdp_float8_all_gather", "rowwise has several"),
+         "model.enable_fsdp_float8_all_gather", "rowwise needs several"),
         ([GATHER, TORCHAO, FP8, RECIPE, "trainer.precision=16", "model.fsdp=True",
           "trainer.devices=2"],
          "model.enable_fsdp_float8_all_gather", "range"),
@@ -89,7 +89,7 @@ def test_its_version_is_chosen_on_a_cpu_alone() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("high", list(itertools.product(("false", "true"), repeat=3)), ids=",".join)
 def test_te_leaves_no_product_in_high_precision(recipe: str, high: tuple[str, ...]) -> None:
-    """Its recipes have `backward_override`, at which its MLP dies."""
+    """Transformer Engine's recipes have `backward_override`, but its MLP fails with it."""
     given = [TE, FP8, f"model.fp8_recipe={recipe}", "model.hidden_size=256",
              "model.ffn_hidden_size=1024"]  # fmt: skip
     override = f"model.override_linear_precision=[{','.join(high)}]"
@@ -98,11 +98,11 @@ def test_te_leaves_no_product_in_high_precision(recipe: str, high: tuple[str, ..
         return
     refused = load_problems(*given, override)
     assert {problem.key for problem in refused} == {"model.override_linear_precision"}
-    assert any("ignore it" in problem.reason for problem in refused)
+    assert any("ignore this setting" in problem.reason for problem in refused)
 
 
 def test_te_does_not_tell_documents_apart() -> None:
-    """Its layers have no mask; other backends have, and positions alone are told apart."""
+    """Transformer Engine's layers have no mask of documents; resetting positions is possible."""
     key = "model.data.reset_attention_mask"
     problem = the_problem(TE, f"{key}=True")
     assert (problem.key, problem.value) == (key, True) and "documents" in problem.reason
@@ -126,12 +126,12 @@ SIZES = {
 
 
 def te_refuses(sizes: dict[str, Any]) -> bool:
-    """Whether Transformer Engine would die of these sizes, written from its sources.
+    """Whether Transformer Engine would fail with these sizes, as written in its sources.
 
-    `assert_dim_for_fp8_exec` wants of each rank's weights and activations a last dim that is a
-    multiple of 16 and a product of the others that is one of 8; on Hopper all products are [M, K]
-    x [N, K] with K a multiple of 16, and cuBLAS wants the result's rows to be one too: K of a
-    weight gradient are the tokens.
+    `assert_dim_for_fp8_exec` asks of each rank's weights and activations that the last dimension is
+    a multiple of 16, and the product of the others a multiple of 8. On Hopper all products are
+    [M, K] x [N, K] with K a multiple of 16, and cuBLAS needs the same of the result's rows. In the
+    product for a weight gradient, K is the number of tokens.
     """
     hidden, ffn, groups, width, length, micro, tp, shares = (sizes[key] for key in SIZES)
     heads = 4
@@ -146,7 +146,7 @@ def te_refuses(sizes: dict[str, Any]) -> bool:
 
 
 def test_sizes_that_te_does_not_take_are_refused_before_a_run() -> None:
-    """Every combination; each that Transformer Engine would die of names a key and what fits."""
+    """If Transformer Engine would fail, the error names a key and a size that fits."""
     refused, others = 0, read_values(load([FP8, "model.num_attention_heads=4"]))[0]
     for values in itertools.product(*SIZES.values()):
         sizes = dict(zip(SIZES, values, strict=True))

@@ -1,4 +1,4 @@
-"""data_prefix in its three forms, and which tokenizer settings belong together."""
+"""Test `data_prefix` in its three forms, and which tokenizer settings belong together."""
 
 from __future__ import annotations
 

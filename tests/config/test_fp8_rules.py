@@ -1,4 +1,4 @@
-"""Which FP8 settings go together, and what they resolve to."""
+"""Test which FP8 settings fit together, and the recipe that they resolve to."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_modules_by_pattern_come_before_layers() -> None:
 def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) -> None:
     key = detail.partition("=")[0]
     with pytest.raises(
-        ConfigError, match=f"means nothing with model.fp8_recipe={recipe_name}"
+        ConfigError, match=f"has no effect with model.fp8_recipe={recipe_name}"
     ) as error:
         recipe(f"model.fp8_recipe={recipe_name}", detail)
     assert error.value.key == key
@@ -135,7 +135,7 @@ def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], key:
 
 def test_without_fp8_its_details_are_refused() -> None:
     for detail in ("model.fp8_params=True", "model.fp8_recipe=rowwise", "model.fp8_health=full"):
-        with pytest.raises(ConfigError, match="means nothing with model.fp8=False"):
+        with pytest.raises(ConfigError, match="has no effect with model.fp8=False"):
             run_spec(detail)
 
 

@@ -1,4 +1,4 @@
-"""What Hydra, the schema and the overrides make together, and how each mistake is reported."""
+"""Test what Hydra, the schema and the overrides make together, and how mistakes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each preset's model on torch's meta device: it builds, and has the published size."""
+"""Test that each preset's model can be built on torch's meta device and has the published size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the model's shape: what they refuse, by which key, and which values they offer."""
+"""Test rules about the model's shape: what they refuse, under which key, and with which hint."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_refused(overrides: list[str], key: str, offer: str) -> None:
     tp=st.sampled_from([1, 2, 4]),
 )
 def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> None:
-    """With heads of their own width, FP8 is refused if and only if a share is no multiple of 16."""
+    """With `kv_channels` given, FP8 is refused exactly if a rank's size is not a multiple of 16."""
     values = {
         "model.fp8": True,
         "model.fp8_recipe": "delayed",

@@ -1,4 +1,4 @@
-"""The one rule for keys without effect: an error by name, or listed once, by who set them."""
+"""Test the rule for keys without effect: an error, or a line at the start, by who set the key."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def another(path: str) -> Any:
 
 
 def without_its_need(path: str) -> dict[str, Any]:
-    """The default job's values, `path` at another one, and what it needs not there."""
+    """Return the default job's values with `path` changed and without what `path` needs."""
     values, _ = read_values(load())
     need = all_keys()[path].needs
     assert need is not None
@@ -79,7 +79,7 @@ def test_a_key_without_what_it_needs_is_refused_by_name_and_else_at_its_default(
     need = unmet_need(path, values)
     assert need is not None and effective(values)[path] == all_keys()[path].default
     (problem,) = [problem for problem in check_values(values) if problem.key == path]
-    assert problem.reason.startswith(f"means nothing with {need.key}=")
+    assert problem.reason.startswith(f"has no effect with {need.key}=")
     assert problem.hint == need.hint
 
 
@@ -96,9 +96,9 @@ def test_the_outermost_need_is_named() -> None:
     assert the_problem("model.tp_only_amax_red=True").hint.startswith("Set model.fp8=True")
     recipe = ["model.fp8=True", "model.fp8_recipe=rowwise"]
     problem = the_problem(*recipe, "model.tp_only_amax_red=True")
-    assert problem.reason == "means nothing with model.fp8_recipe=rowwise"
+    assert problem.reason == "has no effect with model.fp8_recipe=rowwise"
     off = the_problem("model.fp8=True", "model.reduce_amax=False", "model.tp_only_amax_red=True")
-    assert off.reason == "means nothing with model.reduce_amax=False"
+    assert off.reason == "has no effect with model.reduce_amax=False"
 
 
 START = "defaults: [pretrain_gpt, _self_]\n"
@@ -117,15 +117,15 @@ def test_of_a_preset_it_is_listed_once(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.yaml").write_text("rotary_base: 5e5\nfp8_margin: 3\n")
     loaded = load_all(["model=mine"], tmp_path)
     assert loaded.inert_lines() == [
-        "inert: model.rotary_base=500000.0 (preset model=mine): means nothing with "
+        "inert: model.rotary_base=500000.0 (preset model=mine): has no effect with "
         "model.position_embedding_type=learned_absolute",
-        "inert: model.fp8_margin=3 (preset model=mine): means nothing with model.fp8=False",
+        "inert: model.fp8_margin=3 (preset model=mine): has no effect with model.fp8=False",
     ]
     assert run_spec("model=mine", config_dir=tmp_path).resolved == run_spec().resolved
 
 
 def test_of_a_nemo_file_it_is_listed_once(tmp_path: Path) -> None:
-    """A file that does not build on the default job: NeMo's, as it is."""
+    """A file that does not build on the default job counts as NeMo's own."""
     required = {path: key for path, key in all_keys().items() if key.required}
     values = {path: value for path, value in read_values(load())[0].items() if path in required}
     lines = [f"  {path.removeprefix('trainer.')}: {value}" for path, value in values.items()

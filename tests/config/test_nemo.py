@@ -1,4 +1,4 @@
-"""Every key of NeMo's GPT configuration: live, inert by name, or refused."""
+"""Test that every key of NeMo's GPT configuration has an effect, is inert, or is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CANNOT_BE_HONOURED = {
 
 
 def fixture() -> dict[str, Any]:
-    """`nemo_keys.txt`. NeMo quotes numbers: a YAML 1.1 artefact."""
+    """Return the keys and defaults in `nemo_keys.txt`."""
     lines = (Path(__file__).parent / "nemo_keys.txt").read_text().splitlines()
     pairs = (line.split(" = ", 1) for line in lines if not line.startswith("#"))
     return {key: json.loads(value) for key, value in pairs}
@@ -47,7 +47,7 @@ NEMO = fixture()
 
 
 def nemo_yaml(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """NeMo's file as it is, with some keys changed; gives what `load` needs to find it."""
+    """Write NeMo's file with some keys changed; return the arguments with which `load` finds it."""
     tree = OmegaConf.create({})
     for path, value in (NEMO | changes).items():
         if value is not None or path not in changes:
@@ -63,7 +63,7 @@ def override(key: NemoKey, value: Any) -> str:
 
 
 def another(key: NemoKey) -> Any:
-    """A value that a key does not pass."""
+    """Return a value that a key does not accept."""
     others = {bool: [True, False, "yes"], int: [7], float: [0.5], str: ["other"], list: [[3]]}
     candidates = others.get(type(key.nemo), []) + ["other", 7]
     values = {"model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
@@ -147,13 +147,13 @@ def test_any_other_value_is_refused_by_name(key: NemoKey, refused_all: dict[str,
 def test_inert_keys_leave_no_trace() -> None:
     plain, loaded = run_spec(), load_all(["++model.cpu_offloading=False", "name=mine"])
     assert loaded.inert_lines() == [
-        "inert: name=mine (command line): a label, for ${name} in other keys",
+        "inert: name=mine (command line): a label, which other keys can use as ${name}",
         "inert: model.cpu_offloading=False (command line): nothing is moved to the host's memory",
     ]
     assert load_all(["model.cpu_offloading=False", "model.mcore_gpt=True",
                      "model.cpu_offloading_weights=True"]).inert_lines() == [
-        "inert: model.mcore_gpt=True (command line): there is one implementation, of Megatron "
-        "core's shape",
+        "inert: model.mcore_gpt=True (command line): the one implementation has Megatron Core's "
+        "architecture",
         "inert: model.cpu_offloading=False, model.cpu_offloading_weights=True (command line): "
         "nothing is moved to the host's memory",
     ]  # fmt: skip

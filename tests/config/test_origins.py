@@ -1,4 +1,4 @@
-"""Layers: which there are, that the stronger wins, whose value it is; each file is read once."""
+"""Test layers: that the stronger one wins, that every value knows its origin, and single reads."""
 
 from __future__ import annotations
 

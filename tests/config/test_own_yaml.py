@@ -1,4 +1,4 @@
-"""Any YAML of a user ends in a tree or in an error that the user can mend."""
+"""Test that any YAML of a user gives a tree or an error that the user can correct."""
 
 from __future__ import annotations
 

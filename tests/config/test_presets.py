@@ -1,4 +1,4 @@
-"""`model=NAME` and `precision=NAME`: what they set, and that every pair of them is a valid job."""
+"""Test what `model=NAME` and `precision=NAME` set, and that every pair is a valid job."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ PARAMETERS = {
 
 
 def sum_of_parameters(spec: GPTSpec) -> int:
-    """Embedding (tied), positions, layers (four linears with biases, two norms), final norm.
+    """Return the sum of embedding (tied), positions, layers and final norm.
 
-    Llama: two embeddings, no positions, no biases; three MLP linears; 4 heads share a key's.
+    A layer has four linears with biases and two norms. Llama has two embeddings, no positions and
+    no biases, three linears in the MLP, and 4 query heads for each head of keys.
     """
     if spec.normalization == "rmsnorm":
         h, f, quarter = spec.hidden_size, spec.ffn_hidden_size, spec.hidden_size // 4

@@ -1,4 +1,4 @@
-"""The specs that come out, their canonical tree, and which runs continue each other."""
+"""Test the specs that settings resolve to, and which runs may continue each other."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def base() -> DictConfig:
 
 
 def with_sizes(sizes: dict[str, object]) -> RunSpec:
-    """As overrides would, without Hydra, which takes most of the time."""
+    """Return a configuration as with overrides, but without Hydra, which takes most of the time."""
     cfg = copy.deepcopy(base())
     for key, value in sizes.items():
         OmegaConf.update(cfg, key, value)

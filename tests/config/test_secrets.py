@@ -1,4 +1,4 @@
-"""Keys and tokens reach no message and no file."""
+"""Test that keys and tokens appear in no message and in no file."""
 
 from __future__ import annotations
 

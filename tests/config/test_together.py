@@ -1,4 +1,4 @@
-"""The table of what does not go together: its rows say what they refuse, and each one refuses."""
+"""Test the table of settings that exclude each other: each row refuses, with its own reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CANDIDATES = [
 
 
 def that_holds(key: str, test: Any, values: dict[str, Any]) -> Any:
-    """A value of a key for which a condition holds."""
+    """Return a value of a key for which a condition holds."""
     if not isinstance(test, Condition):
         return test
     for value in CANDIDATES:

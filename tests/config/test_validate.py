@@ -1,4 +1,4 @@
-"""Each rule: what it refuses, by which key, and which values it offers instead."""
+"""Test each rule: what it refuses, under which key, and which values its hint offers."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def test_the_key_reaches_the_layout() -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        (["model.tensor_model_parallel_size=1"], "model.sequence_parallel", "means nothing"),
-        (["model.encoder_seq_length=65"], "model.encoder_seq_length", "does not divide"),
+        (["model.tensor_model_parallel_size=1"], "model.sequence_parallel", "has no effect"),
+        (["model.encoder_seq_length=65"], "model.encoder_seq_length", "is not a multiple of"),
         (
             ["model.fp8=True", "model.encoder_seq_length=24", "model.micro_batch_size=1"],
             "model.sequence_parallel",
@@ -202,7 +202,7 @@ def test_the_key_reaches_the_layout() -> None:
         (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
         (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
-        (["model.compile=block"], "model.sequence_parallel", "not been shown"),
+        (["model.compile=block"], "model.sequence_parallel", "no test proves yet"),
         (
             ["model.fp8=True", "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"],
             "model.sequence_parallel",

@@ -63,7 +63,7 @@ def test_gpus_that_are_not_there(cluster: Cluster) -> None:
     assert done.returncode != 0 and time.monotonic() - began < 30
     lines = [line for line in done.stderr.splitlines() if re.match(r"\d: error: ", line)]
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("0: error: trainer.accelerator=gpu: PyTorch finds no GPU here")
+    assert lines[0].startswith("0: error: trainer.accelerator=gpu: PyTorch finds no GPU")
 
 
 def test_gpus_that_slurm_gave_and_torch_does_not_see(cluster: Cluster) -> None:

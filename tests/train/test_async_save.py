@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.checkpoint.layout import step_name
 from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.step_directories import step_name
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.train import state_dict
 from megafp8.train.saver import BackgroundSaver, Placement, Saver, Snapshot, store

@@ -92,7 +92,7 @@ def test_trained_continued_generated_exported_and_back(
 
     theirs = tmp_path / "theirs"
     assert export.main([str(run), str(theirs)]) == 0
-    assert "transformers does not read this kind of tokenizer" in capsys.readouterr().out
+    assert "transformers cannot load this kind of tokenizer" in capsys.readouterr().out
     model = transformers.AutoModelForCausalLM.from_pretrained(theirs)
     assert model.generation_config.eos_token_id == recorded.eod_id
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Makes a configuration of ours out of a NeMo or Accelerate YAML.
+"""Translate a YAML of NeMo or Accelerate into a configuration of megafp8.
 
 python -m megafp8.cli.migrate FILE [-o OUTPUT]
 """
@@ -19,10 +19,12 @@ from megafp8.errors import ExitCode, UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the cleaned file, print the report; 0, or 2 if there was nothing to write."""
+    """Write the new file and print the report; return 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.migrate", description=__doc__)
-    parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML; it stays as it is")
-    parser.add_argument("-o", "--output", type=Path, help="instead of NAME.megafp8.yaml beside it")
+    parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML, which is not changed")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="the new file (default: NAME.megafp8.yaml beside FILE)"
+    )
     options = parser.parse_args(argv)
     try:
         migration = migrate(_read(options.file), options.file.name)
@@ -32,19 +34,23 @@ def main(argv: Sequence[str]) -> int:
     print(migration.report(), end="")
     print(f"written: {target}")
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
-    print(f"run it: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
+    print(f"run it with: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
     return ExitCode.FINISHED
 
 
 def migrate(text: str, source: str) -> Migration:
-    """Read a NeMo or Accelerate file; raises `SettingError` if it is no such file."""
+    """Return the translation of a NeMo or Accelerate YAML; `source` names it in messages.
+
+    Raises:
+        SettingError: The text is not a YAML of settings.
+    """
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = str(error).replace("\n", " ")[:200]
-        raise SettingError(source, None, f"is no YAML: {line}", "Mend the file") from error
+        raise SettingError(source, None, f"is not YAML: {line}", "Correct the file") from error
     if not isinstance(tree, dict) or not tree:
-        raise SettingError(source, None, "holds no settings", "Give a NeMo or Accelerate YAML")
+        raise SettingError(source, None, "has no settings", "Give a NeMo or Accelerate YAML")
     migration = Migration()
     if any(mark in tree for mark in accelerate.MARKS):
         accelerate.translate(tree, migration)

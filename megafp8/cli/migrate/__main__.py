@@ -1,4 +1,4 @@
-"""`python -m megafp8.cli.migrate`."""
+"""Run `python -m megafp8.cli.migrate`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's configuration file, its `fp8_config:` above all, in NeMo's names."""
+"""Translate the configuration file of Hugging Face Accelerate, with its `fp8_config:` block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megafp8.cli.migrate.report import Migration
 from megafp8.config.values import plain
 
 MARKS = ("fp8_config", "mixed_precision", "compute_environment", "num_processes")
-"""Keys at the top of a file that only Accelerate has."""
+"""Top-level keys by which a file of Accelerate is recognized."""
 
 LAUNCH_ONLY = frozenset(
     {
@@ -20,7 +20,7 @@ LAUNCH_ONLY = frozenset(
         "tpu_use_sudo",
     }
 )  # fmt: skip
-"""How Accelerate starts and compiles: no part of what is computed."""
+"""Keys about how Accelerate starts and compiles a job; they do not change what is computed."""
 
 _NAMES = {"te": "TE", "ao": "AO", "msamp": "MSAMP"}
 
@@ -29,12 +29,12 @@ _SPELLINGS = {
     "amax_compute_algorithm": "amax_compute_algo",
     "optimization_level": "opt_level",
 }
-"""What `accelerate config` (1.15) writes, and the names that the recipe classes, the launcher's
-flags and the documentation have for the same things."""
+"""Names that `accelerate config` (1.15) writes, and those that the rest of Accelerate uses for the
+same things: its recipe classes, its launcher's options and its documentation."""
 
 
 def translate(tree: dict[str, Any], m: Migration) -> None:
-    """Write into `m` what Accelerate's file asks for."""
+    """Translate the tree of an Accelerate file into the migration `m`."""
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
     block = tree.get("fp8_config")
     precision = str(tree.get("mixed_precision", "no")).lower()
@@ -49,24 +49,24 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
             if value:
                 m.change(key, value, {"trainer.accelerator": "cpu"})
             else:
-                m.drop(key, value, "trainer.accelerator=auto takes the GPU if there is one")
+                m.drop(key, value, "trainer.accelerator=auto uses the GPU if there is one")
         elif key == "fsdp_config" and value:
             m.decide(
-                key, plain(value), "has no translation key by key",
+                key, plain(value), "its keys cannot be translated one by one",
                 "Leave it out, and use model.fsdp=True with model.fsdp_sharding_strategy",
             )  # fmt: skip
         elif key == "gpu_ids" and str(value).lower() == "all":
-            m.drop(key, value, "trainer.devices says how many")
+            m.drop(key, value, "trainer.devices sets the number of GPUs")
         elif isinstance(value, dict) and not value and key != "fp8_config":
             m.drop(str(key), value, "it is empty")
         elif key in LAUNCH_ONLY:
             m.drop(key, value, "it is about Accelerate's own launcher")
         elif key != "fp8_config":
-            m.decide(str(key), value, "has no translation", "See --help for what there is")
+            m.decide(str(key), value, "cannot be translated", _SEE_HELP)
     if block is None and precision != "fp8":
         return
     if block is not None and not isinstance(block, dict):
-        m.decide("fp8_config", block, "is not a block of keys", "Write the keys below it")
+        m.decide("fp8_config", block, "is not a block of keys", "Write keys below fp8_config")
         return
     if precision != "fp8":
         for key, value in (block or {}).items():
@@ -88,8 +88,8 @@ def _mixed_precision(value: Any, m: Migration) -> None:
         m.change("mixed_precision", value, {"trainer.precision": 32})
     else:
         m.decide(
-            "mixed_precision", value, "is not supported yet",
-            "Give trainer.precision=bf16, which needs no loss scale, or 32",
+            "mixed_precision", value, "is not supported",
+            "Set trainer.precision to bf16, 16 or 32",
         )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _per_node(tree: dict[str, Any]) -> Any:
 
 
 def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
-    """`shards`: whether Accelerate may shard parameters in this job."""
+    """Translate `fp8_config`; `shards` says whether Accelerate may shard parameters in this job."""
     given = _with_one_spelling(block, m)
     values = {name: value for name, (_, value) in given.items()}
     backend = str(values.get("backend", "TE")).lower()
@@ -111,14 +111,14 @@ def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
     if backend != "te":
         name = _NAMES.get(backend, plain(values.get("backend")))
         for path, value in given.values():
-            ways = {
-                "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported. Decide "
-                "for FP8 products with FP32 masters, as written",
+            hints = {
+                "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported; megafp8 "
+                "has FP8 products with FP32 master weights, as in the new file",
             }
-            hint = ways.get(backend, "Known backends are TE, AO and MSAMP")
+            hint = hints.get(backend, "Known backends are TE, AO and MSAMP")
             m.decide(path, value, f"belongs to the backend {name}", hint)
         return
-    # Accelerate's own defaults, which are not NeMo's: said in full, so that none slips in.
+    # Accelerate's defaults differ from NeMo's, so all of them are written into the new file.
     defaults = {
         "fp8_format": "HYBRID",
         "amax_history_len": 1024,
@@ -130,16 +130,16 @@ def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
     for name, (path, value) in given.items():
         handler = _TE_KEYS.get(name)
         if handler is None:
-            m.decide(path, value, "has no translation", "See --help for what there is")
+            m.decide(path, value, "cannot be translated", _SEE_HELP)
         else:
             handler(path, value, m)
 
 
 def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[str, Any]]:
-    """Each key's usual name, with the path as the file has it and the value.
+    """Return, by each key's usual name, its path in the file and its value.
 
-    Accelerate's launcher takes each key with `fp8_` before it too. A key that is there in two
-    spellings with two values must be decided.
+    Accelerate's launcher also accepts each key with the prefix `fp8_`. A key that the file has in
+    two spellings with different values must be decided.
     """
     given: dict[str, tuple[str, Any]] = {}
     for key, value in block.items():
@@ -148,17 +148,17 @@ def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[s
             name = name.removeprefix("fp8_")
             name = "fp8_format" if name == "format" else _SPELLINGS.get(name, name)
         if name not in _TE_KEYS:
-            name = str(key)  # unknown: it keeps the name that the file has
+            name = str(key)  # an unknown key keeps its name in the file
         if name not in given:
             given[name] = (path, value)
         elif given[name][1] != value:
             other, _ = given[name]
-            m.decide(path, value, f"says otherwise than {other}", "Keep one of the two")
+            m.decide(path, value, f"contradicts {other}", "Keep one of the two")
     return given
 
 
 def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: bool) -> None:
-    """torchao's default recipe is `tensorwise`; its first and last linear stay out of FP8."""
+    """Translate the keys of the backend AO; torchao's default recipe is `tensorwise`."""
     for name, (path, value) in given.items():
         if name == "backend":
             chosen = {"model.fp8_backend": "torchao", "model.fp8_recipe": "tensorwise"}
@@ -168,18 +168,18 @@ def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: b
         elif name == "enable_fsdp_float8_all_gather" and value and shards:
             m.change(path, value, {"model.fsdp": True, "model.enable_fsdp_float8_all_gather": True})
         elif name == "enable_fsdp_float8_all_gather":
-            reason = "it is about FSDP, which distributed_type does not ask for"
-            m.drop(path, value, reason if value else "weights are not gathered in FP8 unless asked")
+            on = "it is about FSDP, which distributed_type does not ask for"
+            m.drop(path, value, on if value else "weights are not gathered in FP8 by default")
         elif name in _TE_KEYS:
             m.drop(path, value, "the backend AO does not read it")
         else:
-            m.decide(path, value, "has no translation", "See --help for what there is")
+            m.decide(path, value, "cannot be translated", _SEE_HELP)
 
 
 def _backend(path: str, value: Any, m: Migration) -> None:
     m.change(
         path, value, {"model.fp8_backend": "auto"},
-        note="Transformer Engine's arithmetic, by our own backend",
+        note="megafp8's own backend computes what Transformer Engine does",
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _format(path: str, value: Any, m: Migration) -> None:
     elif name == "E4M3":
         m.change(path, value, {"model.fp8_e4m3": True, "model.fp8_hybrid": False})
     else:
-        m.decide(path, value, "is no format for training", "Give HYBRID or E4M3")
+        m.decide(path, value, "is not a format for training", "Give HYBRID or E4M3")
 
 
 def _to(key: str) -> Callable[[str, Any, Migration], None]:
@@ -202,7 +202,7 @@ def _to(key: str) -> Callable[[str, Any, Migration], None]:
 
 
 def _override_linear_precision(path: str, value: Any, m: Migration) -> None:
-    """`(false, false, false)`: whether fprop, dgrad and wgrad are kept in high precision."""
+    """Translate `(false, false, false)`: whether fprop, dgrad and wgrad stay in high precision."""
     flags = value
     if isinstance(value, str):
         try:
@@ -227,9 +227,10 @@ def _foreign(backend: str) -> Callable[[str, Any, Migration], None]:
 
 
 _UNREAD = (
-    "`accelerate config` writes this name, and Accelerate 1.15's launcher does not read it: there, "
-    "such a run had a history of 1024 and most_recent"
+    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
+    "uses a history of 1024 and most_recent"
 )
+_SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 
 _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "backend": _backend,
@@ -241,7 +242,7 @@ _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "override_linear_precision": _override_linear_precision,
     "use_autocast_during_eval": _to("model.use_autocast_during_eval"),
     "use_mxfp8_block_scaling": lambda path, value, m: (
-        m.decide(path, value, "the recipe is not supported yet", "Give false")
+        m.decide(path, value, "asks for a recipe that is not supported", "Give false")
         if value
         else m.drop(path, value, "the recipe is delayed scaling")
     ),

@@ -1,4 +1,7 @@
-"""NeMo's configuration file, or one of ours: each key kept, dropped as inert, or to be decided."""
+"""Translate NeMo's configuration file: each key is kept, dropped as inert, or must be decided.
+
+A configuration of megafp8 may be given too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def translate(tree: dict[Any, Any], m: Migration) -> None:
+    """Translate the tree of a NeMo file into the migration `m`."""
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
     settings = [_with_number(setting, m) for setting in flatten("", ours, "")]
@@ -49,11 +53,11 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
         elif setting.key in nemo_keys():
             if _is_referred_to(setting.key, settings):
                 set_in(m.out, setting.key, setting.value)
-                m.kept.append(f"{setting.key}: {plain(setting.value)} (others refer to it)")
+                m.kept.append(f"{setting.key}: {plain(setting.value)} (other keys refer to it)")
             else:
                 m.drop(setting.key, setting.value, nemo_keys()[setting.key].note)
         elif setting.key in idle:
-            m.drop(setting.key, setting.value, f"it means nothing with {idle[setting.key]}")
+            m.drop(setting.key, setting.value, f"it has no effect with {idle[setting.key]}")
         else:
             set_in(m.out, setting.key, setting.value)
             m.kept.append(f"{setting.key}: {plain(setting.value)}")
@@ -80,7 +84,7 @@ def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[
 
 
 def _with_number(setting: Setting, m: Migration) -> Setting:
-    """NeMo's files have `1e-5`, which YAML 1.1 reads as a text."""
+    """Return the setting with a number for a text such as `1e-5`, which YAML 1.1 reads as text."""
     key, value = all_keys().get(setting.key), setting.value
     if key is None or key.type_text.removesuffix(", or null") != "a number":
         return setting
@@ -90,7 +94,7 @@ def _with_number(setting: Setting, m: Migration) -> Setting:
 
 
 def _is_referred_to(path: str, settings: list[Setting]) -> bool:
-    """Whether a setting that stays refers to `path`, which then stays too."""
+    """Whether a setting that is kept refers to `path`, which must then be kept too."""
     ending = "." + path.rpartition(".")[2]
     live = (s.value for s in settings if s.key in all_keys())
     names = (name for value in live if "${" in str(value) for name in _NAME.findall(str(value)))

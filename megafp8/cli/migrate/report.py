@@ -1,4 +1,4 @@
-"""What came of a file: the new one, and the lines of the report."""
+"""Hold and write the result of a migration: the new file, and the report about its keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from megafp8.config.values import plain
 
 @dataclass
 class Migration:
-    """What came of a file. `out` is the new file's tree; the lists are lines of the report."""
+    """Collect the result of a migration.
+
+    Attributes:
+        out: The tree of the new file.
+        kept: Lines of the report about the keys that are unchanged.
+        inert: Lines about the keys that are dropped, since they have no effect.
+        changes: Lines about the keys that are translated.
+        undecided: Lines about the keys that the user must decide.
+    """
 
     out: dict[str, Any] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -26,20 +34,22 @@ class Migration:
     undecided: list[str] = field(default_factory=list)
 
     def change(self, old: str, value: Any, new: dict[str, Any], note: str = "") -> None:
-        """`old` means `new` here."""
+        """Record that `old: value` is translated into the settings `new`."""
         for path, item in new.items():
             set_in(self.out, path, item)
         text = ", ".join(f"{path}={plain(item)}" for path, item in new.items())
         self.changes.append(f"{old}: {plain(value)} -> {text}" + (f" ({note})" if note else ""))
 
     def drop(self, key: str, value: Any, reason: str) -> None:
+        """Record that a key is dropped, since it has no effect for `reason`."""
         self.inert.append(f"{key}: {plain(value)}: {reason}")
 
     def decide(self, key: str, value: Any, reason: str, hint: str) -> None:
+        """Record that the user must decide about a key."""
         self.undecided.append(f"{key}: {plain(value)}: {reason}. {hint}")
 
     def report(self) -> str:
-        """What the command says on stdout."""
+        """Return the report that the command prints."""
         parts = (
             ("must be decided", self.undecided),
             ("changed", self.changes),
@@ -53,17 +63,24 @@ class Migration:
         return "\n".join(lines) + "\n"
 
     def text(self, source: str) -> str:
-        """The new file. What must be decided is in its head, and is refused until it is."""
+        """Return the text of the new file; `source` is the old file's name.
+
+        Comments at the top list what must be decided.
+        """
         lines = [f"# Made from {source} by `python -m megafp8.cli.migrate`."]
         if self.undecided:
-            lines.append("# Must be decided before it runs:")
+            lines.append("# Must be decided before the file can run:")
             lines += [f"#   {_printable(item)}" for item in self.undecided]
         body = yaml.safe_dump(self.out, sort_keys=False, allow_unicode=True, width=96)
         return "\n".join(lines) + "\n\n" + str(body)
 
 
 def write_beside(file: Path, text: str, output: Path | None) -> Path:
-    """Write `text` to `output`, or to `NAME.megafp8.yaml` beside `file`. Never overwrites."""
+    """Write `text` to `output`, or to `NAME.megafp8.yaml` beside `file`, and return the path.
+
+    Raises:
+        SettingError: The file exists already or cannot be written.
+    """
     target = output or file.with_name(f"{file.stem}.megafp8.yaml")
     try:
         with target.open("x") as stream:
@@ -80,7 +97,7 @@ def write_beside(file: Path, text: str, output: Path | None) -> Path:
 
 
 def check_written(m: Migration) -> None:
-    """What was translated must hold here too: sizes of a history, names of an algorithm."""
+    """Check the translated settings by the rules of megafp8; wrong ones must be decided."""
     written = {s.key: s for s in flatten("", m.out, "") if s.key in all_keys()}
     problems = [problem for s in written.values() if (problem := setting_problem(s))]
     bad = {problem.key for problem in problems}
@@ -90,11 +107,12 @@ def check_written(m: Migration) -> None:
 
 
 def _printable(text: str) -> str:
-    """One line that YAML takes in a comment."""
+    """Return the text as one line that YAML accepts in a comment."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def set_in(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path in a tree of dicts, and make the sections on its way."""
     *sections, leaf = path.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""All rules over settings: ranges of single keys, keys without effect, and what fits together."""
+"""Run all rules over settings: valid values, keys without effect, and rules between keys."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from megafp8.config.settings import read_values
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
-    """Raise all that is wrong with a composed tree. Without `origins` one user set everything."""
+    """Raise if anything is wrong with a composed tree.
+
+    Args:
+        cfg: The tree.
+        origins: The layers that set the keys. None: one user set everything.
+
+    Raises:
+        ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
+    """
     values, problems = read_values(cfg, origins or {})
     raise_if_any(problems + check_values(values, origins))
 
 
 def check_values(values: Values, origins: Origins | None = None) -> list[SettingError]:
-    """Return what every rule finds: no device, no file, no torch. Keys may be left out.
+    """Return what all rules find; they need no device, no file and no torch.
 
     Args:
-        values: Settings by their dotted paths, each of its key's type.
-        origins: Who set them, by their paths. None: one user set everything.
+        values: Settings by their dotted paths, each of its key's type. Rules that read a key which
+            is not in it are skipped.
+        origins: The layers that set the keys. None: one user set everything.
     """
     findings: list[Finding] = []
     good = dict(values)
@@ -37,7 +46,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
             findings.append(finding)
             del good[path]
     for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
-        findings.append(Finding(key, f"means nothing with {setting}", need.hint))
+        findings.append(Finding(key, f"has no effect with {setting}", need.hint))
     findings += _findings_together(effective(good))
     if origins is not None:
         findings += precision.two_formats(good, origins)

@@ -1,4 +1,4 @@
-"""Which settings of the model's shape, its data and its tokenizer fit together."""
+"""Check that settings of the model's shape, its data and its tokenizer fit together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ rule = Rules()
 
 
 def hidden_step(v: Values) -> int:
-    """Return what a hidden size must be a multiple of, as far as the other keys are known."""
+    """Return the number that a hidden size is a multiple of, as far as the other keys are known."""
     heads, tp = v.get("model.num_attention_heads", 1), v.get("model.tensor_model_parallel_size", 1)
     if v.get("model.kv_channels"):
-        heads = 1  # heads have a width of their own
+        heads = 1  # the width of heads does not depend on the hidden size
     return math.lcm(heads, size_multiple(v) * tp if v.get("model.fp8") else 1)
 
 
@@ -27,9 +27,9 @@ def _heads_share_hidden(v: Values) -> Iterator[Finding]:
     if v["model.kv_channels"] is None and hidden % heads:
         yield Finding(
             "model.hidden_size",
-            f"does not divide into model.num_attention_heads={heads}",
+            f"is not a multiple of model.num_attention_heads={heads}",
             f"Nearest hidden sizes: {nearest_multiples(hidden, hidden_step(v))}; "
-            "or give the heads' width as model.kv_channels",
+            "or set the width of a head with model.kv_channels",
         )
 
 
@@ -50,7 +50,7 @@ def _tp_divides_groups(v: Values) -> Iterator[Finding]:
     if groups is not None and groups % tp:
         yield Finding(
             "model.num_query_groups",
-            f"does not divide over model.tensor_model_parallel_size={tp}",
+            f"is not a multiple of model.tensor_model_parallel_size={tp}",
             f"Nearest values: {nearest_multiples(groups, tp)}; "
             f"or tensor-parallel sizes: {nearest_divisors(groups, tp)}",
         )
@@ -66,13 +66,15 @@ def _tp_divides_groups(v: Values) -> Iterator[Finding]:
     "model.tensor_model_parallel_size",
 )
 def _fp8_heads(v: Values) -> Iterator[Finding]:
-    """The projection's input, and QKV's output, on each rank. Without `kv_channels` the queries
-    are `hidden_size` wide, which has a rule of its own."""
+    """Check the sizes of QKV's output and of the projection's input on each rank.
+
+    Without `kv_channels` the projection's input is `hidden_size` wide, which `_fp8_hidden` checks.
+    """
     heads, tp = v["model.num_attention_heads"], v["model.tensor_model_parallel_size"]
     multiple = size_multiple(v)
     groups = v["model.num_query_groups"] or heads
     if not v["model.fp8"] or heads % groups or groups % tp:
-        return  # off, or said already
+        return  # FP8 is off, or another rule reports the sizes
     if v["model.kv_channels"] is None and v["model.hidden_size"] % heads:
         return
     width = v["model.kv_channels"] or v["model.hidden_size"] // heads
@@ -88,7 +90,7 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
             yield Finding(
                 "model.num_query_groups",
                 f"FP8 GEMMs need multiples of {multiple} on each rank; queries, keys and "
-                f"values of {width} each make {qkv}",
+                f"values have {qkv} features there, with heads of {width}",
                 f"Nearest values: {' or '.join(map(str, below + above))}; or model.fp8=False",
             )
         return
@@ -97,8 +99,9 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
                           (heads // tp, (heads + 2 * groups) // tp)))  # fmt: skip
         yield Finding(
             "model.kv_channels",
-            f"FP8 GEMMs need multiples of {multiple} on each rank; {heads // tp} query heads "
-            f"and {groups // tp} groups of this width make {queries} and {qkv}",
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {heads // tp} query heads of "
+            f"this width have {queries} features, and {qkv} with {groups // tp} groups of keys and "
+            "values",
             f"Nearest values: {nearest_multiples(width, step)}; or model.fp8=False",
         )
 
@@ -120,7 +123,7 @@ def _rotary_width(v: Values) -> Iterator[Finding]:
         fits = " or ".join(f"{n / width:g}" for n in near) or "none for this width"
         yield Finding(
             "model.rotary_percentage",
-            f"turns {size} of the {width} features of a head; they are turned in pairs",
+            f"rotates {size} of the {width} features of a head, and RoPE rotates pairs of features",
             f"Nearest values: {fits}",
         )
 
@@ -157,7 +160,7 @@ def _recomputation_fits(v: Values) -> Iterator[Finding]:
     if granularity == "selective" and method != "block" and count is not None:
         yield Finding(
             "model.activations_checkpoint_num_layers",
-            "means nothing where attention is computed again in all layers",
+            "has no effect if attention is recomputed in all layers",
             "Set model.activations_checkpoint_method=block, or leave it out",
         )
 
@@ -209,18 +212,18 @@ def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
             yield Finding(
                 f"model.tokenizer.{name}",
                 f"is needed with model.tokenizer.library={library}",
-                "Give it, or use model.tokenizer.library=builtin, which takes the data's own",
+                "Give it, or use model.tokenizer.library=builtin, the tokenizer of the data",
             )
     if library == "huggingface" and type_name == NEMO_TOKENIZER_TYPE:
         yield Finding(
             "model.tokenizer.type",
             "names no tokenizer of model.tokenizer.library=huggingface",
-            "Give a name on the Hub, or a folder",
+            "Give the name of a tokenizer on the Hugging Face Hub, or a folder",
         )
     if library == "megatron" and type_name not in (None, "", NEMO_TOKENIZER_TYPE):
         yield Finding(
             "model.tokenizer.type",
-            "means nothing with model.tokenizer.library=megatron",
+            "has no effect with model.tokenizer.library=megatron",
             f"Leave it out, or give {NEMO_TOKENIZER_TYPE}",
         )
 
@@ -232,5 +235,5 @@ def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
         yield Finding(
             "model.tokenizer.library",
             "the built-in corpus has a tokenizer of its own",
-            "Leave it out, or prepare that text with yours: python -m megafp8.cli.preprocess",
+            "Leave it out, or prepare your own text: python -m megafp8.cli.preprocess",
         )

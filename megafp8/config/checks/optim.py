@@ -1,4 +1,4 @@
-"""Which settings of optimizer, schedule and batch ramp-up fit together."""
+"""Check that settings of optimizer, schedule and batch ramp-up fit together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, nearest_multiples
-from megafp8.config.values import SCHEDULES, SIZES, WORLD, model_ranks, share_of, world_size
+from megafp8.config.values import SCHEDULES, SIZES, WORLD, model_ranks, steps_or_ratio, world_size
 
 rule = Rules()
 
@@ -43,12 +43,12 @@ def _schedule_fits(v: Values) -> Iterator[Finding]:
         others = {
             key: length for key, length in lengths.items() if not key.endswith("warmup_steps")
         }
-        room = steps - sum(others.values())
-        hint = f"Give at most {room}" if room >= 0 else f"Shorten {' or '.join(others)}"
+        left = steps - sum(others.values())
+        hint = f"Give at most {left}" if left >= 0 else f"Shorten {' or '.join(others)}"
         yield Finding(
             f"{_SCHED}.warmup_steps",
-            " with ".join(["it", *(f"{key}={length}" for key, length in others.items())])
-            + f" is longer than trainer.max_steps={steps}",
+            "".join(f"plus {key}={length} " for key, length in others.items())
+            + f"is more than trainer.max_steps={steps}",
             f"{hint}, or train longer",
         )
 
@@ -72,7 +72,7 @@ def _steps_or_ratio(v: Values, part: str) -> Iterator[Finding]:
     steps, ratio = f"{_SCHED}.{part}_steps", f"{_SCHED}.{part}_ratio"
     # The default of constant_steps is 0, not null.
     if v[ratio] is not None and v[steps] not in ((None, 0) if part == "constant" else (None,)):
-        yield Finding(ratio, f"{steps}={v[steps]} says it already", "Leave one of the two out")
+        yield Finding(ratio, f"{steps}={v[steps]} is given too", "Leave one of the two out")
 
 
 @rule(
@@ -95,7 +95,7 @@ def _noam_warms_up(v: Values) -> Iterator[Finding]:
 
 def _given(v: Values, part: str) -> int | None:
     steps, ratio = v[f"{_SCHED}.{part}_steps"], v[f"{_SCHED}.{part}_ratio"]
-    return share_of(steps, ratio, v["trainer.max_steps"])
+    return steps_or_ratio(steps, ratio, v["trainer.max_steps"])
 
 
 @rule(
@@ -115,10 +115,9 @@ def _rampup_fits(v: Values) -> Iterator[Finding]:
     if start >= end or (end - start) % increment:
         yield Finding(
             key,
-            f"no number of increments of {increment} leads from {start} to "
-            f"model.global_batch_size={end}",
-            "Give [start, increment, samples] with start below it and the difference a multiple "
-            "of increment",
+            f"steps of {increment} do not lead from {start} to model.global_batch_size={end}",
+            "Give [start, increment, samples] with start below the global batch size and the "
+            "difference a multiple of increment",
         )
     elif start % unit or increment % unit:
         wrong = start if start % unit else increment

@@ -1,4 +1,4 @@
-"""Which layouts of ranks there are, and what a model and its batches must be for them."""
+"""Check that the layout of ranks fits the machine, the model and its batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEAVE = f"or leave {FSDP} out"
 
 
 def _sizes_text(v: Values) -> str:
-    """The sizes above 1, as they were given."""
+    """Return the parallel sizes above 1 as settings, joined by `times`."""
     given = [f"{key}={v[key]}" for key in SIZES if v[key] > 1]
     return " times ".join(given)
 
@@ -46,13 +46,13 @@ def _sizes_divide_the_world(v: Values) -> Iterator[Finding]:
         key = next(key for key in SIZES if v[key] > 1)
         others = size // v[key]
         near = nearest_divisors(ranks // others, v[key]) if ranks % others == 0 else "1"
-        more = "" if others == 1 else f", all together {_sizes_text(v)}"
+        product = "it" if others == 1 else _sizes_text(v)
         have = f"trainer.devices={v['trainer.devices']}"
         have += f" times trainer.num_nodes={nodes}" if nodes > 1 else ""
         step = size // math.gcd(size, nodes)
         yield Finding(
             key,
-            f"{have} is not a multiple of it{more}",
+            f"{have} is not a multiple of {product}",
             f"Nearest sizes: {near}; or trainer.devices: "
             f"{nearest_multiples(v['trainer.devices'], step)}",
         )
@@ -62,7 +62,7 @@ def _sizes_divide_the_world(v: Values) -> Iterator[Finding]:
 def _batches_fit(v: Values) -> Iterator[Finding]:
     ranks, size = world_size(v), model_ranks(v)
     if ranks % size:
-        return  # said already
+        return  # another rule reports it
     batch, micro, dp = v["model.global_batch_size"], v["model.micro_batch_size"], ranks // size
     if batch % (micro * dp):
         fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
@@ -89,14 +89,14 @@ def _schedule_has_its_stages(v: Values) -> Iterator[Finding]:
     elif asked == "ZBVZeroBubble" and stages != 2:
         yield Finding(
             key,
-            "model.pipeline_schedule=ZBVZeroBubble goes through the ranks there and back: two "
-            "stages on each",
+            "model.pipeline_schedule=ZBVZeroBubble goes through the ranks and back, so it needs "
+            "two stages on each rank",
             f"Set {key}=2",
         )
     elif asked == "Interleaved1F1B" and (stages or 1) == 1:
         yield Finding(
             key,
-            "model.pipeline_schedule=Interleaved1F1B has several stages on each rank",
+            "model.pipeline_schedule=Interleaved1F1B needs several stages on each rank",
             f"Set {key} to 2 or more, or use model.pipeline_schedule=1F1B",
         )
 
@@ -112,7 +112,7 @@ def _stages_share_layers(v: Values) -> Iterator[Finding]:
         if layers % stages:
             yield Finding(
                 "model.num_layers",
-                f"does not divide into {stages} pipeline stages",
+                f"is not a multiple of {stages} pipeline stages",
                 f"Nearest numbers of layers: {nearest_multiples(layers, stages)}; or give "
                 "model.pipeline_model_parallel_layout, the layers of each stage",
             )
@@ -146,27 +146,27 @@ def _pipeline_has_its_microbatches(v: Values) -> Iterator[Finding]:
     for key, batch in _batches(v):
         count = batch // samples
         if batch % samples:
-            return  # said already
+            return  # another rule reports it
         if count < pp:
             yield Finding(
                 key,
-                f"{batch} samples make {count} microbatches; a pipeline of {pp} ranks needs as "
-                f"many in {schedule}",
+                f"{batch} samples are {count} microbatches; {schedule} needs at least {pp}, one "
+                "for each pipeline rank",
                 f"Give at least {pp * samples}, or use model.pipeline_schedule=GPipe",
             )
             return
         if schedule in ROUND_SCHEDULES and count % (count // pp):
             yield Finding(
                 key,
-                f"{batch} samples make {count} microbatches; {schedule} runs them in "
-                f"{count // pp} equal rounds",
+                f"{batch} samples are {count} microbatches, which {schedule} would run in "
+                f"{count // pp} rounds of different sizes",
                 f"Nearest global batch sizes: {nearest_multiples(batch, pp * samples)}",
             )
             return
 
 
 def _batches(v: Values) -> Iterator[tuple[str, int]]:
-    """The global batch sizes of a run, with the keys that make them."""
+    """Yield the global batch sizes of a run, with the keys that set them."""
     last, ramp = v["model.global_batch_size"], v["model.rampup_batch_size"]
     yield "model.global_batch_size", last
     if ramp is not None:
@@ -185,7 +185,7 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
     if v[key] and v["model.fp8_params"] and world_size(v) > model_ranks(v):
         yield Finding(
             key,
-            "with model.fp8_params=True replicas would keep weights of their own",
+            "with model.fp8_params=True each replica would have weights of its own",
             "Leave it out, or leave model.fp8_params out",
         )
 
@@ -213,7 +213,7 @@ def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
     if value % tp:
         yield Finding(
             key,
-            f"does not divide over model.tensor_model_parallel_size={tp}",
+            f"is not a multiple of model.tensor_model_parallel_size={tp}",
             f"Nearest values: {nearest_multiples(value, tp)}; "
             f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
         )
@@ -225,8 +225,8 @@ def _tp_divides_sequence(v: Values) -> Iterator[Finding]:
     if v[SP] and length % v[TP]:
         yield Finding(
             "model.encoder_seq_length",
-            f"{length} does not divide over {TP}={v[TP]} with {SP}=True",
-            "Use a multiple of it",
+            f"is not a multiple of {TP}={v[TP]}, as {SP}=True needs",
+            f"Nearest values: {nearest_multiples(length, v[TP])}",
         )
 
 
@@ -239,9 +239,10 @@ def _sequence_parts_suit_fp8(v: Values) -> Iterator[Finding]:
     if tokens % size_multiple(v):
         yield Finding(
             SP,
-            f"leaves each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
+            f"gives each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
             f"{size_multiple(v)}",
-            f"Use another model.micro_batch_size ({micro}) or model.encoder_seq_length ({length})",
+            f"Use another model.micro_batch_size than {micro}, or another model.encoder_seq_length "
+            f"than {length}",
         )
 
 
@@ -253,20 +254,20 @@ def _cp_divides_sequence(v: Values) -> Iterator[Finding]:
     if length % (2 * cp):
         yield Finding(
             LENGTH,
-            f"{length} does not divide into 2 x {cp} chunks, two for each rank of {CP}={cp}",
+            f"is not a multiple of {2 * cp}: with {CP}={cp} each rank has two chunks of a sequence",
             f"Nearest values: {nearest_multiples(length, _length_step(v))}",
         )
     elif v[SP] and length % _length_step(v):
         yield Finding(
             LENGTH,
-            f"{length} tokens over {CP}={cp} leave {length // cp}, which do not divide over "
-            f"{TP}={v[TP]} with {SP}=True",
+            f"with {CP}={cp} a rank has {length // cp} tokens, which is not a multiple of "
+            f"{TP}={v[TP]}, as {SP}=True needs",
             f"Nearest values: {nearest_multiples(length, _length_step(v))}",
         )
 
 
 def _length_step(v: Values) -> int:
-    """What a sequence's length must be a multiple of."""
+    """Return the number that a sequence's length must be a multiple of."""
     return math.lcm(2 * v[CP], v[CP] * v[TP] if v[SP] else 1)
 
 
@@ -282,7 +283,7 @@ def _context_parts_suit_fp8(v: Values) -> Iterator[Finding]:
         length_step = math.lcm(_length_step(v), ranks * multiple // math.gcd(multiple, micro))
         yield Finding(
             CP,
-            f"leaves each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
+            f"gives each rank {tokens} tokens of a microbatch; FP8 products need a multiple of "
             f"{multiple}",
             f"Nearest values of model.micro_batch_size: {nearest_multiples(micro, micro_step)}; of "
             f"{LENGTH}: {nearest_multiples(length, length_step)}",
@@ -300,15 +301,16 @@ def _replicas_share(v: Values) -> Iterator[Finding]:
     if devices * nodes == size:
         yield Finding(
             FSDP,
-            "there is one replica, and nobody to share parameters with",
+            "the run has one replica, so there is no other to shard parameters with",
             f"Use more trainer.devices, {_LEAVE}",
         )
     elif v[STRATEGY] == "hybrid" and (nodes == 1 or devices == size):
-        other = "one node: hybrid is full there" if nodes == 1 else "one replica on each node"
-        yield Finding(STRATEGY, f"there is {other}", f"Use {STRATEGY}=full")
+        only = "one node" if nodes == 1 else "one replica on each node"
+        reason = f"the run has {only}, where hybrid cannot differ from full"
+        yield Finding(STRATEGY, reason, f"Use {STRATEGY}=full")
     elif v[STRATEGY] == "hybrid" and devices % size:
         yield Finding(
             STRATEGY,
-            f"replicas of {size} ranks do not fit into nodes of {devices}",
+            f"a node has {devices} ranks, which are not whole replicas of {size} ranks",
             f"Use {STRATEGY}=full",
         )

@@ -1,6 +1,6 @@
-"""Which FP8 settings go with which recipe, which sizes and which backend.
+"""Check that FP8 settings fit the recipe, the sizes and the backend.
 
-What depends on the machine or on a package's version is checked where the run begins.
+What depends on the machine or on a package's version is checked at the start of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 TE_RECIPES = ("delayed", "tensorwise", "blockwise")
 
 ONE_COPY_RECIPES: tuple[RecipeName, ...] = ("delayed", "tensorwise", "blockwise")
-"""A weight's one quantization serves both of its products, so it may be kept alone."""
+"""The recipes that quantize a weight once for both of its products.
+
+Only with them, weights may be kept in FP8 without a copy in higher precision.
+"""
 
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
@@ -31,7 +34,7 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
     if v["model.fp8"] and not (v["model.fp8_e4m3"] or v["model.fp8_hybrid"]):
         yield Finding(
             "model.fp8_hybrid",
-            "model.fp8_e4m3 is False too, so there is no format",
+            "model.fp8_e4m3 is False too, so no FP8 format is chosen",
             "Set model.fp8_hybrid=True (E4M3 forward, E5M2 backward) or model.fp8_e4m3=True",
         )
 
@@ -51,10 +54,10 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
     tp = v["model.tensor_model_parallel_size"]
     multiple = size_multiple(v)
     if v["model.fp8"] and v[key] % (multiple * tp):
-        share = f" over model.tensor_model_parallel_size={tp}" if tp > 1 else ""
+        shared = f" divided by model.tensor_model_parallel_size={tp}" if tp > 1 else ""
         yield Finding(
             key,
-            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{share} is none",
+            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{shared} is not one",
             f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
         )
 
@@ -68,8 +71,8 @@ def _fp8_tokens(v: Values) -> Iterator[Finding]:
         length_step = multiple // math.gcd(multiple, micro)
         yield Finding(
             "model.micro_batch_size",
-            f"times model.encoder_seq_length={length} makes {micro * length} tokens; FP8 GEMMs "
-            f"need multiples of {multiple}",
+            f"times model.encoder_seq_length={length} is {micro * length} tokens; FP8 GEMMs need a "
+            f"multiple of {multiple}",
             f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
             f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
         )
@@ -88,15 +91,15 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
     if two_copies:
         yield Finding(
             "model.fp8_params",
-            f"{two_copies[0]} quantizes a weight once for each of its two products, both times "
-            "from high precision",
+            f"{two_copies[0]} quantizes a weight twice from high precision, once for each of its "
+            "two products",
             f"Leave it out, or use one of {', '.join(ONE_COPY_RECIPES)}",
         )
     if any(v["model.override_linear_precision"][:2]):
         yield Finding(
             "model.fp8_params",
             "model.override_linear_precision keeps a product with the weight in high precision, "
-            "and there would be no such weight",
+            "and the weight would exist in FP8 only",
             "Leave one of the two out",
         )
 
@@ -107,7 +110,7 @@ def _replicas_share_scales(v: Values) -> Iterator[Finding]:
     if v["model.fp8_params"] and not v["model.reduce_amax"] and ranks > 1:
         yield Finding(
             "model.reduce_amax",
-            f"with model.fp8_params=True each of {ranks} ranks would keep weights of its own",
+            f"with model.fp8_params=True each of {ranks} ranks would have weights of its own",
             "Leave it out (True), or leave model.fp8_params out",
         )
 
@@ -144,16 +147,16 @@ def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
     if start + end >= v["model.num_layers"]:
         yield Finding(
             "model.first_last_layers_bf16",
-            f"keeps {start} layers at the start and {end} at the end out of FP8, of "
-            f"{v['model.num_layers']}: none is left",
-            "Give model.num_layers_at_start_in_bf16 and model.num_layers_at_end_in_bf16 that leave "
-            "one, or set model.fp8=False",
+            f"keeps {start} layers at the start and {end} at the end out of FP8, which are all "
+            f"{v['model.num_layers']} layers",
+            "Lower model.num_layers_at_start_in_bf16 or model.num_layers_at_end_in_bf16, or set "
+            "model.fp8=False",
         )
     elif start + end == 0:
         yield Finding(
             "model.first_last_layers_bf16",
-            "both counts of layers are 0",
-            "Leave it out, or give model.num_layers_at_start_in_bf16 or …_at_end_in_bf16",
+            "model.num_layers_at_start_in_bf16 and model.num_layers_at_end_in_bf16 are both 0",
+            "Leave it out, or raise one of the two",
         )
 
 
@@ -168,7 +171,7 @@ def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
     "model.tensor_model_parallel_size",
 )
 def _padding_pads(v: Values) -> Iterator[Finding]:
-    if v["model.fp8_backend"] not in ("auto", "native"):  # torchao is handed its flag as it is
+    if v["model.fp8_backend"] not in ("auto", "native"):  # torchao gets the flag unchanged
         return
     if not v["model.pad_inner_dim"] or "blockwise" in recipes_in(v):
         return
@@ -180,7 +183,7 @@ def _padding_pads(v: Values) -> Iterator[Finding]:
         if tokens % TENSOR_CORE_MULTIPLE == 0 and heads == [None, None]:
             yield Finding(
                 "model.pad_inner_dim",
-                f"every size is a multiple of {TENSOR_CORE_MULTIPLE} already",
+                f"has no effect, since every size is a multiple of {TENSOR_CORE_MULTIPLE}",
                 "Leave it out",
             )
 
@@ -195,12 +198,12 @@ def _recipe_is_there(v: Values) -> Iterator[Finding]:
         yield Finding(
             "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
             f"model.fp8_backend={v[BACKEND]} has no {foreign[0]} recipe",
-            f"It has {', '.join(known)}. {NATIVE}",
+            f"Use one of {', '.join(known)}, {NATIVE}",
         )
 
 
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
-    """Yield a format asked for on the command line that another key or the recipe rules out."""
+    """Yield `fp8_hybrid` if the command line asks for it and a key or the recipe rules it out."""
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
     if origins.get("model.fp8_hybrid") != COMMAND_LINE:
@@ -208,12 +211,12 @@ def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
     if v.get("model.fp8_recipe") in E4M3_RECIPES:
         yield Finding(
             "model.fp8_hybrid",
-            f"model.fp8_recipe={v['model.fp8_recipe']} is E4M3 throughout",
+            f"model.fp8_recipe={v['model.fp8_recipe']} uses E4M3 for all tensors",
             "Leave it out, or use model.fp8_recipe=delayed or tensorwise",
         )
     if v.get("model.fp8_e4m3"):
         yield Finding(
             "model.fp8_hybrid",
-            "model.fp8_e4m3=True as well: they are two formats",
+            "model.fp8_e4m3=True asks for another format",
             "Set one of the two to False",
         )

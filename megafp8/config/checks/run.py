@@ -1,4 +1,4 @@
-"""From where a run may start, and whether a profile that was asked for would happen."""
+"""Check where a run starts from, and that a profile's steps and ranks exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NSYS = "model.nsys_profile"
 def _one_checkpoint(v: Values) -> Iterator[Finding]:
     one, other = v[RESUME], v[RESUME_TOO]
     if one and other and one != other:
-        yield Finding(RESUME_TOO, f"{RESUME}={one} is another one", "Give one of the two")
+        yield Finding(RESUME_TOO, f"{RESUME}={one} is another checkpoint", "Give one of the two")
 
 
 @rule(RESTORE, RESUME, RESUME_TOO)
@@ -27,9 +27,9 @@ def _one_start(v: Values) -> Iterator[Finding]:
     if v[RESTORE] and resumed:
         yield Finding(
             RESTORE,
-            f"{RESUME}={resumed} brings weights along already",
+            f"{RESUME}={resumed} loads weights too",
             "Give one of the two: resume_from_checkpoint for all of a run's state, "
-            "restore_from_path for its weights alone",
+            "restore_from_path for its weights only",
         )
 
 
@@ -39,7 +39,7 @@ def _steps_come(v: Values) -> Iterator[Finding]:
     if v[f"{_NSYS}.enabled"] and start >= steps:
         yield Finding(
             f"{_NSYS}.start_step",
-            f"never comes: steps are counted from 0 and trainer.max_steps={steps}",
+            f"is never reached, since steps are counted from 0 and trainer.max_steps={steps}",
             f"Give at most {steps - 1}",
         )
     elif v[f"{_NSYS}.enabled"] and end < start:
@@ -53,5 +53,7 @@ def _ranks_exist(v: Values) -> Iterator[Finding]:
     ranks = v["trainer.devices"] * v["trainer.num_nodes"]
     if v[f"{_NSYS}.enabled"] and max(v[f"{_NSYS}.ranks"]) >= ranks:
         yield Finding(
-            f"{_NSYS}.ranks", f"the run has {ranks} ranks", f"Give ranks from 0 to {ranks - 1}"
+            f"{_NSYS}.ranks",
+            f"names a rank that does not exist: the run has {ranks}",
+            f"Give ranks from 0 to {ranks - 1}",
         )

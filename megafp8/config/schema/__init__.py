@@ -1,8 +1,8 @@
-"""The tree of settings under NeMo's names: the one place where a key is named and explained.
+"""Define the tree of settings under NeMo's names: every key with its default and explanation.
 
-What is `???` (`MISSING`) shapes the job: a YAML must give it (`conf/pretrain_gpt.yaml` does).
-`nemo=` is the default in NeMo's `megatron_gpt_config.yaml`; keys of our own leave it out.
-`needs=` is what a key depends on: without it, the key has no effect (`megafp8.config.rules`).
+A key whose default is `???` (`MISSING`) must be given in a YAML; `conf/pretrain_gpt.yaml` does.
+`nemo=` is the default in NeMo's `megatron_gpt_config.yaml`, and is left out for keys that NeMo does
+not have. `needs=` is the setting without which a key has no effect (`megafp8.config.rules`).
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ __all__ = [
 
 @dataclass
 class Model(Precision, Architecture, Parallel):
-    """The GPT, its batches, its FP8 recipe, its data and its optimizer."""
+    """Define the keys below `model`: the GPT, batches, FP8, parallelism, data and optimizer."""
 
     seed: int = key(
         1234,
-        "Seed of initial weights, dropout and the order of samples.",
+        "Seed of the initial weights, of dropout and of the order of samples.",
         nemo=1234,
         kind="model",
         valid=between(0, 2**32 - 1),
     )
     resume_from_checkpoint: str | None = key(
         None,
-        "The checkpoint, or the run, whose state a new run goes on from: weights, optimizer, "
-        "scales, step and place in the data. A run that has a checkpoint of its own continues it.",
+        "A checkpoint or a run whose whole state a new run starts with: weights, optimizer, FP8 "
+        "scales, step and position in the data. A run that already has a checkpoint continues from "
+        "its own and ignores this key.",
         nemo=None,
         kind="policy",
         valid=or_null(PATH),
     )
     gc_interval: int = key(
         0,
-        "Collect Python's garbage every so many steps and at no other time, on all ranks at once; "
-        "0: when Python does.",
+        "Steps between two runs of Python's garbage collector, on all ranks at once and at no "
+        "other time. 0: Python decides when it runs.",
         nemo=0,
         kind="layout",
         valid=at_least(0),
@@ -70,12 +71,13 @@ class Model(Precision, Architecture, Parallel):
 
 @dataclass
 class Config:
-    """The whole tree."""
+    """Define the whole tree of settings."""
 
     restore_from_path: str | None = key(
         None,
-        "Weights to start from: a run's directory, one of its checkpoints, or what "
-        "`megafp8.cli.import_hf` wrote. A run that has a checkpoint of its own continues it.",
+        "Weights that a new run starts with: a run's directory, one of its checkpoints, or a "
+        "folder that `megafp8.cli.import_hf` wrote. A run that already has a checkpoint continues "
+        "from its own and ignores this key.",
         nemo=None,
         kind="model",
         valid=or_null(PATH),
@@ -86,26 +88,26 @@ class Config:
 
 
 def schema_tree() -> DictConfig:
-    """Every key at its default, each node of the type that the schema gives it."""
+    """Return a new tree with every key at its default; each node takes values of its type only."""
     return copy.deepcopy(_schema_tree())
 
 
 @cache
 def _schema_tree() -> DictConfig:
-    tree = OmegaConf.structured(Config)  # six times as long as a copy of it
+    tree = OmegaConf.structured(Config)  # takes six times as long as copying the result
     assert isinstance(tree, DictConfig)
     return tree
 
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Every setting by its dotted path, in the order of the files."""
+    """Return every key by its dotted path, in the order of the schema's files."""
     return keys_of(Config)
 
 
 @cache
 def all_sections() -> frozenset[str]:
-    """Every inner node by its dotted path: `model`, `model.optim`, …"""
+    """Return the dotted path of every section: `model`, `model.optim`, …"""
     parents = (path.rpartition(".")[0] for path in all_keys() if "." in path)
     return frozenset(p[:end] for p in parents for end in _ends(p))
 

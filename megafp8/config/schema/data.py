@@ -1,4 +1,4 @@
-"""`model.tokenizer` and `model.data`: how text becomes samples."""
+"""Define the keys below `model.tokenizer` and `model.data`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _is_splits(value: object) -> bool:
 
 @dataclass
 class Tokenizer:
-    """How text becomes tokens."""
+    """Define the keys below `model.tokenizer`: how text becomes tokens."""
 
     library: str = key(
         "builtin",
-        "`builtin`: the one recorded with the data; a byte-level BPE for the built-in corpus. The "
-        "others name one, which must be that of the data: `huggingface` by `type`, "
+        "Which tokenizer is used. `builtin`: the one recorded with the data, or a byte-level BPE "
+        "for the built-in corpus. The others name the data's tokenizer: `huggingface` by `type`, "
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
         kind="data",
@@ -38,7 +38,8 @@ class Tokenizer:
     )
     type: str | None = key(
         None,
-        "With `huggingface`: a name on the Hub or a folder. With `megatron`: GPT2BPETokenizer.",
+        "With `library=huggingface`: a tokenizer's name on the Hub, or its folder. With "
+        "`library=megatron`: `GPT2BPETokenizer`.",
         nemo="GPT2BPETokenizer",
         kind="data",
         needs=needs("model.tokenizer.library", "huggingface", "megatron"),
@@ -46,8 +47,8 @@ class Tokenizer:
     )
     model: str | None = key(
         None,
-        "With `sentencepiece`: the `.model` file. With `tiktoken`: a file of ranks, or the name of "
-        "one of its encodings.",
+        "With `library=sentencepiece`: the `.model` file. With `library=tiktoken`: a file of "
+        "ranks, or the name of an encoding.",
         nemo=None,
         kind="data",
         valid=or_null(PATH),
@@ -55,7 +56,7 @@ class Tokenizer:
     )
     vocab_file: str | None = key(
         None,
-        "With `megatron`: GPT-2's `vocab.json`.",
+        "With `library=megatron`: the path of GPT-2's `vocab.json`.",
         nemo=None,
         kind="data",
         valid=or_null(PATH),
@@ -63,7 +64,7 @@ class Tokenizer:
     )
     merge_file: str | None = key(
         None,
-        "With `megatron`: GPT-2's `merges.txt`.",
+        "With `library=megatron`: the path of GPT-2's `merges.txt`.",
         nemo=None,
         kind="data",
         valid=or_null(PATH),
@@ -71,8 +72,8 @@ class Tokenizer:
     )
     vocab_size: int = key(
         4096,
-        "Tokens of the built-in corpus's tokenizer, before padding; 256 of them are the bytes, one "
-        "ends a document.",
+        "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
+        "bytes, and one ends a document.",
         kind="data",
         valid=at_least(257),
     )
@@ -80,14 +81,14 @@ class Tokenizer:
 
 @dataclass
 class Data:
-    """Where the text comes from and how it becomes samples."""
+    """Define the keys below `model.data`: where the text comes from and how it becomes samples."""
 
     data_prefix: Any = key(
         MISSING,
-        "`builtin` for the corpus that comes along; or an indexed dataset's path without "
-        "`.bin`/`.idx`; or a blend `[0.3, path, 0.7, path]`, whose weights hold in training to "
-        "within one sample at every point; or `{train: [...], validation: [...], test: [...]}`, "
-        "which leaves `splits_string` unused.",
+        "The data. `builtin`: the corpus that is included. A path: an indexed dataset, without "
+        "`.bin` or `.idx`. `[0.3, path, 0.7, path]`: a blend, whose weights hold within one sample "
+        "at every point of training. `{train: [...], validation: [...], test: [...]}`: data for "
+        "each split; `splits_string` is then not used.",
         nemo=MISSING,
         kind="data",
         valid=Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None),
@@ -95,15 +96,15 @@ class Data:
     )
     index_mapping_dir: str | None = key(
         None,
-        "Where index maps and the built-in dataset are kept; null: the user's cache.",
+        "Directory of index maps and of the built-in dataset. `null`: the user's cache directory.",
         nemo=None,
         kind="layout",
         valid=or_null(PATH),
     )
     splits_string: Any = key(
         "900,50,50",
-        "Relative sizes of train, validation and test data. Quote it on the command line: "
-        "`'model.data.splits_string=\"900,50,50\"'`.",
+        "Relative sizes of the training, validation and test splits. Quote the value on the "
+        "command line: `'model.data.splits_string=\"900,50,50\"'`.",
         nemo="900,50,50",
         kind="data",
         valid=Valid(
@@ -115,46 +116,53 @@ class Data:
     )
     seq_length: int = key(
         "${model.encoder_seq_length}",
-        "Tokens of one sample; the same as `model.encoder_seq_length`.",
+        "Tokens of one sample; must be equal to `model.encoder_seq_length`.",
         nemo="${model.encoder_seq_length}",
         kind="data",
         valid=at_least(1),
     )
     num_workers: int = key(
         2,
-        "Threads that read samples ahead; 0 reads them where they are needed.",
+        "Number of threads that read samples in advance. 0: samples are read when a step needs "
+        "them.",
         nemo=2,
         kind="layout",
         valid=between(0, 64),
     )
     dataloader_type: str = key(
         "single",
-        "`single`: each epoch cuts its own samples out of its own order of documents. `cyclic`: "
-        "those of the first epoch come again, in another order each epoch.",
+        "What later epochs read. `single`: each epoch shuffles the documents and cuts them into "
+        "new samples. `cyclic`: every epoch has the first one's samples, in another order.",
         nemo="single",
         kind="data",
         valid=one_of("single", "cyclic"),
     )
     reset_position_ids: bool = key(
-        False, "Positions start anew after the end of a document.", nemo=False, kind="data"
+        False, "Start positions at 0 again after the end of a document.", nemo=False, kind="data"
     )
     reset_attention_mask: bool = key(
-        False, "No attention from one document of a sample to another.", nemo=False, kind="data"
+        False,
+        "Restrict attention to tokens of the same document.",
+        nemo=False,
+        kind="data",
     )
     eod_mask_loss: bool = key(
-        False, "Nothing is predicted from the end of a document.", nemo=False, kind="data"
+        False,
+        "Leave predictions from the token that ends a document out of the loss.",
+        nemo=False,
+        kind="data",
     )
     validation_drop_last: bool = key(
         True,
-        "Validation during training takes whole samples and whole global batches only; that at a "
-        "run's end takes every token.",
+        "Leave out incomplete samples and global batches in validations during training. The "
+        "validation at the end of a run always takes every token.",
         nemo=True,
         kind="logging",
     )
     shuffle_documents: bool = key(
         True,
-        "Shuffle documents before samples are cut from them; the order of samples is shuffled "
-        "either way.",
+        "Shuffle documents before they are cut into samples. The order of samples is always "
+        "shuffled.",
         nemo=True,
         kind="data",
     )

@@ -1,4 +1,4 @@
-"""`exp_manager`: the directory of a run, its loggers and its checkpoints; `model.nsys_profile`."""
+"""Define the keys below `exp_manager` and `model.nsys_profile`."""
 
 from __future__ import annotations
 
@@ -19,41 +19,46 @@ def _is_directory_name(value: str | None) -> bool:
 
 @dataclass
 class WandbLogger:
-    """Where Weights & Biases puts the run."""
+    """Define the keys below `exp_manager.wandb_logger_kwargs`."""
 
-    project: str | None = key(None, "Weights & Biases project.", nemo=None, kind="logging")
-    name: str | None = key(None, "Weights & Biases name of the run.", nemo=None, kind="logging")
+    project: str | None = key(
+        None, "Project of the run in Weights & Biases.", nemo=None, kind="logging"
+    )
+    name: str | None = key(None, "Name of the run in Weights & Biases.", nemo=None, kind="logging")
 
 
 @dataclass
 class CheckpointCallback:
-    """When checkpoints are written."""
+    """Define the keys below `exp_manager.checkpoint_callback_params`."""
 
     every_n_train_steps: int | None = key(
         200,
-        "Steps between two checkpoints; null for none.",
+        "Steps between two checkpoints. `null`: none are written by step count.",
         kind="logging",
         valid=or_null(at_least(1)),
         needs=CHECKPOINTS,
     )
     train_time_interval: int | float | str | None = key(
         None,
-        'Time between two checkpoints, in seconds or as "HH:MM:SS"; null for none.',
+        'Time between two checkpoints, in seconds or as "HH:MM:SS". `null`: none are written by '
+        "time.",
         kind="logging",
         valid=Valid('seconds above 0, "HH:MM:SS", "DD:HH:MM:SS", or null', is_interval),
         needs=CHECKPOINTS,
         spelling=parse_interval_seconds,
     )
-    save_last: bool = key(True, "Save the last step of the run.", kind="logging")
+    save_last: bool = key(True, "Save a checkpoint at the run's last step.", kind="logging")
     keep: int = key(
         3,
-        "Newest checkpoints kept; older ones go once a newer one is verified.",
+        "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "
+        "verified.",
         kind="logging",
         valid=at_least(1),
     )
     save_top_k: int = key(
         0,
-        "Best checkpoints kept besides the newest `keep`, by `monitor`; -1 keeps all.",
+        "Number of best checkpoints, by `monitor`, that are kept besides the newest ones. 0: none. "
+        "-1: all.",
         nemo=10,
         kind="logging",
         valid=at_least(-1),
@@ -61,8 +66,8 @@ class CheckpointCallback:
     )
     monitor: str = key(
         "val_loss",
-        "What ranks checkpoints: `val_loss`, or `reduced_train_loss`, the last one logged before "
-        "the save.",
+        "Metric by which checkpoints are ranked: `val_loss`, or `reduced_train_loss`, the last "
+        "training loss logged before the save.",
         nemo="val_loss",
         kind="logging",
         valid=one_of("val_loss", "reduced_train_loss"),
@@ -70,7 +75,7 @@ class CheckpointCallback:
     )
     mode: str = key(
         "min",
-        "Whether the smallest or the largest `monitor` is best.",
+        "Whether the smallest (`min`) or the largest (`max`) value of `monitor` is best.",
         nemo="min",
         kind="logging",
         valid=one_of("min", "max"),
@@ -78,8 +83,8 @@ class CheckpointCallback:
     )
     async_save: bool = key(
         False,
-        "Write periodic checkpoints while training goes on: a step stands still only for a copy of "
-        "the state in host memory. The last one and a signal's are waited for.",
+        "Write periodic checkpoints in the background: training waits only for a copy of the state "
+        "in host memory. Training waits for the last checkpoint, and for one on a signal.",
         nemo=False,
         kind="logging",
         needs=CHECKPOINTS,
@@ -88,11 +93,11 @@ class CheckpointCallback:
 
 @dataclass
 class ExpManager:
-    """The directory of a run, its loggers and its checkpoints."""
+    """Define the keys below `exp_manager`: the run's directory, its loggers and checkpoints."""
 
     exp_dir: str | None = key(
         "runs",
-        "Directory in which runs get their own directories; null for `runs`.",
+        "Directory in which each run makes its own directory. `null`: `runs`.",
         nemo=None,
         kind="logging",
         valid=or_null(PATH),
@@ -101,37 +106,44 @@ class ExpManager:
     )
     name: str | None = key(
         None,
-        "Name of the run: the same name continues it. Without one, the same configuration does.",
+        "Name of the run. A start with the same name continues the run. `null`: a start with the "
+        "same configuration does.",
         nemo="megatron_gpt",
         kind="logging",
         valid=Valid("a directory's name without / and \\, or null", _is_directory_name),
     )
     explicit_log_dir: str | None = key(
         None,
-        "Exactly this directory instead of one in `exp_dir`.",
+        "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
         kind="logging",
         valid=or_null(PATH),
     )
     resume_if_exists: bool = key(
-        True, "Continue from the newest good checkpoint.", nemo=True, kind="logging"
+        True,
+        "Continue from the newest valid checkpoint, if the run has one.",
+        nemo=True,
+        kind="logging",
     )
     resume_from_checkpoint: str | None = key(
         "${model.resume_from_checkpoint}",
-        "The same as `model.resume_from_checkpoint`: either is enough.",
+        "The same as `model.resume_from_checkpoint`; give one of the two.",
         nemo="${model.resume_from_checkpoint}",
         kind="policy",
         valid=or_null(PATH),
     )
     create_checkpoint_callback: bool = key(
         True,
-        "Write checkpoints while training; without it only a signal does.",
+        "Write checkpoints during training. False: a checkpoint is written only on a signal.",
         nemo=True,
         kind="logging",
     )
-    create_tensorboard_logger: bool = key(True, "Write TensorBoard files.", kind="logging")
+    create_tensorboard_logger: bool = key(True, "Write files for TensorBoard.", kind="logging")
     create_wandb_logger: bool = key(
-        False, "Write to Weights & Biases (offline works).", nemo=False, kind="logging"
+        False,
+        "Send metrics to Weights & Biases; its offline mode works too.",
+        nemo=False,
+        kind="logging",
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
     checkpoint_callback_params: CheckpointCallback = field(default_factory=CheckpointCallback)
@@ -139,7 +151,10 @@ class ExpManager:
 
 @dataclass
 class NsysProfile:
-    """A profile of some steps: NVTX ranges for Nsight Systems, a Chrome trace without CUDA."""
+    """Define the keys below `model.nsys_profile`.
+
+    A profile has NVTX ranges for Nsight Systems, or is a Chrome trace on a CPU.
+    """
 
     enabled: bool = key(
         False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
@@ -162,7 +177,7 @@ class NsysProfile:
     )
     ranks: list[int] = key(
         [0],
-        "Ranks that are profiled.",
+        "The ranks that are profiled.",
         nemo=[0],
         kind="logging",
         valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
@@ -170,7 +185,7 @@ class NsysProfile:
     )
     gen_shape: bool = key(
         False,
-        "Record the shapes of operations' inputs.",
+        "Record the shapes of the operations' inputs.",
         nemo=False,
         kind="logging",
         needs=PROFILES,

@@ -1,4 +1,4 @@
-"""Keys of `model` about the GPT itself."""
+"""Define the keys below `model` about the GPT itself."""
 
 from __future__ import annotations
 
@@ -23,68 +23,84 @@ ROPE = needs("model.position_embedding_type", "rope")
 
 @dataclass
 class Architecture:
-    """The shapes and functions of the GPT."""
+    """Define the keys about the sizes and functions of the GPT."""
 
     encoder_seq_length: int = key(
-        MISSING, "Tokens of a sequence.", nemo=512, kind="model", valid=at_least(1)
+        MISSING, "Number of tokens in a sequence.", nemo=512, kind="model", valid=at_least(1)
     )
     max_position_embeddings: int = key(
         "${.encoder_seq_length}",
-        "Learned positions; at least the tokens of a sequence.",
+        "Number of positions; at least `encoder_seq_length`. Learned position embeddings have one "
+        "row for each.",
         nemo="${.encoder_seq_length}",
         kind="model",
         valid=at_least(1),
     )
-    num_layers: int = key(MISSING, "Transformer layers.", nemo=12, kind="model", valid=at_least(1))
+    num_layers: int = key(
+        MISSING, "Number of transformer layers.", nemo=12, kind="model", valid=at_least(1)
+    )
     hidden_size: int = key(
         MISSING, "Width of the residual stream.", nemo=768, kind="model", valid=at_least(1)
     )
     ffn_hidden_size: int = key(
-        MISSING, "Width inside the MLP.", nemo=3072, kind="model", valid=at_least(1)
+        MISSING, "Width of the MLP's inner layer.", nemo=3072, kind="model", valid=at_least(1)
     )
     num_attention_heads: int = key(
-        MISSING, "Attention heads.", nemo=12, kind="model", valid=at_least(1)
+        MISSING, "Number of attention heads.", nemo=12, kind="model", valid=at_least(1)
     )
     kv_channels: int | None = key(
         None,
-        "Width of a head; null for `hidden_size / num_attention_heads`.",
+        "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
         kind="model",
         valid=or_null(at_least(1)),
     )
     num_query_groups: int | None = key(
         None,
-        "Heads of keys and values, each shared by a group of query heads; null for one each.",
+        "Number of heads of keys and values; each serves a group of query heads. `null`: one for "
+        "each query head.",
         nemo=None,
         kind="model",
         valid=or_null(at_least(1)),
     )
     init_method_std: float = key(
-        0.02, "Standard deviation of initial weights.", nemo=0.02, kind="model", valid=above(0)
+        0.02,
+        "Standard deviation of the initial weights.",
+        nemo=0.02,
+        kind="model",
+        valid=above(0),
     )
     use_scaled_init_method: bool = key(
         True,
-        "Divide `init_method_std` of the projections into the residual stream by "
-        "sqrt(2 * num_layers).",
+        "Divide `init_method_std` by sqrt(2 * num_layers) for the projections into the residual "
+        "stream.",
         nemo=True,
         kind="model",
     )
     hidden_dropout: float = key(
         0.0,
-        "Dropout before each residual addition and after the embedding.",
+        "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
         kind="model",
         valid=from_to_below(0, 1),
     )
     attention_dropout: float = key(
-        0.0, "Dropout of attention weights.", nemo=0.1, kind="model", valid=from_to_below(0, 1)
+        0.0,
+        "Probability of dropout of attention weights.",
+        nemo=0.1,
+        kind="model",
+        valid=from_to_below(0, 1),
     )
     ffn_dropout: float = key(
-        0.0, "Dropout inside the MLP.", nemo=0.0, kind="model", valid=from_to_below(0, 1)
+        0.0,
+        "Probability of dropout inside the MLP.",
+        nemo=0.0,
+        kind="model",
+        valid=from_to_below(0, 1),
     )
     normalization: str = key(
         "layernorm",
-        "LayerNorm, or RMSNorm, which has no mean and no bias.",
+        "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
         kind="model",
         valid=one_of(
@@ -96,16 +112,22 @@ class Architecture:
     )
     layernorm_epsilon: float = key(
         1e-5,
-        "Added to the variance, or mean square, in norms.",
+        "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
         kind="model",
         valid=above(0),
     )
-    bias: bool = key(True, "Biases of the linears; norms keep theirs.", nemo=True, kind="model")
+    bias: bool = key(
+        True,
+        "Whether linears have biases. It does not change norms.",
+        nemo=True,
+        kind="model",
+    )
     activation: str = key(
         "gelu",
-        "Of the MLP. geglu, swiglu and reglu are gated: FC1 makes `2 * ffn_hidden_size` features. "
-        "`fast-` ones are the same (NeMo: one GEMM instead of two; here it is always one).",
+        "Activation of the MLP. `geglu`, `swiglu` and `reglu` are gated: the first linear has `2 "
+        "* ffn_hidden_size` output features. `fast-` has no effect; in NeMo it asks for one GEMM "
+        "instead of two, and megafp8 always runs one.",
         nemo="gelu",
         kind="model",
         valid=one_of(
@@ -122,14 +144,15 @@ class Architecture:
     )
     openai_gelu: bool = key(
         False,
-        "GELU by tanh, as GPT-2 has it, instead of erf.",
+        "Compute GELU with tanh, as GPT-2 does, instead of erf.",
         nemo=False,
         kind="model",
         needs=needs("model.activation", "gelu"),
     )
     transformer_block_type: str = key(
         "pre_ln",
-        "Norms before attention and MLP, or (`post_ln`) after each residual addition.",
+        "Place of the norms: before attention and MLP (`pre_ln`), or after each residual addition "
+        "(`post_ln`).",
         nemo="pre_ln",
         kind="model",
         valid=one_of(
@@ -138,7 +161,7 @@ class Architecture:
     )
     position_embedding_type: str = key(
         "learned_absolute",
-        "Learned positions, rotary ones (RoPE), linear biases (ALiBi), or none.",
+        "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
         kind="model",
         valid=one_of(
@@ -152,7 +175,7 @@ class Architecture:
     )
     rotary_percentage: float = key(
         1.0,
-        "Part of a head's width that RoPE turns.",
+        "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
         kind="model",
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
@@ -160,36 +183,43 @@ class Architecture:
     )
     rotary_base: float = key(
         10000.0,
-        "RoPE's base: larger ones turn more slowly.",
+        "Base of RoPE's angles; with a larger base, features rotate more slowly.",
         kind="model",
         valid=above(1),
         needs=ROPE,
     )
     seq_len_interpolation_factor: float | None = key(
         None,
-        "RoPE's positions are divided by it, to reach longer sequences; null for no division.",
+        "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
         kind="model",
         valid=or_null(at_least(1)),
         needs=ROPE,
     )
     share_embeddings_and_output_weights: bool = key(
-        True, "Input and output have one embedding.", nemo=True, kind="model"
+        True,
+        "Use the embedding's weights as the output layer's too.",
+        nemo=True,
+        kind="model",
     )
     apply_query_key_layer_scaling: bool = key(
         False,
-        "Divide queries by the layer's number and multiply scores by it in the softmax: the same "
-        "but for rounding (made for FP16 softmax; here it is FP32).",
+        "Divide queries by the layer's number, and multiply scores by it in the softmax. Only the "
+        "rounding changes; NeMo has the key for a softmax in FP16, and here it is in FP32.",
         nemo=False,
         kind="model",
     )
     fp32_residual_connection: bool = key(
         False,
-        "Keep the residual stream in FP32.",
+        "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
         kind="model",
         needs=needs("model.transformer_block_type", "pre_ln"),
     )
     make_vocab_size_divisible_by: int = key(
-        128, "The vocabulary is padded to a multiple.", nemo=128, kind="model", valid=at_least(1)
+        128,
+        "Pad the vocabulary to a multiple of this number.",
+        nemo=128,
+        kind="model",
+        valid=at_least(1),
     )

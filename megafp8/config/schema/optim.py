@@ -1,4 +1,4 @@
-"""`model.optim`: the optimizer and its learning rate."""
+"""Define the keys below `model.optim`: the optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megafp8.config.values import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS,
 
 
 def read_by(name: str) -> Need | None:
-    """Return what a key of the schedule needs: a schedule that reads it. None if all do."""
+    """Return what a key of the schedule needs: a schedule that reads it. None if all read it."""
     readers = [schedule for schedule, keys in SCHEDULES.items() if name in keys]
     return needs("model.optim.sched.name", *readers) if len(readers) < len(SCHEDULES) else None
 
@@ -32,11 +32,12 @@ def _are_betas(value: list[float]) -> bool:
 
 @dataclass
 class Sched:
-    """The learning rate over the run."""
+    """Define the keys below `model.optim.sched`: the learning rate over the run."""
 
     name: str = key(
         "CosineAnnealing",
-        "NeMo's schedule of this name: a linear warm-up, then what its name says.",
+        "Schedule of the learning rate, as NeMo has it under this name: a linear warm-up, then the "
+        "decay of the name.",
         nemo="CosineAnnealing",
         kind="optim",
         valid=one_of(
@@ -47,7 +48,7 @@ class Sched:
     )
     warmup_steps: int | None = key(
         None,
-        "Steps of linear warm-up; null for a tenth of `trainer.max_steps`.",
+        "Steps of the linear warm-up. `null`: a tenth of `trainer.max_steps`.",
         nemo=500,
         kind="optim",
         valid=or_null(at_least(0)),
@@ -55,14 +56,15 @@ class Sched:
     )
     warmup_ratio: float | None = key(
         None,
-        "Instead of `warmup_steps`, their share of `trainer.max_steps`.",
+        "Warm-up as a fraction of `trainer.max_steps`, instead of `warmup_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
         needs=read_by("warmup_ratio"),
     )
     constant_steps: int = key(
         0,
-        "CosineAnnealing's last steps, all at `min_lr`; with them its warm-up starts at 0.",
+        "With CosineAnnealing: the number of last steps, which have the rate `min_lr`. Above 0, "
+        "the warm-up starts at a rate of 0.",
         nemo=0,
         kind="optim",
         valid=at_least(0),
@@ -70,62 +72,67 @@ class Sched:
     )
     constant_ratio: float | None = key(
         None,
-        "Instead of `constant_steps`, their share of `trainer.max_steps`.",
+        "Constant steps as a fraction of `trainer.max_steps`, instead of `constant_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
         needs=read_by("constant_ratio"),
     )
     hold_steps: int | None = key(
         None,
-        "Steps at `model.optim.lr` after the warm-up, for PolynomialHoldDecayAnnealing and "
-        "NoamHoldAnnealing.",
+        "With PolynomialHoldDecayAnnealing and NoamHoldAnnealing: steps at `model.optim.lr` after "
+        "the warm-up.",
         kind="optim",
         valid=or_null(at_least(0)),
         needs=read_by("hold_steps"),
     )
     hold_ratio: float | None = key(
         None,
-        "Instead of `hold_steps`, their share of `trainer.max_steps`.",
+        "Held steps as a fraction of `trainer.max_steps`, instead of `hold_steps`.",
         kind="optim",
         valid=or_null(between(0, 1)),
         needs=read_by("hold_ratio"),
     )
     power: float = key(
         1.0,
-        "The polynomial schedules' exponent; 1 is a line.",
+        "With the polynomial schedules: the exponent of the decay. 1 is linear.",
         kind="optim",
         valid=above(0),
         needs=read_by("power"),
     )
     decay_rate: float = key(
         0.5,
-        "NoamHoldAnnealing's exponent of the decay.",
+        "With NoamHoldAnnealing: the exponent of the decay.",
         kind="optim",
         valid=above(0),
         needs=read_by("decay_rate"),
     )
     d_model: int | None = key(
         None,
-        "NoamAnnealing divides the rate by its root; null for `model.hidden_size`.",
+        "With NoamAnnealing: the width by whose square root the rate is divided. `null`: "
+        "`model.hidden_size`.",
         kind="optim",
         valid=or_null(at_least(1)),
         needs=read_by("d_model"),
     )
     min_lr: float = key(
-        MISSING, "Lowest learning rate.", nemo=2e-5, kind="optim", valid=at_least(0)
+        MISSING,
+        "Lowest learning rate of the decay.",
+        nemo=2e-5,
+        kind="optim",
+        valid=at_least(0),
     )
 
 
 @dataclass
 class Optim:
-    """The optimizer."""
+    """Define the keys below `model.optim`: the optimizer."""
 
     name: str = key(
         "adamw",
-        "`adamw` has decoupled weight decay, `adam` adds it to the gradient (L2). `fused_adam` is "
-        "adamw by Apex's or Transformer Engine's kernel where there is one; "
-        "`distributed_fused_adam` also shares masters and moments out over replicas (ZeRO-1). "
-        "A run may continue with another of the three that are adamw.",
+        "The optimizer. `adamw` decouples weight decay; `adam` adds it to the gradient (L2). "
+        "`fused_adam` is adamw with Apex's or Transformer Engine's kernel, if one is installed. "
+        "`distributed_fused_adam` also shards master weights and moments over replicas (ZeRO-1). A "
+        "run may continue with another one of the three kinds of adamw.",
         nemo="fused_adam",
         kind="optim",
         valid=one_of(
@@ -136,19 +143,28 @@ class Optim:
     )
     lr: float = key(MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", valid=above(0))
     weight_decay: float = key(
-        0.01, "Weight decay of matrices.", nemo=0.01, kind="optim", valid=at_least(0)
+        0.01,
+        "Weight decay of matrices; norms and biases have none.",
+        nemo=0.01,
+        kind="optim",
+        valid=at_least(0),
     )
     betas: list[float] = key(
         [0.9, 0.98],
-        "Decay rates of the first and second moments.",
+        "Decay rates of Adam's first and second moments.",
         nemo=[0.9, 0.98],
         kind="optim",
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
-    eps: float = key(1e-8, "Added to the root of the second moment.", kind="optim", valid=above(0))
+    eps: float = key(
+        1e-8,
+        "Number that Adam adds to the root of the second moment.",
+        kind="optim",
+        valid=above(0),
+    )
     grad_sync_dtype: str = key(
         "fp32",
-        "In which gradients are summed over replicas; `bf16` sends half as much.",
+        "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
         kind="optim",
         valid=one_of("fp32", "bf16"),
     )

@@ -1,4 +1,4 @@
-"""Keys of `model` about batches and how they and the model lie on ranks."""
+"""Define the keys below `model` about batches, parallel ranks and recomputation."""
 
 from __future__ import annotations
 
@@ -18,60 +18,65 @@ RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "ful
 
 @dataclass
 class Parallel:
-    """Batches, parallel ranks, recomputation."""
+    """Define the keys about batches, parallel ranks and recomputation."""
 
     micro_batch_size: int = key(
         MISSING,
-        "Samples of one forward pass on one data-parallel rank.",
+        "Number of samples in a forward pass of one replica.",
         nemo=4,
         kind="layout",
         valid=at_least(1),
     )
     global_batch_size: int = key(
         MISSING,
-        "Samples of one optimizer step over all ranks.",
+        "Number of samples in an optimizer step, over all ranks.",
         nemo=8,
         kind="optim",
         valid=at_least(1),
     )
     rampup_batch_size: Any = key(
         None,
-        "`[start, increment, samples]`: the first step has `start` samples, and the batch grows by "
-        "`increment` to `global_batch_size` over the first `samples` samples; null for no ramp-up.",
+        "`[start, increment, samples]`: the first step has `start` samples, and the batch grows in "
+        "steps of `increment` to `global_batch_size` over the first `samples` samples. `null`: no "
+        "ramp-up.",
         nemo=None,
         kind="optim",
         valid=or_null(Valid("three whole numbers above 0, as [8,8,1000]", is_rampup)),
     )
     tensor_model_parallel_size: int = key(
-        1, "Ranks that share each matrix.", nemo=1, kind="layout", valid=at_least(1)
+        1,
+        "Number of ranks over which each matrix is sharded.",
+        nemo=1,
+        kind="layout",
+        valid=at_least(1),
     )
     context_parallel_size: int = key(
         1,
-        "Ranks that share each sequence: every rank has two parts of it, and keys and values go "
-        "round the ranks (ring attention).",
+        "Number of ranks over which each sequence is sharded. Each rank has two chunks of it, and "
+        "keys and values are sent from rank to rank (ring attention).",
         kind="layout",
         valid=at_least(1),
     )
     sequence_parallel: bool = key(
         False,
-        "Tensor-parallel ranks share out the sequence between their linears (norms, dropout, "
-        "residual stream); what linears read in FP8 crosses in FP8.",
+        "Shard the sequence over tensor-parallel ranks between their linears, in norms, dropout "
+        "and residual stream. Tensors that linears read in FP8 are sent in FP8.",
         nemo=False,
         kind="layout",
         needs=needs_above("model.tensor_model_parallel_size", 1),
     )
     fsdp: bool = key(
         False,
-        "Replicas share out parameters, gradients and optimizer states (FSDP2), a transformer "
-        "block at a time.",
+        "Shard parameters, gradients and optimizer states over replicas (FSDP2); weights are "
+        "gathered for one transformer block at a time.",
         nemo=False,
         kind="layout",
     )
     fsdp_sharding_strategy: str = key(
         "full",
         "`full`: a block's weights are gathered for its forward and again for its backward pass "
-        "(ZeRO-3). `grad`: they stay in between (ZeRO-2). `hybrid`: as `full` within a node; nodes "
-        "are replicas.",
+        "(ZeRO-3). `grad`: they are gathered once for both passes (ZeRO-2). `hybrid`: as `full` "
+        "within each node, and every node has all weights.",
         nemo="full",
         kind="layout",
         valid=one_of("full", "grad", "hybrid"),
@@ -79,7 +84,7 @@ class Parallel:
     )
     fsdp_grad_reduce_dtype: Any = key(
         32,
-        "In which FSDP sums gradients over replicas: 32, bf16 or 16.",
+        "Dtype in which FSDP sums gradients over replicas.",
         nemo=32,
         kind="optim",
         valid=Valid("32, bf16 or 16", lambda v: isinstance(v, (int, str)) and v in PRECISIONS),
@@ -88,14 +93,14 @@ class Parallel:
     )
     pipeline_model_parallel_size: int = key(
         1,
-        "Ranks that hold the layers in turn (pipeline stages).",
+        "Number of ranks over which the layers are divided (pipeline parallelism).",
         nemo=1,
         kind="layout",
         valid=at_least(1),
     )
     virtual_pipeline_model_parallel_size: int | None = key(
         None,
-        "Stages on each pipeline rank; null: one.",
+        "Number of pipeline stages on each rank. `null`: one.",
         nemo=None,
         kind="layout",
         valid=or_null(at_least(1)),
@@ -103,25 +108,27 @@ class Parallel:
     )
     pipeline_schedule: str | None = key(
         None,
-        "Order of the pipeline's work. Null: `1F1B`, with several stages on a rank "
-        "`Interleaved1F1B`. The zero-bubble ones compute weight gradients where a rank would wait.",
+        "Order of the forward and backward passes. `null`: `1F1B`, or `Interleaved1F1B` with "
+        "several stages on a rank. Zero-bubble schedules compute weight gradients while a rank "
+        "would wait.",
         kind="layout",
         valid=or_null(one_of(*PIPELINE_SCHEDULES)),
         needs=PIPELINE,
     )
     pipeline_model_parallel_layout: str | None = key(
         None,
-        "Layers of each stage in the model's order, as `3,4,4,1`; null: equal numbers.",
+        "Number of layers of each stage in the model's order, as `3,4,4,1`. `null`: equal numbers.",
         kind="layout",
         valid=Valid(
-            "numbers of layers with commas between, or null",
+            "numbers of layers separated by commas, or null",
             lambda v: v is None or parse_layout(v) is not None,
         ),
         needs=PIPELINE,
     )
     grad_allreduce_chunk_size_mb: int = key(
         125,
-        "MiB of FP32 gradients that are summed over replicas at once, while backward still runs.",
+        "MiB of FP32 gradients that are summed over replicas in one message, during the backward "
+        "pass.",
         nemo=125,
         kind="layout",
         valid=at_least(1),
@@ -129,15 +136,15 @@ class Parallel:
     )
     activations_checkpoint_granularity: str | None = key(
         None,
-        "What backward computes again instead of keeping it: attention's core (`selective`), "
-        "whole layers (`full`), or nothing.",
+        "What the backward pass recomputes, so that less memory is needed: attention's core "
+        "(`selective`), whole layers (`full`), or nothing (null).",
         nemo=None,
         kind="layout",
         valid=or_null(one_of("selective", "full")),
     )
     activations_checkpoint_method: str | None = key(
         None,
-        "`uniform`: all layers, in groups; `block`: only the first layers.",
+        "Which layers are recomputed: all, in groups (`uniform`), or the first ones (`block`).",
         nemo=None,
         kind="layout",
         valid=or_null(one_of("uniform", "block")),
@@ -145,7 +152,8 @@ class Parallel:
     )
     activations_checkpoint_num_layers: int | None = key(
         None,
-        "With uniform, the layers of a group (null: 1); with block, how many are computed again.",
+        "With `uniform`: the number of layers in a group; `null` is 1. With `block`: the number of "
+        "layers that are recomputed.",
         nemo=None,
         kind="layout",
         valid=or_null(at_least(1)),

@@ -1,4 +1,4 @@
-"""Keys of `model` about precision: FP8, FP16 and who runs the layers."""
+"""Define the keys below `model` about precision: FP8, FP16 and the backend of the layers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ MEASURES = needs("model.fp8_health", "full")
 
 @dataclass
 class Precision:
-    """Precision of GEMMs, its health, its backend."""
+    """Define the keys about FP8, FP16, FP8 health and the backend."""
 
     megatron_amp_O2: bool = key(  # noqa: N815 (NeMo's name)
         True,
-        "Embeddings, norms and the residual stream have `trainer.precision` too. Without, they are "
-        "FP32 and only GEMMs and attention have it, as under `torch.autocast`.",
+        "Compute embeddings, norms and the residual stream in `trainer.precision` too. False: they "
+        "are in FP32, and only GEMMs and attention are in `trainer.precision`, as with "
+        "`torch.autocast`.",
         nemo=False,
         kind="model",
     )
     native_amp_init_scale: int = key(
         4294967296,
-        "FP16's first loss scale.",
+        "First loss scale of FP16.",
         nemo=4294967296,
         kind="model",
         valid=at_least(1),
@@ -38,7 +39,7 @@ class Precision:
     )
     native_amp_growth_interval: int = key(
         1000,
-        "Finite steps in a row that double FP16's loss scale.",
+        "Number of consecutive finite steps after which FP16's loss scale is doubled.",
         nemo=1000,
         kind="model",
         valid=at_least(1),
@@ -46,7 +47,8 @@ class Precision:
     )
     hysteresis: int = key(
         2,
-        "Overflows in a row from which on each halves FP16's loss scale.",
+        "Number of consecutive overflows at which FP16's loss scale is halved; every further one "
+        "halves it again.",
         nemo=2,
         kind="model",
         valid=at_least(1),
@@ -54,24 +56,29 @@ class Precision:
     )
     transformer_engine: bool = key(
         True,
-        "Layers as Transformer Engine defines them; FP8 needs that, and not the package.",
+        "Use layers as Transformer Engine defines them, which FP8 needs. The package is not "
+        "needed: `fp8_backend` chooses what runs them.",
         nemo=False,
         kind="model",
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
     fp8_e4m3: bool = key(
         False,
-        "E4M3 in forward and backward. Wins over `fp8_hybrid`.",
+        "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`.",
         nemo=False,
         kind="model",
         needs=FP8,
     )
     fp8_hybrid: bool = key(
-        True, "E4M3 in forward, E5M2 for output gradients.", nemo=True, kind="model", needs=FP8
+        True,
+        "Use E4M3 for inputs and weights, and E5M2 for output gradients.",
+        nemo=True,
+        kind="model",
+        needs=FP8,
     )
     fp8_margin: int = key(
         0,
-        "Scales leave 2**margin of head room.",
+        "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
         kind="model",
         valid=between(-16, 32),
@@ -79,7 +86,7 @@ class Precision:
     )
     fp8_interval: int = key(
         1,
-        "Updates from one recomputation of a scale to the next.",
+        "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
         kind="model",
         valid=between(1, 65536),
@@ -87,7 +94,7 @@ class Precision:
     )
     fp8_amax_history_len: int = key(
         1024,
-        "Updates that an amax stays in the window from which scales come.",
+        "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
         kind="model",
         valid=between(1, 65536),
@@ -95,7 +102,8 @@ class Precision:
     )
     fp8_amax_compute_algo: str = key(
         "max",
-        "The window's largest amax, or its newest.",
+        "The amax that a delayed scale is computed from: the largest in the history (`max`), or "
+        "the newest (`most_recent`).",
         nemo="max",
         kind="model",
         valid=one_of("max", "most_recent"),
@@ -103,145 +111,159 @@ class Precision:
     )
     reduce_amax: bool = key(
         True,
-        "Scales from the largest amax over all ranks of a pipeline stage.",
+        "Compute delayed scales from the largest amax over all ranks of a pipeline stage. False: "
+        "each rank has its own scales.",
         nemo=True,
         kind="model",
         needs=DELAYED,
     )
     tp_only_amax_red: bool = key(
         False,
-        "Amaxes are reduced over tensor- and context-parallel ranks; replicas have their own "
-        "scales.",
+        "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
+        "own scales.",
         kind="model",
         needs=needs("model.reduce_amax", True),
     )
     fp8_recipe: str = key(
         "delayed",
-        "Where scales come from: earlier amaxes of the tensor (`delayed`), its own amax "
-        "(`tensorwise`), those of its rows and columns (`rowwise`; `rowwise_with_gw_hp` keeps "
-        "weight gradients in high precision), those of its blocks (`blockwise`).",
+        "What scales are computed from: earlier amaxes of the tensor (`delayed`), its own amax "
+        "(`tensorwise`), the amaxes of its rows and columns (`rowwise`), or those of its blocks "
+        "(`blockwise`). `rowwise_with_gw_hp` is `rowwise` with weight gradients in high precision.",
         kind="model",
         valid=one_of(
-            *RECIPES, later=("mxfp8", "nvfp4", "custom"), suggestion="Blockwise is nearest to mxfp8"
+            *RECIPES,
+            later=("mxfp8", "nvfp4", "custom"),
+            suggestion="The recipe nearest to mxfp8 is blockwise",
         ),
         needs=FP8,
     )
     fp8_power_2_scale: bool | None = key(
         None,
-        "Scales rounded down to powers of two. Null: as the recipe's source has it (`rowwise` and "
-        "`blockwise` True, `tensorwise` False).",
+        "Round scales down to powers of two. `null`: True for `rowwise` and `blockwise`, False for "
+        "`tensorwise`, as in the libraries that define these recipes.",
         kind="model",
         needs=CURRENT,
     )
     fp8_params: bool = key(
         False,
-        "Keep the linears' weights in FP8 alone, beside their FP32 masters.",
+        "Keep the weights of linears in FP8 only, with FP32 master weights in the optimizer.",
         kind="model",
         needs=FP8,
     )
-    fp8_wgrad: bool = key(True, "Weight gradients are FP8 products too.", kind="model", needs=FP8)
+    fp8_wgrad: bool = key(
+        True, "Compute weight gradients with FP8 products.", kind="model", needs=FP8
+    )
     override_linear_precision: list[bool] = key(
         [False, False, False],
-        "Which products stay in high precision: output, input gradient, weight gradient.",
+        "Which products stay in high precision: `[output, input gradient, weight gradient]`.",
         kind="model",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
         needs=FP8,
     )
     fp8_split_accumulator: list[bool] = key(
         [False, True, True],
-        "Which products add up precisely on FP8 tensor cores: output, input gradient, weight "
-        "gradient. Elsewhere all do.",
+        "Which products accumulate precisely on FP8 tensor cores, which can be slower: `[output, "
+        "input gradient, weight gradient]`. On other hardware all products do.",
         kind="model",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
         needs=FP8,
     )
     first_last_layers_bf16: bool = key(
-        False, "Keep the first and the last layers out of FP8.", kind="model", needs=FP8
+        False,
+        "Keep the first and the last layers in `trainer.precision`.",
+        kind="model",
+        needs=FP8,
     )
     num_layers_at_start_in_bf16: int = key(
         1,
-        "How many at the start, with `first_last_layers_bf16`.",
+        "Number of first layers that `first_last_layers_bf16` keeps out of FP8.",
         kind="model",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
     num_layers_at_end_in_bf16: int = key(
         1,
-        "How many at the end, with `first_last_layers_bf16`.",
+        "Number of last layers that `first_last_layers_bf16` keeps out of FP8.",
         kind="model",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
     fp8_modules: list[str] = key(
         [],
-        "Choices for linears by name, `PATTERN:CHOICE`, the first that matches: a recipe, or "
-        "`high_precision`. An example: `*.mlp.fc2:high_precision`.",
+        "Rules `PATTERN:CHOICE` that give linears, by name, another recipe or `high_precision`; "
+        "the first matching rule applies. Example: `*.mlp.fc2:high_precision`.",
         kind="model",
         valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
         needs=FP8,
     )
     use_autocast_during_eval: bool = key(
-        True, "Validate in FP8 too, with the scales of training.", kind="model", needs=FP8
+        True,
+        "Validate in FP8, with the scales of training. False: validate in `trainer.precision`.",
+        kind="model",
+        needs=FP8,
     )
     fp8_health: str = key(
         "auto",
-        "At log steps, of each FP8 tensor: its amax and scale (`scales`), or also what it loses "
-        "(`full`: such a step takes about three times as long on a CPU). Into health.jsonl and the "
-        "trackers. `auto`: `scales` where the backend shows them.",
+        "What is recorded of each FP8 tensor at log steps, in health.jsonl and the trackers: its "
+        "amax and scale (`scales`), also underflow, overflow and signal-to-noise ratio (`full`), "
+        "or nothing (`off`). `auto`: `scales` if the backend exposes them. With `full`, a log "
+        "step takes about three times as long on a CPU.",
         kind="logging",
         valid=one_of("auto", "off", "scales", "full"),
         needs=FP8,
     )
     fp8_health_max_underflow: float = key(
         0.5,
-        "Warn of tensors of which a larger share of non-zero values became zero.",
+        "Largest fraction of a tensor's non-zero values that may become zero in the cast without a "
+        "warning.",
         kind="logging",
         valid=between(0, 1),
         needs=MEASURES,
     )
     fp8_health_max_overflow: float = key(
         0.01,
-        "Warn of tensors of which a larger share of values saturated.",
+        "Largest fraction of a tensor's values that may saturate in the cast without a warning.",
         kind="logging",
         valid=between(0, 1),
         needs=MEASURES,
     )
     fp8_health_min_snr_db: float = key(
         5.0,
-        "Warn of tensors whose worst row has less signal to noise, in decibel.",
+        "Smallest signal-to-noise ratio of a tensor's worst row without a warning, in decibels.",
         kind="logging",
         valid=between(-200, 200),
         needs=MEASURES,
     )
     pad_inner_dim: bool = key(
         False,
-        "Allow sizes that are no multiple of what FP8 tensor cores take; there, operands are "
+        "Allow sizes that are not multiples of 16, which FP8 tensor cores need; operands are then "
         "padded with zeros.",
         kind="model",
         needs=FP8,
     )
     fp8_backend: str = key(
         "auto",
-        "Who runs the layers: `native` is our own, on any device; `te` (Transformer Engine, BF16 "
-        "too; on a CPU its own Python over emulated kernels), `torchao`; `auto` is `native`.",
+        "Backend that runs the layers. `native`: our own, on any device. `te`: Transformer Engine, "
+        "with BF16 too; on a CPU its Python code runs with emulated kernels. `torchao`: torchao's "
+        "linears. `auto`: `native`.",
         kind="layout",
         valid=one_of("auto", "native", "te", "torchao"),
     )
     te_version: str | None = key(
         None,
-        "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python is fetched "
-        "and runs; null is 2.12.0. On a GPU the installed one runs.",
+        "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python code is "
+        "downloaded and runs. `null`: 2.12.0. On a GPU the installed version runs.",
         kind="layout",
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,
-        "Gather the weights that FSDP shards as FP8 bytes, where torchao's `tensorwise` linears "
-        "read them.",
+        "Gather the weights that FSDP shards as FP8 bytes, for torchao's `tensorwise` linears.",
         kind="layout",
     )
     compile: str = key(
         "off",
-        "`block`: torch compiles a transformer layer for training, and all layers use it.",
+        "What torch.compile compiles for training: nothing (`off`), or the transformer layer "
+        "(`block`).",
         kind="layout",
         valid=one_of("off", "block"),
     )

@@ -1,4 +1,4 @@
-"""`trainer`: devices, precision, length of the run."""
+"""Define the keys below `trainer`."""
 
 from __future__ import annotations
 
@@ -17,34 +17,39 @@ from megafp8.config.values import (
 
 @dataclass
 class Trainer:
-    """Devices, precision, length of the run and how often it reports."""
+    """Define the keys below `trainer`: devices, precision, length, logging and restarts."""
 
     devices: int = key(
-        1, "Ranks (processes) on this node.", nemo=1, kind="layout", valid=at_least(1)
+        1, "Number of ranks (processes) on each node.", nemo=1, kind="layout", valid=at_least(1)
     )
-    num_nodes: int = key(1, "Nodes of the run.", nemo=1, kind="layout", valid=at_least(1))
+    num_nodes: int = key(1, "Number of nodes.", nemo=1, kind="layout", valid=at_least(1))
     accelerator: str = key(
         "auto",
-        "`auto` takes the GPU if there is one, else the CPU.",
+        "Device of the run. `auto`: the GPU if there is one, otherwise the CPU.",
         nemo="gpu",
         kind="layout",
         valid=one_of("auto", "cpu", "gpu"),
     )
     precision: int | str = key(
         "bf16",
-        "Dtype of GEMMs and of the weights that they read; master weights are FP32. 16 comes with "
-        "a dynamic loss scale, bf16 needs none.",
+        "Dtype of GEMMs outside FP8 and of the weights that they read; master weights are in FP32. "
+        "16 has a dynamic loss scale; bf16 and 32 need none.",
         nemo=16,
         kind="model",
         valid=one_of(*PRECISIONS),
         spelling=spell_precision,
     )
     max_steps: int = key(
-        MISSING, "Optimizer steps of the whole run.", nemo=100000, kind="length", valid=at_least(1)
+        MISSING,
+        "Number of optimizer steps of the whole run.",
+        nemo=100000,
+        kind="length",
+        valid=at_least(1),
     )
     log_every_n_steps: int = key(
         10,
-        "Steps between two lines of metrics. The first and the last step of a run have a line too.",
+        "Steps between two lines of metrics. The first and the last step of a run always have a "
+        "line.",
         nemo=10,
         kind="logging",
         valid=at_least(1),
@@ -54,86 +59,91 @@ class Trainer:
     )
     limit_val_batches: int = key(
         MISSING,
-        "Global batches of one validation during training; the last one of a run is whole. 0: no "
-        "validation, at the end neither.",
+        "Number of global batches in a validation during training. The validation at the end of "
+        "the run takes the whole split. 0: no validation at all.",
         nemo=50,
         kind="logging",
         valid=at_least(0),
     )
     gradient_clip_val: float | None = key(
         1.0,
-        "Largest global norm of the gradients; null or 0 does not clip.",
+        "Bound for clipping: the largest global norm of the gradients, or their largest element "
+        "with `gradient_clip_algorithm=value`. null or 0: no clipping.",
         nemo=1.0,
         kind="optim",
         valid=or_null(at_least(0)),
     )
     max_time: int | float | str | None = key(
         None,
-        'Time by which this process has saved and left (exit code 75), as "DD:HH:MM:SS", '
-        '"HH:MM:SS" or seconds; null for none. The same command continues.',
+        "Time in which this start of the run saves a checkpoint and ends, with exit code 75, as "
+        '"DD:HH:MM:SS", "HH:MM:SS" or seconds. The same command continues the run. `null`: no '
+        "limit.",
         kind="policy",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', is_interval),
         spelling=parse_interval_seconds,
     )
     step_timeout: float | None = key(
         None,
-        "Seconds without a sign of life from a rank after which its stacks are shown and all "
-        "leave; longer than the longest step, validation and save. Null: no watch.",
+        "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
+        "more than the longest step, validation or save takes. `null`: no limit.",
         kind="policy",
         valid=or_null(above(0)),
     )
     gradient_clip_algorithm: str = key(
         "norm",
-        "`norm` shrinks all gradients together until their norm is `gradient_clip_val`; `value` "
-        "cuts each element off at it.",
+        "`norm`: scale all gradients so that their norm is at most `gradient_clip_val`. `value`: "
+        "limit each element to it.",
         kind="optim",
         valid=one_of("norm", "value"),
         needs=needs_above("trainer.gradient_clip_val", 0),
     )
     nonfinite_policy: str = key(
         "stop",
-        "What a NaN or infinity in loss or gradients does: end the run, skip the step, or go back "
-        "to the last checkpoint.",
+        "What happens at a NaN or infinity in loss or gradients: end the run (`stop`), skip the "
+        "step (`skip`), or continue from the last checkpoint (`rollback`).",
         kind="policy",
         valid=one_of("stop", "skip", "rollback"),
     )
     max_restarts: int = key(
         0,
-        "How often a run whose ranks died or hung is started again, from its newest checkpoint; "
-        "three starts in a row that save nothing end it. Under torchrun: `--max-restarts`.",
+        "How often a run is restarted from its newest checkpoint after a rank died or hung. Three "
+        "starts in a row without a new checkpoint end the run. With torchrun, use its "
+        "`--max-restarts`.",
         kind="policy",
         valid=at_least(0),
     )
     fast_dev_run: bool | int = key(
         False,
-        "A trial of this many steps (True for one), with validations of as many global batches and "
-        "neither checkpoints nor loggers, in a directory of its own.",
+        "Run a trial of this many steps; True is one. It validates on as many global batches, and "
+        "writes neither checkpoints nor logs of trackers, in a directory of its own.",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
         spelling=int,
     )
     overfit_batches: int = key(
         0,
-        "Train on the first N global batches over and over; 0 for all data.",
+        "Train repeatedly on this many first global batches. 0: all data.",
         kind="data",
         valid=at_least(0),
     )
     num_sanity_val_steps: int = key(
         0,
-        "Global batches validated before the first step, so that a failure comes early.",
+        "Number of global batches that are validated before the first step, to find errors early.",
         kind="logging",
         valid=at_least(0),
     )
     enable_progress_bar: bool = key(
-        True, "Draw a live block on a terminal; without it, plain lines.", kind="logging"
+        True,
+        "Show progress on a terminal in a block that is redrawn. False: print lines.",
+        kind="logging",
     )
     deterministic: bool = key(
         False,
-        "Refuse operations that have no deterministic algorithm (torch, cuBLAS).",
+        "Let torch and cuBLAS refuse operations that have no deterministic algorithm.",
         kind="layout",
     )
     memory_snapshot_on_oom: bool = key(
         False,
-        "With CUDA: when memory runs out, write what held it into the run's directory.",
+        "On a GPU: if memory runs out, write a snapshot of its use into the run's directory.",
         kind="logging",
     )
