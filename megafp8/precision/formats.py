@@ -1,4 +1,4 @@
-"""Define number formats: torch's dtypes by their names in settings, and the two FP8 formats.
+"""Define number formats: torch's dtypes by their names in settings, FP8, and stored states'.
 
 The FP8 formats are those of Micikevicius et al. 2022 (arXiv 2209.05433), table 1.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.optim import StorageName
 from megafp8.specs.precision import FormatName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -33,3 +34,25 @@ FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
 def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
     """Return the formats of (inputs and weights, output gradients) under a recipe."""
     return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]
+
+
+@dataclass(frozen=True)
+class StorageFormat:
+    """Describe how a gradient, a master weight or a moment is stored.
+
+    `max` is the largest finite magnitude, to which the tensor's amax is scaled; None says that the
+    format has FP32's range and needs no scale.
+    """
+
+    name: StorageName
+    dtype: torch.dtype
+    max: float | None = None
+
+
+STORAGE_FORMATS: dict[StorageName, StorageFormat] = {
+    "fp32": StorageFormat("fp32", torch.float32),
+    "bf16": StorageFormat("bf16", torch.bfloat16),
+    "fp16": StorageFormat("fp16", torch.float16, 65504.0),
+    "fp8": StorageFormat("fp8", E4M3.dtype, E4M3.max),
+    "fp8_e5m2": StorageFormat("fp8_e5m2", E5M2.dtype, E5M2.max),
+}

@@ -4,7 +4,7 @@ from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.observe import HealthMode, HealthSpec, ObserveSpec, TensorHealth
-from megafp8.specs.optim import OptimSpec, ScheduleSpec
+from megafp8.specs.optim import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.run import ProfileSpec, RunSpec
@@ -28,6 +28,7 @@ __all__ = [
     "RampupSpec",
     "RunSpec",
     "ScheduleSpec",
+    "StorageSpec",
     "TensorHealth",
     "TokenizerSpec",
     "TrainSpec",

@@ -21,6 +21,34 @@ class ScheduleSpec:
     d_model: int | None = None  # NoamAnnealing: the rate is divided by its root
 
 
+StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
+"""In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSpec:
+    """Describe how gradients, master weights and moments are stored (FP8-LM, arXiv 2310.18313).
+
+    `main_grads` and `main_params` are for the weights of linears: those of embeddings, norms and
+    biases are FP32. The moments' formats are for all parameters, or with `linears_only` for the
+    weights of linears.
+    """
+
+    main_grads: StorageName = "fp32"
+    main_params: StorageName = "fp32"
+    exp_avg: StorageName = "fp32"
+    exp_avg_sq: StorageName = "fp32"
+    linears_only: bool = False
+    sums_in_fp32: bool = False  # gradients are summed in FP32 over a step and quantized once
+    stochastic_rounding: bool = False  # of master weights and moments below FP32
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything is stored in FP32."""
+        formats = (self.main_grads, self.main_params, self.exp_avg, self.exp_avg_sq)
+        return set(formats) == {"fp32"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
     """Describe Adam, its weight decay and gradient clipping.
@@ -38,6 +66,7 @@ class OptimSpec:
     clip_grad_norm: float | None  # None and 0 switch clipping off
     schedule: ScheduleSpec
     clip_algorithm: Literal["norm", "value"] = "norm"
+    storage: StorageSpec = StorageSpec()
 
     @property
     def shards_states(self) -> bool:

@@ -24,9 +24,19 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
+INCLUDED = Path(__file__).with_name("scaled_cpu.h")
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
 # only says that no code catches floating-point exceptions; gcc vectorizes no comparison without it.
-COMPILE_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-c")
+# -fno-math-errno only says that no code reads errno; gcc vectorizes no square root without it.
+COMPILE_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fPIC",
+    "-c",
+)
 # Each flag is used where the compiler accepts it and the code loads: clang's OpenMP needs a runtime
 # that torch has not loaded.
 OPTIONAL_FLAGS = ("-march=native", "-mprefer-vector-width=512", "-fopenmp")
@@ -85,7 +95,7 @@ def _key(compiler: str) -> str:
     except (OSError, StopIteration):
         cpu = platform.processor() + platform.machine()
     flags = repr((COMPILE_FLAGS, OPTIONAL_FLAGS, PROBE))
-    parts = (SOURCE.read_bytes(), version, cpu.encode(), flags.encode())
+    parts = (SOURCE.read_bytes(), INCLUDED.read_bytes(), version, cpu.encode(), flags.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@
  * gradient).
  * decode: FP8 bytes back to the grid.
  * accumulate: a BF16 gradient into its FP32 sum.
+ * scaled_adam, scaled_sum: over tensors stored in few bits (scaled_cpu.h).
  *
  * Rounding without a cast instruction: for |y| <= MAX let e = max(exponent(y), EMIN). Adding
  * M = 1.5 * 2^(e + 23 - MB) puts the last FP8 mantissa bit at the last FP32 mantissa bit, so the
@@ -217,6 +218,8 @@ void megafp8_accumulate(float *restrict sum, const uint16_t *restrict x, size_t 
         for (size_t i = begin; i < end; i++) sum[i] += as_float((uint32_t)x[i] << 16);
     }
 }
+
+#include "scaled_cpu.h"
 
 /* Whether the functions above use the threads that they are given. */
 int megafp8_has_threads(void) {

@@ -1,0 +1,271 @@
+/* Tensors stored in few bits with one scale: Adam's update over them, and sums of gradients.
+ *
+ * The value of a stored element is number * dequant_scale. A tensor is read and written in blocks
+ * that lie in the first-level cache as FP32, one vectorized loop for each number format. Where a
+ * scale must be found, the arithmetic runs twice: once for the amaxes, once to write. So nothing is
+ * kept in FP32 between, and memory is read twice and written once.
+ *
+ * The order of the operations is that of optim/scaled_adam.py's torch path, whose bits are the same.
+ */
+#include <math.h>
+
+enum { S_F32 = 0, S_BF16 = 1, S_F16 = 2, S_E4M3 = 3, S_E5M2 = 4 };
+#define BLOCK 1024
+
+/* One stored tensor. `dequant_scale` is read, and written where `writes` is set; `key` seeds
+ * stochastic rounding, which `stochastic` switches on. */
+struct stored {
+    void *data;
+    float *dequant_scale;
+    uint64_t key;
+    int32_t kind, stochastic;
+};
+
+struct adam {
+    struct stored param, exp_avg, exp_avg_sq, grad;
+    size_t n;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float inverse_root; /* 1 / sqrt(1 - beta2^t) */
+    float eps, step_size, decay; /* AdamW: the weight's factor; Adam: the gradient's share of it */
+    int32_t is_l2, threads;
+};
+
+/* 32 random bits of a key and an element's index: two rounds of MurmurHash3's finalizer. */
+INLINE uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x85ebca6bu;
+    x ^= x >> 13;
+    x *= 0xc2b2ae35u;
+    return x ^ (x >> 16);
+}
+
+INLINE uint32_t random_bits(uint64_t key, uint64_t index) {
+    uint32_t first = mix((uint32_t)index ^ (uint32_t)key);
+    return mix(first ^ (uint32_t)(key >> 32) ^ (uint32_t)(index >> 32));
+}
+
+/* |y| <= max to a code of a format with `mb` mantissa bits and the smallest exponent `low` (biased
+ * as FP32's, e.g. 127 - 6): to nearest, ties to even, or up with the probability of the distance. */
+INLINE uint32_t magnitude_code(float y, int mb, int low, int stochastic, uint32_t random) {
+    int32_t emin = low << 23, e = (int32_t)(as_bits(y) & 0x7f800000u);
+    e = e > emin ? e : emin;
+    uint32_t k;
+    if (stochastic) {
+        float steps = y * as_float((uint32_t)((254 + mb) << 23) - (uint32_t)e); /* exact */
+        int32_t whole = (int32_t)steps;
+        float up = (float)(int32_t)(random >> 8) * 0x1p-24f;
+        k = (uint32_t)(whole + (up < steps - (float)whole));
+    } else {
+        float m = as_float((uint32_t)e + (((uint32_t)(23 - mb) << 23) | 0x400000u));
+        k = as_bits(y + m) - as_bits(m);
+    }
+    return ((uint32_t)(e - emin) >> (23 - mb)) + k;
+}
+
+INLINE uint32_t code_of(float x, float scale, int kind, int stochastic, uint32_t random) {
+    uint32_t bits = as_bits(x * scale), sign = bits & 0x80000000u;
+    int32_t magnitude = (int32_t)(bits ^ sign), is_nan = magnitude > 0x7f800000;
+    if (kind == S_BF16) {
+        uint32_t m = (uint32_t)magnitude, up;
+        if (stochastic) {
+            m = magnitude > 0x7f7f0000 ? 0x7f7f0000u : m;
+            up = (random >> 16) < (m & 0xffffu);
+        } else up = ((m & 0xffffu) + ((m >> 16) & 1)) > 0x8000u;
+        return is_nan ? 0x7fc0u : ((m >> 16) + up) | (sign >> 16);
+    }
+    const float max = kind == S_F16 ? 65504.0f : kind == S_E4M3 ? 448.0f : 57344.0f;
+    const int mb = kind == S_F16 ? 10 : kind == S_E4M3 ? 3 : 2;
+    const int low = kind == S_E4M3 ? 127 - 6 : 127 - 14;
+    float y = as_float((uint32_t)magnitude);
+    y = y < max ? y : max;
+    uint32_t code = magnitude_code(y, mb, low, stochastic, random);
+    if (kind == S_F16) return (is_nan ? 0x7e00u : code) | (sign >> 16);
+    return (is_nan ? 0x7fu : code) | (sign >> 24);
+}
+
+INLINE void load_span(const void *restrict data, size_t begin, size_t n, int kind, float scale,
+                      float *restrict out) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; i++) {
+        if (kind == S_F32) out[i] = ((const float *)data)[begin + i];
+        else if (kind == S_BF16)
+            out[i] = as_float((uint32_t)((const uint16_t *)data)[begin + i] << 16);
+        else if (kind == S_F16)
+            out[i] = half_to_float(((const uint16_t *)data)[begin + i]) * scale;
+        else {
+            uint8_t code = ((const uint8_t *)data)[begin + i];
+            int format = kind == S_E4M3 ? E4M3 : E5M2;
+            out[i] = as_float((uint32_t)decode_one(code, format) << 16) * scale;
+        }
+    }
+}
+
+static void load_block(const struct stored *x, size_t begin, size_t n, float scale, float *out) {
+    if (x->kind == S_F32) load_span(x->data, begin, n, S_F32, scale, out);
+    else if (x->kind == S_BF16) load_span(x->data, begin, n, S_BF16, scale, out);
+    else if (x->kind == S_F16) load_span(x->data, begin, n, S_F16, scale, out);
+    else if (x->kind == S_E4M3) load_span(x->data, begin, n, S_E4M3, scale, out);
+    else load_span(x->data, begin, n, S_E5M2, scale, out);
+}
+
+INLINE void store_span(void *restrict data, size_t begin, size_t n, int kind, int stochastic,
+                       uint64_t key, float scale, const float *restrict in) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; i++) {
+        uint32_t random = stochastic ? random_bits(key, begin + i) : 0;
+        if (kind == S_F32) ((float *)data)[begin + i] = in[i];
+        else if (kind == S_BF16 || kind == S_F16)
+            ((uint16_t *)data)[begin + i] =
+                (uint16_t)code_of(in[i], scale, kind, stochastic, random);
+        else ((uint8_t *)data)[begin + i] = (uint8_t)code_of(in[i], scale, kind, stochastic, random);
+    }
+}
+
+static void store_block(const struct stored *x, size_t begin, size_t n, float scale,
+                        const float *in) {
+#define STORE(K, S) store_span(x->data, begin, n, K, S, x->key, scale, in)
+#define EITHER(K) (x->stochastic ? STORE(K, 1) : STORE(K, 0))
+    if (x->kind == S_F32) STORE(S_F32, 0);
+    else if (x->kind == S_BF16) EITHER(S_BF16);
+    else if (x->kind == S_F16) EITHER(S_F16);
+    else if (x->kind == S_E4M3) EITHER(S_E4M3);
+    else EITHER(S_E5M2);
+#undef EITHER
+#undef STORE
+}
+
+INLINE int32_t amax_bits(const float *x, size_t n, int32_t amax) {
+    for (size_t i = 0; i < n; i++) {
+        int32_t magnitude = (int32_t)(as_bits(x[i]) & 0x7fffffffu);
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    return amax;
+}
+
+INLINE int has_scale(const struct stored *x) { return x->kind >= S_F16; }
+
+/* The largest power of two not above max / amax, at most 2^126, so that its inverse is a normal
+ * number. An amax that is not finite leaves NaN as the scale to come back, so that all values are
+ * NaN: nothing saturates unseen. */
+static float new_scale(const struct stored *x, int32_t amax) {
+    if (!has_scale(x)) return 1.0f;
+    if (amax >= 0x7f800000) {
+        *x->dequant_scale = as_float(0x7fc00000u);
+        return 1.0f;
+    }
+    float max = x->kind == S_F16 ? 65504.0f : x->kind == S_E4M3 ? 448.0f : 57344.0f;
+    uint32_t bits = 127u << 23;
+    if (amax) {
+        bits = as_bits(max / as_float((uint32_t)amax)) & 0x7f800000u;
+        bits = bits > (253u << 23) ? 253u << 23 : bits;
+    }
+    *x->dequant_scale = as_float((254u << 23) - bits);
+    return as_float(bits);
+}
+
+INLINE void update(float *restrict p, float *restrict m, float *restrict v,
+                   const float *restrict g, size_t n, const struct adam *a, int is_l2) {
+#pragma GCC ivdep
+    for (size_t i = 0; i < n; i++) {
+        float param = is_l2 ? p[i] : p[i] * a->decay;
+        float grad = is_l2 ? g[i] + a->decay * p[i] : g[i];
+        m[i] = m[i] * a->beta1 + grad * a->one_minus_beta1;
+        v[i] = v[i] * a->beta2 + (grad * grad) * a->one_minus_beta2;
+        float divisor = sqrtf(v[i]) * a->inverse_root + a->eps;
+        p[i] = param - (m[i] / divisor) * a->step_size;
+    }
+}
+
+struct block { float p[BLOCK], m[BLOCK], v[BLOCK], g[BLOCK]; };
+
+/* scale: of param, exp_avg, exp_avg_sq and grad, as they were before this step. */
+static void fresh_block(struct block *b, const struct adam *a, const float *scale, size_t begin,
+                        size_t n) {
+    load_block(&a->param, begin, n, scale[0], b->p);
+    load_block(&a->exp_avg, begin, n, scale[1], b->m);
+    load_block(&a->exp_avg_sq, begin, n, scale[2], b->v);
+    load_block(&a->grad, begin, n, scale[3], b->g);
+    if (a->is_l2) update(b->p, b->m, b->v, b->g, n, a, 1);
+    else update(b->p, b->m, b->v, b->g, n, a, 0);
+}
+
+void megafp8_scaled_adam(const struct adam *a) {
+    const struct stored *all[4] = {&a->param, &a->exp_avg, &a->exp_avg_sq, &a->grad};
+    float scale[4], quant[3];
+    int threads = a->n < SERIAL_BELOW ? 1 : a->threads;
+    int32_t p_max = 0, m_max = 0, v_max = 0;
+    for (int k = 0; k < 4; k++) scale[k] = *all[k]->dequant_scale;
+    if (has_scale(all[0]) || has_scale(all[1]) || has_scale(all[2])) {
+#pragma omp parallel for num_threads(threads) reduction(max : p_max, m_max, v_max) \
+    schedule(static, 1)
+        for (int t = 0; t < threads; t++) {
+            struct block b;
+            size_t begin, end;
+            share(a->n, threads, t, &begin, &end);
+            for (; begin < end; begin += BLOCK) {
+                size_t n = end - begin < BLOCK ? end - begin : BLOCK;
+                fresh_block(&b, a, scale, begin, n);
+                p_max = amax_bits(b.p, n, p_max);
+                m_max = amax_bits(b.m, n, m_max);
+                v_max = amax_bits(b.v, n, v_max);
+            }
+        }
+    }
+    quant[0] = new_scale(all[0], p_max);
+    quant[1] = new_scale(all[1], m_max);
+    quant[2] = new_scale(all[2], v_max);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        struct block b;
+        size_t begin, end;
+        share(a->n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t n = end - begin < BLOCK ? end - begin : BLOCK;
+            fresh_block(&b, a, scale, begin, n);
+            store_block(all[0], begin, n, quant[0], b.p);
+            store_block(all[1], begin, n, quant[1], b.m);
+            store_block(all[2], begin, n, quant[2], b.v);
+        }
+    }
+}
+
+/* total += x, where the total is stored in few bits: read, add, find the scale, write. Without
+ * `adds` x overwrites. */
+INLINE void sum_block(const struct stored *total, const struct stored *x, int adds, float scale,
+                      size_t begin, size_t n, float *sum) {
+    float more[BLOCK];
+    load_block(x, begin, n, *x->dequant_scale, sum);
+    if (!adds) return;
+    load_block(total, begin, n, scale, more);
+    for (size_t i = 0; i < n; i++) sum[i] = more[i] + sum[i];
+}
+
+void megafp8_scaled_sum(const struct stored *total, const struct stored *x, size_t n, int adds,
+                        int threads) {
+    const float scale = *total->dequant_scale;
+    int32_t max = 0;
+    if (n < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) reduction(max : max) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        float sum[BLOCK];
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t count = end - begin < BLOCK ? end - begin : BLOCK;
+            sum_block(total, x, adds, scale, begin, count, sum);
+            max = amax_bits(sum, count, max);
+        }
+    }
+    const float quant = new_scale(total, max);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        float sum[BLOCK];
+        size_t begin, end;
+        share(n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t count = end - begin < BLOCK ? end - begin : BLOCK;
+            sum_block(total, x, adds, scale, begin, count, sum);
+            store_block(total, begin, count, quant, sum);
+        }
+    }
+}

@@ -1,0 +1,128 @@
+"""Adam over stored tensors: the slow specification, bit for bit, in C and in torch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.optim import scaled_adam
+from megafp8.optim.scaled_adam import Constants, Tensors
+from megafp8.precision.formats import STORAGE_FORMATS
+from megafp8.precision.kernels.compile import library
+from megafp8.precision.scaled import Dither, ScaledTensor
+from megafp8.specs.optim import StorageName
+from tests.spec import scaled as spec
+
+KINDS: list[tuple[StorageName, ...]] = [  # parameter, exp_avg, exp_avg_sq, gradient
+    ("fp16", "fp32", "fp32", "fp8"),  # O1
+    ("fp16", "fp8", "fp16", "fp8"),  # O2, O3
+    ("bf16", "fp8", "fp16", "fp8"),  # the paper's #2b
+    ("fp8", "fp8", "fp16", "fp8"),  # #3
+    ("fp16", "fp8", "fp8", "fp8"),  # #4
+    ("fp32", "fp8", "fp8_e5m2", "fp32"),
+    ("fp32", "bf16", "bf16", "fp32"),
+    ("fp32", "fp32", "fp32", "fp32"),
+]
+
+
+@pytest.fixture(params=["C", "torch"])
+def update(request: pytest.FixtureRequest) -> Any:
+    if request.param == "C" and library().lib is None:
+        pytest.skip(library().note)
+    return {"C": scaled_adam.update_c, "torch": scaled_adam.update_torch}[request.param]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kinds))
+@pytest.mark.parametrize("is_l2", [False, True], ids=["adamw", "adam"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_steps_are_the_specifications(
+    update: Any, kinds: tuple[StorageName, ...], is_l2: bool, stochastic: bool
+) -> None:
+    """Four steps of an odd shape; what is stored has the very bits."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(7, 31, generator=generator)
+    formats = [STORAGE_FORMATS[kind] for kind in kinds]
+    param = ScaledTensor.of(start, formats[0])
+    m, v, grad = (ScaledTensor.zeros(start.shape, fmt) for fmt in formats[1:])
+    slow = [torch.from_numpy(spec.stored(start.numpy(), kinds[0])).numpy()]
+    slow += [torch.zeros(start.shape).numpy()] * 2
+    for t in range(1, 5):
+        raw = torch.randn(start.shape, generator=generator) * 10.0 ** (-t)
+        grad.store(raw)
+        grad.dequant_scale.mul_(0.3 if grad.fmt.max else 1)  # as clipping leaves it
+        g = grad.values().numpy()
+        constants = Constants(0.01, (0.9, 0.98), 1e-8, 0.1, is_l2, t)
+        keys = [10 * t + k if stochastic else None for k in range(3)]
+        dithers: Any = tuple(None if key is None else Dither(key) for key in keys)
+        update(Tensors(param, m, v, grad), constants, dithers)
+        fresh = spec.adam(slow, g, spec.Adam(0.01, 0.9, 0.98, 1e-8, 0.1, is_l2, t))
+        slow = [
+            spec.stored(x, kind, key) for x, kind, key in zip(fresh, kinds[:3], keys, strict=True)
+        ]
+        for ours, theirs in zip((param, m, v), slow, strict=True):
+            assert torch.equal(ours.values(), torch.from_numpy(theirs))
+
+
+@pytest.mark.parametrize("m_kind, v_kind", [*itertools.product(["fp8", "fp16"], repeat=2)])
+@pytest.mark.parametrize("is_l2", [False, True], ids=["adamw", "adam"])
+def test_ms_amps_acceptance(m_kind: Any, v_kind: Any, is_l2: bool) -> None:
+    """4 steps on a 4x4 weight: within 3e-4 of torch's Adam and AdamW, at every pair of formats."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(4, 4, generator=generator)
+    plain = torch.nn.Parameter(start.clone())
+    kind = torch.optim.Adam if is_l2 else torch.optim.AdamW
+    theirs = kind([plain], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    param = ScaledTensor.of(start, STORAGE_FORMATS["fp32"])
+    m = ScaledTensor.zeros((4, 4), STORAGE_FORMATS[m_kind])
+    v = ScaledTensor.zeros((4, 4), STORAGE_FORMATS[v_kind])
+    grad = torch.randn(4, 4, generator=generator)
+    for t in range(1, 5):
+        plain.grad = grad + 0.1 * torch.randn(4, 4, generator=generator)
+        tensors = Tensors(param, m, v, ScaledTensor.of(plain.grad, STORAGE_FORMATS["fp32"]))
+        scaled_adam.update(tensors, Constants(1e-3, (0.9, 0.999), 1e-8, 0.01, is_l2, t))
+        theirs.step()
+    torch.testing.assert_close(param.values(), plain.detach(), rtol=3e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 1024, 1025, 200_003])
+def test_c_has_torchs_bits_at_every_size(size: int) -> None:
+    """With one thread and with two, whose parts begin at multiples of a cache line."""
+    if library().lib is None:
+        pytest.skip(library().note)
+    generator = torch.Generator().manual_seed(size)
+    start, raw = (torch.randn(size, generator=generator) for _ in range(2))
+    found = []
+    threads = torch.get_num_threads()
+    for run, count in (
+        (scaled_adam.update_torch, 1),
+        (scaled_adam.update_c, 1),
+        (scaled_adam.update_c, 2),
+    ):
+        torch.set_num_threads(count)
+        try:
+            tensors = Tensors(
+                ScaledTensor.of(start, STORAGE_FORMATS["fp16"]),
+                ScaledTensor.zeros((size,), STORAGE_FORMATS["fp8"]),
+                ScaledTensor.zeros((size,), STORAGE_FORMATS["fp16"]),
+                ScaledTensor.of(raw, STORAGE_FORMATS["fp8"]),
+            )
+            for t in (1, 2):
+                run(
+                    tensors,
+                    Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, t),
+                    (Dither(1), None, Dither(2)),
+                )
+            found.append([x.values() for x in tensors.written])
+        finally:
+            torch.set_num_threads(threads)
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+def test_the_kernel_is_used_here() -> None:
+    if library().lib is None:
+        pytest.skip(library().note)
+    assert scaled_adam._kernel_reproduces_torch()
