@@ -6,11 +6,12 @@ imported before it was chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megafp8.backends.te import cpu
+from megafp8.backends.te import environment as te_environment
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
@@ -21,6 +22,7 @@ from megafp8.backends.torchao.parts import TorchaoParts
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.parallel.agreement import first_known
 from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.formats import DTYPES
@@ -28,6 +30,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
+from megafp8.specs.precision import AutoBackend
 
 KEY = "model.fp8_backend"
 
@@ -38,6 +41,39 @@ class Backend:
 
     parts: Parts
     scaling: ScalingState | NoScaling
+
+
+def settle(spec: RunSpec, mesh: Mesh) -> RunSpec:
+    """Return the spec with the backend that `model.fp8_backend=auto` means on this machine.
+
+    On a GPU it is Transformer Engine where the package is installed on all ranks and its layers can
+    run this model, recipe and layout; otherwise it is our own engine, and the spec keeps the reason
+    of the first rank that has one. All ranks call this together.
+    """
+    auto = spec.precision.auto
+    if auto is None:
+        return spec
+    as_te = replace(spec, precision=replace(spec.precision, backend="te"))
+    reason = auto.why_not_te
+    if reason is None:
+        reason = first_known(mesh, _why_not_te(as_te, mesh.device))
+    if reason is not None:
+        return replace(spec, precision=replace(spec.precision, auto=AutoBackend(reason)))
+    recipe = spec.precision.fp8
+    if recipe is not None and recipe.name != "delayed":  # its casts cannot be seen
+        health = replace(spec.observe.health, mode="off")
+        as_te = replace(as_te, observe=replace(spec.observe, health=health))
+    return as_te
+
+
+def describe_choice(spec: RunSpec) -> str:
+    """Return why `model.fp8_backend=auto` has chosen this backend; empty where one was named."""
+    auto = spec.precision.auto
+    if auto is None:
+        return ""
+    if auto.why_not_te is None:
+        return "chosen by model.fp8_backend=auto"
+    return f"not Transformer Engine: {auto.why_not_te}"
 
 
 def check(spec: RunSpec, device: torch.device) -> None:
@@ -79,8 +115,7 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
         )
     if not precision.half_weights and precision.compute != "fp32":
         return "its layers have one dtype: use model.megatron_amp_O2=True"
-    if recipe is not None and recipe.name == "delayed":
-        reason = te_names.why_not_here()
+    reason = te_environment.why_not(recipe)
     if recipe is not None and reason is None:
         reason = te_recipe.why_not(recipe)
     if reason is not None:
@@ -196,7 +231,7 @@ def describe(spec: RunSpec, device: torch.device) -> str:
     """Return the other engine's name, version and way of running, for the header and summary."""
     if spec.precision.backend == "te":
         on_cpu = device.type == "cpu" and cpu.loaded() is not None
-        return cpu.describe() if on_cpu else f"Transformer Engine {te_names.load().version} layers"
+        return cpu.describe() if on_cpu else te_names.describe(te_names.load().version)
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
     version = torchao_linear.version()

@@ -8,6 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.architecture import gpt_spec
+from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.rules import effective
 from megafp8.config.schema import (
@@ -20,7 +21,7 @@ from megafp8.config.schema import (
     all_keys,
     schema_tree,
 )
-from megafp8.config.settings import read_value
+from megafp8.config.settings import read_value, read_values
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     E4M3_RECIPES,
@@ -53,7 +54,14 @@ from megafp8.specs import (
     TrainSpec,
 )
 from megafp8.specs.parallel import MIB
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModuleRule, RecipeName
+from megafp8.specs.precision import (
+    GEMMS,
+    HIGH_PRECISION,
+    AutoBackend,
+    GemmName,
+    ModuleRule,
+    RecipeName,
+)
 
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
@@ -73,7 +81,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     trainer, model = tree.trainer, tree.model
     return RunSpec(
         model=gpt_spec(model),
-        precision=_precision(trainer, model),
+        precision=_precision(trainer, model, resolved),
         parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
         data=_data(model),
@@ -245,7 +253,7 @@ def warmup_steps(given: int | None, max_steps: int) -> int:
     return max_steps // 10 if given is None else given
 
 
-def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
+def _precision(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> PrecisionSpec:
     compute = PRECISIONS[trainer.precision]
     scale = LossScaleSpec(
         init_scale=float(model.native_amp_init_scale),
@@ -259,7 +267,21 @@ def _precision(trainer: Trainer, model: Model) -> PrecisionSpec:
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,
         backend="native" if model.fp8_backend == "auto" else model.fp8_backend,  # type: ignore[arg-type]  # validated
+        auto=_auto(trainer, model, resolved),
     )
+
+
+def _auto(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> AutoBackend | None:
+    """Return what the settings say of Transformer Engine, on a GPU where no backend was named."""
+    if model.fp8_backend != "auto" or trainer.accelerator != "gpu":
+        return None
+    values, _ = read_values(OmegaConf.merge(schema_tree(), resolved), {})  # type: ignore[arg-type]
+    found = check_values(values | {"model.fp8_backend": "te"})
+    if not found:
+        return AutoBackend()
+    first = found[0]
+    setting = "" if first.key == "model.fp8_backend" else f"{first.key}={first.value} "
+    return AutoBackend(f"{setting}{first.reason}")
 
 
 def _rampup(model: Model) -> RampupSpec | None:

@@ -150,6 +150,11 @@ TOGETHER = (
         f"Leave it out, {NATIVE}",
     ),
     Row(
+        {BACKEND: "te"}, {COMPILE: not_("off")},
+        "Transformer Engine's layers are not compiled: they call its own kernels",
+        f"Use model.compile=off. {NATIVE}",
+    ),
+    Row(
         {BACKEND: "te"}, {"model.data.reset_attention_mask": True},
         "Transformer Engine's layers attend over whole samples, across the ends of documents",
         f"Leave it out, {NATIVE}",

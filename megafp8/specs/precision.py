@@ -80,6 +80,16 @@ class LossScaleSpec:
     min_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class AutoBackend:
+    """Say that a run on a GPU takes Transformer Engine's layers where they can run it.
+
+    `why_not_te` is the reason why they cannot, as far as it is known, or None.
+    """
+
+    why_not_te: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """Say in which number formats a run computes.
@@ -91,7 +101,8 @@ class PrecisionSpec:
 
     compute: Literal["bf16", "fp16", "fp32"]
     fp8: Fp8Recipe | None
-    backend: BackendName = "native"  # what runs the layers; never "auto", which is resolved before
+    backend: BackendName = "native"  # what runs the layers
+    auto: AutoBackend | None = None  # on a GPU, where no backend was named; None otherwise
     te_version: str | None = None  # whose Python runs on a CPU; None means the default version
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # for FP16 only

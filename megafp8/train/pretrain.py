@@ -53,6 +53,7 @@ def pretrain(
     mesh = join(spec.parallel)  # a signal ends ranks that still wait: no run has begun
     with StopRequest() as stop:
         try:
+            spec = choose.settle(spec, mesh)
             choose.check(spec, mesh.device)
             prepare_process(
                 mesh.device,

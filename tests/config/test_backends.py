@@ -37,6 +37,7 @@ GATHER = "model.enable_fsdp_float8_all_gather=True"
         ([TE, FP8, "model.fp8_recipe=rowwise"], "model.fp8_recipe", "no rowwise recipe"),
         ([TE, FP8, "model.pad_inner_dim=True"], "model.pad_inner_dim", "do not pad"),
         (["model.te_version=2.20.2"], "model.te_version", "fp8_backend=auto"),
+        ([TE, "model.compile=block"], "model.compile", "not compiled"),
         ([TE, "model.ffn_dropout=0.1"], "model.ffn_dropout", "inside the MLP"),
         ([TE, FP8, "model.fp8_health=full"], "model.fp8_health", "does not expose its casts"),
         ([TE, FP8, RECIPE, "model.fp8_health=scales"],
@@ -70,6 +71,30 @@ def test_refused_with_the_reason(overrides: list[str], key: str, word: str) -> N
 )
 def test_who_runs(overrides: list[str], chosen: str) -> None:
     assert run_spec(*overrides).precision.backend == chosen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([], None),
+        ([FP8], None),
+        ([FP8, RECIPE], None),
+        (["model.transformer_engine=False"], "rules Transformer Engine out"),
+        (["model.compile=block"], "model.compile=block Transformer Engine's layers are not"),
+        ([FP8, "model.fp8_recipe=rowwise"], "has no rowwise recipe"),
+        ([FP8, RECIPE, "model.fp8_health=full"], "model.fp8_health=full"),
+    ],
+)
+def test_auto_asks_for_te_on_a_gpu(overrides: list[str], reason: str | None) -> None:
+    """The rules for `te` say whether the settings exclude it; on a CPU it is not asked for."""
+    assert run_spec(*overrides).precision.auto is None
+    assert run_spec(*overrides, "model.fp8_backend=native", gpu=True).precision.auto is None
+    precision = run_spec(*overrides, gpu=True).precision
+    assert precision.auto is not None and precision.backend == "native"
+    if reason is None:
+        assert precision.auto.why_not_te is None
+    else:
+        assert reason in str(precision.auto.why_not_te)
 
 
 @pytest.mark.parametrize("overrides", [[TE], [TE, FP8], [TE, FP8, RECIPE]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 OLDEST = (2, 4)
 """The oldest version that works; 2.2 and 2.3 keep the gradient quantizers of the MLP in other
 columns of the scaling tensors."""
-UNFUSED_UPDATE = "NVTE_UNFUSED_FP8_UPDATE"
+NEWEST_TRIED = (2, 20)
 INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
 
 
@@ -100,9 +99,8 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return f"the package transformer-engine is not installed. {INSTALL}"
-    if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return f"transformer-engine {version} is too old: it must be {oldest} or later. {INSTALL}"
+    if (reason := why_not_version(version)) is not None:
+        return f"transformer-engine {reason}. {INSTALL}"
     try:
         load()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -112,18 +110,27 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
     return None
 
 
-def why_not_here() -> str | None:
-    """Return which rule the environment asks of delayed scaling that differs from ours, or None.
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: "2.12.0" -> (2, 12)."""
+    return tuple(int(number) for number in version.split(".")[:2])
 
-    With the unfused update, a weight that was not cast in a microbatch still rolls its history.
-    """
-    asked = os.environ.get(UNFUSED_UPDATE, "0")
-    if asked.strip() in ("", "0"):
-        return None
-    return (
-        f"the environment's {UNFUSED_UPDATE}={asked} chooses another update of delayed scaling, "
-        "which puts zeros into the histories of weights that were not cast. Unset it"
-    )
+
+def why_not_version(version: str) -> str | None:
+    """Return why a version is too old, or too new to be known, or None."""
+    if numbers_of(version) < OLDEST:
+        return f"{version} is too old: it must be {'.'.join(map(str, OLDEST))} or later"
+    if numbers_of(version)[0] > NEWEST_TRIED[0]:
+        newest = ".".join(map(str, NEWEST_TRIED))
+        return f"{version} is too new to be known here: versions up to {newest} were tried"
+    return None
+
+
+def describe(version: str) -> str:
+    """Return what runs on a GPU, for a run's header, and whether the version was tried."""
+    newest = ".".join(map(str, NEWEST_TRIED))
+    is_new = numbers_of(version) > NEWEST_TRIED
+    untried = f" (newer than {newest}, the newest version that was tried)" if is_new else ""
+    return f"Transformer Engine {version} layers{untried}"
 
 
 def _first_line(error: Exception) -> str:

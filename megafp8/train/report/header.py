@@ -109,10 +109,12 @@ def smoke_options(spec: RunSpec) -> list[str]:
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """Return the number formats of a run, and the kernels that run them on this machine."""
-    in_bf16 = spec.precision.compute == "bf16"
-    if not in_bf16 or not bf16.fp32_products(state.mesh.device):
-        return _formats_of(spec, state)
-    return f"{_formats_of(spec, state)}; BF16 values, FP32 products: {cpu.why_not()}"
+    parts = [_formats_of(spec, state)]
+    if spec.precision.compute == "bf16" and bf16.fp32_products(state.mesh.device):
+        parts.append(f"BF16 values, FP32 products: {cpu.why_not()}")
+    if chosen := choose.describe_choice(spec):
+        parts.append(chosen)
+    return "; ".join(parts)
 
 
 def _formats_of(spec: RunSpec, state: TrainState) -> str:

@@ -12,12 +12,16 @@ import pytest
 import torch
 
 from megafp8.backends import choose
+from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
-from megafp8.specs import Fp8Recipe
+from megafp8.parallel.mesh import Mesh, single_rank
+from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
+from megafp8.specs.precision import HIGH_PRECISION, AutoBackend, ModuleRule
 from megafp8.train import state_dict
+from megafp8.train.build import build
 from megafp8.train.report.fp8 import share_of
+from megafp8.train.report.header import precision_of
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.validate import evaluate
@@ -256,6 +260,59 @@ def test_a_checkpoint_goes_to_our_engine_and_back(tmp_path: Path) -> None:
     assert_same_tables(first, native, 0)
     assert_same_tables(first, last, 0)
     assert step(first, 3) == step(last, 3)
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    """The mesh of a process that has a GPU, as far as the choice of a backend asks."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return dataclasses.replace(single_rank(), device=torch.device("cuda"))
+
+
+def auto_spec(fp8: Fp8Recipe | None, why_not_te: str | None = None, **changes: Any) -> RunSpec:
+    spec = spec_of("native", fp8, **changes)
+    precision = dataclasses.replace(spec.precision, auto=AutoBackend(why_not_te))
+    return dataclasses.replace(spec, precision=precision)
+
+
+@pytest.mark.parametrize("fp8", [None, DELAYED, Fp8Recipe(name="tensorwise")])
+def test_auto_takes_it_where_it_can_run(
+    fp8: Fp8Recipe | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; the header says what runs and why. FP8 health is off where casts are not seen."""
+    spec = choose.settle(auto_spec(fp8), on_a_gpu(monkeypatch))
+    assert spec.precision.backend == "te"
+    state = build(spec, single_rank())
+    assert any(isinstance(module, TeLayer) for module in state.model.modules())
+    text = precision_of(spec, state)
+    assert f"Transformer Engine {VERSION}" in text
+    assert text.endswith("chosen by model.fp8_backend=auto")
+    assert (spec.observe.health.mode == "off") is (fp8 is not None and fp8.name == "tensorwise")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (auto_spec(None, activation="gelu"), "its GELU is the tanh form"),
+        (auto_spec(Fp8Recipe(name="rowwise")), "Transformer Engine has no rowwise recipe"),
+        (auto_spec(DELAYED, "model.fp8_interval=4 scales"), "model.fp8_interval=4 scales"),
+    ],
+)
+def test_auto_stays_native_and_says_why(
+    spec: RunSpec, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = choose.settle(spec, on_a_gpu(monkeypatch))
+    assert settled.precision.backend == "native"
+    text = precision_of(settled, build(settled, single_rank()))
+    assert f"; not Transformer Engine: {reason}" in text
+
+
+def test_auto_needs_an_fp8_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = on_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    settled = choose.settle(auto_spec(DELAYED), mesh)
+    assert settled.precision.backend == "native"
+    assert "compute capability 8.9" in choose.describe_choice(settled)
+    assert choose.settle(auto_spec(None), mesh).precision.backend == "te"
 
 
 def test_check_loads_it_and_says_what_runs() -> None:

@@ -28,11 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megafp8.backends.te.names import why_not_version
 from megafp8.errors import ConfigError
 
 PACKAGE = "transformer-engine"
 DEFAULT_VERSION = "2.12.0"
-OLDEST = (2, 4)
 # SHA-256 of PyPI's wheels, by version. Only these versions are tried by the tests.
 KNOWN_HASHES = {
     "2.4.0": "c2a845e433fcf81497cbc53334c99725bd2faa361e7548342e95398acb06e8ce",
@@ -101,10 +101,8 @@ def _check_version(version: str) -> None:
     if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version):
         reason = "is no whole version, such as 2.12.0"
         raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}, or leave it out")
-    if tuple(int(n) for n in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        reason = f"the CPU stand-in for its kernels serves {oldest} and later"
-        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}")
+    if (unfit := why_not_version(version)) is not None:
+        raise ConfigError(PACKAGE, version, unfit, f"Use {DEFAULT_VERSION}")
 
 
 def _wheel_in(folder: Path) -> Path | None:

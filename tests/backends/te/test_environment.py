@@ -1,0 +1,58 @@
+"""Environment variables of Transformer Engine that ask for another rule than the settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.backends.te import environment
+from megafp8.specs import Fp8Recipe
+
+DELAYED, BLOCKWISE = Fp8Recipe(), Fp8Recipe(name="blockwise", backward_format="e4m3")
+TENSORWISE, POWERS = (
+    Fp8Recipe(name="tensorwise", power_2_scale=is_power_2) for is_power_2 in (False, True)
+)
+NAMES = [variable.name for variable in environment.VARIABLES]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+CASES: list[tuple[str, str, list[Fp8Recipe | None], list[Fp8Recipe | None]]] = [
+    ("NVTE_UNFUSED_FP8_UPDATE", "1", [DELAYED], [None, TENSORWISE, BLOCKWISE]),
+    ("NVTE_APPLY_QK_LAYER_SCALING", "1", [None, DELAYED], []),
+    ("NVTE_DPA_FP8_RECIPE", "DelayedScaling", [DELAYED, TENSORWISE], [None]),
+    ("NVTE_BACKWARD_OVERRIDE", "high_precision", [DELAYED, TENSORWISE], [None]),
+    ("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1", [TENSORWISE], [POWERS, DELAYED, None]),
+    ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", [], [DELAYED, None, TENSORWISE, BLOCKWISE]),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "refused", "allowed"), CASES)
+def test_what_changes_a_rule_is_named_with_a_hint(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    refused: list[Fp8Recipe | None],
+    allowed: list[Fp8Recipe | None],
+) -> None:
+    for off in ("", "0"):
+        monkeypatch.setenv(name, off)
+        assert all(environment.why_not(recipe) is None for recipe in refused)
+    monkeypatch.setenv(name, value)
+    for recipe in refused:
+        reason = str(environment.why_not(recipe))
+        assert f"{name}={value} " in reason and "Unset it" in reason
+    assert all(environment.why_not(recipe) is None for recipe in allowed)
+
+
+def test_blockwise_scales_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    powers = Fp8Recipe(name="blockwise", backward_format="e4m3", power_2_scale=True)
+    assert "model.fp8_power_2_scale=False" in str(environment.why_not(powers))
+
+
+def test_every_variable_is_tested() -> None:
+    assert {name for name, *_ in CASES} == set(NAMES)
