@@ -6,7 +6,7 @@ block's gradients after each microbatch, in FP32 unless configured otherwise. Gr
 never averaged; the step divides once at its end.
 
 With `fp8_params`, or if torchao is configured to, the weights of linears are sent as FP8 bytes with
-a scale that all ranks share, and are stored in the compute dtype while they are used.
+a scale that all ranks share. Our products read these bytes; torchao's read their values.
 """
 
 from __future__ import annotations
@@ -114,13 +114,15 @@ def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
         rows, dequant_scale, fmt = metadata
-        payload = gathered[0][:rows].view(fmt.dtype)
-        weight_OI = Fp8Tensor(payload, dequant_scale, fmt).dequantize(dtype)
+        payload_OI = gathered[0][:rows].view(fmt.dtype)
+        form.receive(payload_OI)
+        is_first = out is None
         if out is None:
-            return weight_OI, (weight_OI,)
-        with _unsafe_preserve_version_counter(out):  # as FSDP itself does here
-            out.copy_(weight_OI)
-        return None
+            out = torch.empty(payload_OI.shape, dtype=dtype, device=payload_OI.device)
+        if form.fills_weight:
+            with _unsafe_preserve_version_counter(out):  # as FSDP itself does here
+                out.copy_(Fp8Tensor(payload_OI, dequant_scale, fmt).dequantize(dtype))
+        return (out, (out,)) if is_first else None
 
     local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
 

@@ -4,7 +4,7 @@
     CachedFp8       the weight is quantized once a step, and the FP8 copy is kept
     RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
     StoredFp8       the parameter is the FP8 payload alone; the optimizer has the master weight
-    GatheredFp8     ranks gather FP8 parts by a scale that they have agreed on (FSDP)
+    GatheredFp8     FSDP gathers FP8 parts, cast by a scale that ranks have agreed on
 
 A linear gets one of these when it is built. The weight itself is an argument of `operands`, since
 FSDP puts another parameter in the module's place while a layer runs.
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from megafp8.precision.cast import quantize
+from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Operands
 from megafp8.precision.tensor import Fp8Tensor
@@ -158,28 +158,36 @@ class StoredFp8:
         (the part, rounded to the compute dtype; its place in the payload), both of one shape. The
         payload is complete once the ranks' places have been gathered.
         """
-        quant_scale, fmt = self._quantizer.store_scale(amax)
+        agreed = AgreedScale.of(*self._quantizer.store_scale(amax), self._quantizer.state.engine)
         for part, place in parts:
-            stored = Fp8Tensor.quantize(part, quant_scale, fmt)
+            stored = agreed.quantized(part)
             place.copy_(stored.payload)
             self._quantizer.observe_part(part, stored)
-        self._dequant_scale = quant_scale.reciprocal()
-        self._remake = Fp8Tensor(self.payload_OI.data, self._dequant_scale, fmt).factory()
+        self._dequant_scale = agreed.dequant_scale
+        self._remake = Fp8Tensor(self.payload_OI.data, agreed.dequant_scale, agreed.fmt).factory()
 
 
 class GatheredFp8:
-    """Quantize a weight that ranks hold parts of, and that crosses between them as FP8 bytes.
+    """Multiply a weight as the FP8 bytes that FSDP has gathered, with a scale that ranks agreed on.
 
-    The gathered parameter holds FP8 numbers times their scale, in the compute dtype. That rounding
-    is far finer than FP8's, so casting with the same scale finds the very same numbers again.
+    FSDP puts a tensor of the compute dtype in the parameter's place, which autograd needs for its
+    shape and dtype. Its numbers are written only if `fills_weight` is set, for linears that read
+    them (torchao's); our products read the bytes, which are never cast again.
     """
 
     is_saved_for_backward = False
 
-    def __init__(self, quantizer: LinearQuantizer, compute_dtype: torch.dtype) -> None:
-        self.compute_dtype = compute_dtype
+    def __init__(
+        self,
+        quantizer: LinearQuantizer,
+        compute_dtype: torch.dtype,
+        *,
+        fills_weight: bool = False,
+    ) -> None:
+        self.compute_dtype, self.fills_weight = compute_dtype, fills_weight
         self._quantizer = quantizer
         self._agreed: AgreedScale | None = None
+        self._payload_OI: torch.Tensor | None = None
 
     @property
     def agreed(self) -> AgreedScale:
@@ -188,14 +196,17 @@ class GatheredFp8:
         return self._agreed
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
-        """Return the gathered weight in FP8, or as it is while FP8 is switched off."""
-        if not self._quantizer.state.fp8_enabled:
-            return Operands(weight_OI, weight_OI)
-        agreed, grid_dtype = self.agreed, wide_dtype(weight_OI.device, weight_OI.dtype)
-        weight_fp8 = Fp8Tensor.quantize(
-            weight_OI.detach(), agreed.quant_scale, agreed.fmt, grid_dtype=grid_dtype
-        )
-        return Operands(weight_fp8, weight_fp8)
+        """Return the gathered weight in FP8, or its values in `work` while FP8 is switched off."""
+        assert self._payload_OI is not None, "nothing has been gathered yet"
+        gathered = Fp8Tensor(self._payload_OI, self.agreed.dequant_scale, self.agreed.fmt)
+        if self._quantizer.state.fp8_enabled:
+            return Operands(gathered, gathered)
+        plain_OI = gathered.dequantize(work)
+        return Operands(plain_OI, plain_OI)
+
+    def receive(self, payload_OI: torch.Tensor) -> None:
+        """Take the gathered bytes; FSDP owns their memory, and fills it before each use."""
+        self._payload_OI = payload_OI
 
     @torch.no_grad()
     def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
@@ -204,8 +215,8 @@ class GatheredFp8:
         `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight, rounded
         to the compute dtype; the observers of FP8 health see it.
         """
-        self._agreed = AgreedScale.of(*self._quantizer.store_scale(amax))
         state = self._quantizer.state
+        self._agreed = AgreedScale.of(*self._quantizer.store_scale(amax), state.engine)
         if state.recording and state.observers:
             self._quantizer.observe_part(part, self._agreed.quantized(part))
 
@@ -221,15 +232,24 @@ class AgreedScale:
     quant_scale: torch.Tensor  # 0-d FP32
     dequant_scale: torch.Tensor  # 0-d FP32
     fmt: Fp8Format
+    engine: Engine
 
     @classmethod
-    def of(cls, quant_scale: torch.Tensor, fmt: Fp8Format) -> AgreedScale:
-        """Return the agreed scale with the scale that undoes it."""
-        return cls(quant_scale, quant_scale.reciprocal(), fmt)
+    def of(cls, quant_scale: torch.Tensor, fmt: Fp8Format, engine: Engine) -> AgreedScale:
+        """Return the agreed scale with the scale that undoes it, for casts by `engine`."""
+        return cls(quant_scale, quant_scale.reciprocal(), fmt, engine)
 
-    def quantized(self, part: torch.Tensor) -> Fp8Tensor:
+    def quantized(self, part_MN: torch.Tensor) -> Fp8Tensor:
         """Return a part of the weight in FP8, with `dequant_scale` itself, not a copy of it."""
-        payload, _ = quantize(part, self.quant_scale, self.fmt, amax=None, grid_dtype=None)
+        if self.engine.uses_triton:
+            from megafp8.precision.kernels.triton_cast import cast
+
+            payload = cast(part_MN.contiguous(), self.quant_scale, self.fmt).payload
+            assert payload is not None
+        else:
+            payload = quantize(
+                part_MN, self.quant_scale, self.fmt, amax=None, grid_dtype=None
+            ).payload
         return Fp8Tensor(payload, self.dequant_scale, self.fmt)
 
 

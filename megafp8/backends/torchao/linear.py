@@ -152,7 +152,7 @@ class TorchaoLinear(nn.Module):
         self.weight_form: GatheredFp8 | None = None  # None if the weight crosses ranks as it is
         if gathered_dtype is not None:
             assert witness is not None
-            self.weight_form = GatheredFp8(witness, gathered_dtype)
+            self.weight_form = GatheredFp8(witness, gathered_dtype, fills_weight=True)
         disabled = importlib.import_module("torchao.float8.config").ScalingType.DISABLED
         casts = {
             "output": config.cast_config_input,

@@ -22,7 +22,7 @@ from megafp8.precision.recipes.base import Need, Operands, Role
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.weights import StoredFp8
+from megafp8.precision.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
 from megafp8.train.report.fp8 import kernels_of
@@ -384,6 +384,35 @@ def test_weights_in_fp8_alone(name: RecipeName) -> None:
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] is not None and results[1][1] is not None
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("engine", [EMULATED, hopper()], ids=["emulated", "tensor cores"])
+def test_gathered_bytes_are_multiplied_as_they_are(name: RecipeName, engine: Engine) -> None:
+    """Two ranks cast their rows with one scale; no product reads the parameter."""
+    weight, x, grad = noise(32, 48, seed=0), noise(16, 48, seed=1), noise(16, 32, seed=2)
+    plain, state = make(recipe_of(name), engine, weight)
+    gathered, own = make(recipe_of(name), engine, torch.full_like(weight, torch.nan))
+    assert gathered.quantizer is not None
+    form = GatheredFp8(gathered.quantizer, weight.dtype)
+    gathered.weight_form = form
+    form.agree_on_scale(weight.float().abs().amax(), weight)
+    parts = [form.agreed.quantized(part).payload.view(torch.uint8) for part in weight.chunk(2)]
+    form.receive(torch.cat(parts).view(E4M3.dtype))
+    results = []
+    for linear in (plain, gathered):
+        linear.sink = _Nowhere()
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        output.backward(grad)
+        results.append((output.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] is not None and results[1][1] is not None
+    assert torch.equal(results[0][1], results[1][1])
+    for scaling in (state, own):
+        scaling.fp8_enabled = False
+    off = gathered.weight_operands(torch.float32).along_last
+    assert isinstance(off, torch.Tensor) and (off - weight.float()).abs().max() < 0.5
 
 
 class _Nowhere(AutogradSink):
