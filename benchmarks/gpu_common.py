@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megafp8.torch_private import pause_gpu
+
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
 RESULTS = Path(__file__).parent / "results"
 PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs
@@ -48,7 +50,7 @@ def timed(run: Callable[[], object], device: torch.device, warm_up: int, runs: i
     if device.type == "cuda":
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
-        torch.cuda._sleep(PAUSE_CYCLES)
+        pause_gpu(PAUSE_CYCLES)
         events[0].record()
         for event in events[1:]:
             run()

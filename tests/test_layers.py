@@ -21,6 +21,7 @@ FLOORS = {
     "specs": 0,
     "errors": 0,
     "hardware": 0,
+    "torch_private": 0,
     "files": 1,
     "config": 2,
     "plan": 2,

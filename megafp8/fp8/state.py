@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.fp8.linear import Converted, Fp8Error, Phase, Shared, is_dtensor
 from megafp8.observe.health import HealthRecord, complaints
 from megafp8.precision.gemm import GemmCounter
@@ -242,4 +243,4 @@ class Fp8State:
 
 def _stamp(weight: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a weight is written or moved; nothing is known of DTensors."""
-    return (0, 0) if is_dtensor(weight) else (weight.data_ptr(), weight._version)
+    return (0, 0) if is_dtensor(weight) else (weight.data_ptr(), torch_private.version_of(weight))

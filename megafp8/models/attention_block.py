@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.hardware.bf16 import is_widened
 
-_aten = torch.ops.aten
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -46,7 +46,7 @@ def attend(
     """
     if _is_for_cpu(q_BHSE, block):
         q_BHSE, k_BGKE, v_BGKE = _widened(q_BHSE, k_BGKE, v_BGKE)
-        out_BHSE, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out_BHSE, lse_BHS = torch_private.cpu_attention(
             q_BHSE,
             k_BGKE,
             v_BGKE,
@@ -59,7 +59,7 @@ def attend(
     assert block.mask is None, "only torch's kernel for CPUs takes one here"
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
     if block.keep is None and _has_flash_kernel(q_BHSE):
-        out_BHSE, lse_BHS, *_ = _aten._scaled_dot_product_flash_attention(
+        out_BHSE, lse_BHS, *_ = torch_private.flash_attention(
             q_BHSE, k_BHKE, v_BHKE, 0.0, block.is_causal, scale=block.scale
         )
         return out_BHSE, lse_BHS
@@ -88,7 +88,7 @@ def attend_backward(
     saved = (out_BHSE, lse_BHS)
     if _is_for_cpu(q_BHSE, block):
         operands = _widened(grad_BHSE, q_BHSE, k_BGKE, v_BGKE, out_BHSE)
-        grads: Grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads: Grads = torch_private.cpu_attention_backward(
             *operands,
             lse_BHS,
             0.0,
@@ -102,7 +102,7 @@ def attend_backward(
     if block.keep is None and _has_flash_kernel(q_BHSE):
         lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)  # seed and offset
-        dq_BHSE, dk_BHKE, dv_BHKE = _aten._scaled_dot_product_flash_attention_backward(
+        dq_BHSE, dk_BHKE, dv_BHKE = torch_private.flash_attention_backward(
             *(x.contiguous() for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE, *saved)),
             *lengths,
             0.0,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8 import torch_private
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 
@@ -101,7 +102,7 @@ class Masters:
         pairs = [(p, m) for p, m in both if p is not m and p not in self._stores]
         if pairs:
             params, masters = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(params), list(masters))
+            torch_private.copy_all_(params, masters)
         for param, master in zip(self.params, self.masters, strict=True):
             if store := self._stores.get(param):
                 store(master)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8 import torch_private
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters, Segment, initial_master
 from megafp8.parallel.collectives import Axis
@@ -107,7 +108,7 @@ class ShardedMasters(Masters):
         plain = [(place, master) for segment, master, place in rows if not self._is_fp8(segment)]
         if plain:
             places, masters = zip(*plain, strict=True)
-            torch._foreach_copy_(list(places), list(masters))
+            torch_private.copy_all_(places, masters)
         if self._fp8:
             self._quantize([row for row in rows if self._is_fp8(row[0])])
         pending = [

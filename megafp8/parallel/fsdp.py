@@ -11,13 +11,13 @@ a scale that all ranks share. Our products read these bytes; torchao's read thei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -25,12 +25,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 from torch.distributed.tensor import DTensor
 
+from megafp8 import torch_private
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
@@ -78,8 +75,10 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_CountedAllGather(shards))
-        module.set_custom_reduce_scatter(_CountedReduceScatter(shards))
+        gather = torch_private.fsdp_all_gather(_counted(shards, "all_gather"))
+        reduce = torch_private.fsdp_reduce_scatter(_counted(shards, "reduce_scatter_sum"))
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
     in_fp8: dict[nn.Parameter, GatheredFp8] = {}
@@ -120,39 +119,21 @@ def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
         if out is None:
             out = torch.empty(payload_OI.shape, dtype=dtype, device=payload_OI.device)
         if form.fills_weight:
-            with _unsafe_preserve_version_counter(out):  # as FSDP itself does here
+            with torch_private.preserve_version(out):  # as FSDP itself does here
                 out.copy_(Fp8Tensor(payload_OI, dequant_scale, fmt).dequantize(dtype))
         return (out, (out,)) if is_first else None
 
     local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
 
 
-class _CountedAllGather(DefaultAllGather):
-    def __init__(self, shards: Axis) -> None:
-        self.shards = shards
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
-                 **kwargs: Any) -> Any:  # fmt: skip
-        self.shards.traffic.add(self.shards.name, "all_gather", input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-
-class _CountedReduceScatter(DefaultReduceScatter):
-    def __init__(self, shards: Axis) -> None:
-        self.shards = shards
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any,
-                 **kwargs: Any) -> Any:  # fmt: skip
-        self.shards.traffic.add(self.shards.name, "reduce_scatter_sum", input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+def _counted(shards: Axis, kind: str) -> Callable[[torch.Tensor], None]:
+    """Return a function that counts a tensor's bytes as sent by a collective of `kind`."""
+    return lambda tensor: shards.traffic.add(shards.name, kind, tensor)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor that FSDP shards; return any other tensor unchanged."""
-    if not isinstance(param, DTensor):
-        return param
-    local: torch.Tensor = param._local_tensor
-    return local
+    return torch_private.local_shard(param) if isinstance(param, DTensor) else param
 
 
 def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megafp8.hardware.bf16 import planning_for
 from megafp8.parallel import mesh
 from megafp8.specs import ParallelSpec
+from megafp8.torch_private import join_simulated_group
 
 
 @contextmanager
@@ -31,10 +32,7 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[mesh.Mesh]:
         with device, planning_for(planned):
             yield mesh.single_rank(device)
         return
-    # The import registers the backend; torch has no public way to do so.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.world_size)
+    join_simulated_group(rank, spec.world_size)
     try:
         made = mesh.join(replace(spec, accelerator="cpu"))
         with device, planning_for(planned):

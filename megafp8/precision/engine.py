@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.kernels import triton_launch
 from megafp8.precision.kernels.scaled_mm import Layout, ScaledMatmul, unsupported, writes_fp32
@@ -27,7 +28,7 @@ class Engine:
     uses_triton: bool = False
     layouts: frozenset[Layout] = frozenset()
     fp32_results: frozenset[Layout] = frozenset({"tensor"})
-    matmul: ScaledMatmul = torch._scaled_mm
+    matmul: ScaledMatmul = torch_private.scaled_mm
 
     def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
         """Whether tensor cores multiply operands with scales of this layout.

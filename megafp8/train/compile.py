@@ -1,7 +1,7 @@
 """Compile one transformer layer with `torch.compile`; all layers share the result.
 
 Norms, activations, dropout, attention and residual sums are fused around the linears, each of which
-is one operation of the graph (precision/compiled_linear.py). These operations run eagerly, and
+is one operation of the graph (train/compiled_ops.py). These operations run eagerly, and
 break the graph:
 
 - attention with dropout, whose mask is computed from its position in the model
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8 import torch_private
 from megafp8.errors import ConfigError
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
 from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.parts import linears_of
-from megafp8.precision import compiled_linear
 from megafp8.precision.kernels import triton_launch
 from megafp8.precision.linear import Linear
 
@@ -54,14 +54,10 @@ class CompileCounter:
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         """Compile `graph` with Inductor, and count it."""
-        from torch._guards import CompileContext
-        from torch._inductor.compile_fx import compile_fx
-
         self.graphs += 1
-        compile_id = CompileContext.current_compile_id()
-        if compile_id is not None and compile_id.frame_compile_id:
+        if torch_private.is_recompilation():
             self.recompilations += 1
-        return compile_fx(graph, inputs)
+        return torch_private.inductor(graph, inputs)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -72,6 +68,14 @@ def unavailable(device: torch.device) -> str | None:
         return None if found else f"torch needs a C++ compiler and finds no {compiler}"
     reason = triton_launch.unavailable(device)
     return None if reason is None else f"torch needs Triton for GPUs: {reason}"
+
+
+def cannot_trace() -> str | None:
+    """Return why linears and dropout cannot be operations of a graph here, or None if they can."""
+    if torch_private.has_objects_in_graphs():
+        return None
+    needed = ".".join(str(part) for part in torch_private.OBJECTS_IN_GRAPHS_FROM)
+    return f"torch {torch.__version__} cannot trace linears, {needed} can: each breaks the graph"
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
@@ -90,20 +94,20 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     if reason is not None:
         raise ConfigError("model.compile", "block", reason, "Set model.compile=off")
     counter = CompileCounter()
-    untraced = compiled_linear.unavailable()
+    untraced = cannot_trace()
     for linear in linears_of(model):
         if isinstance(linear.sink, DeferringSink):
             counter.stay_eager(linear, "forward", "linears: their weight gradients are deferred")
         elif untraced is not None:
             counter.stay_eager(linear, "forward", f"linears: {untraced}")
         else:
-            _trace_linear(linear)
+            _trace(linear)
     for module in model.modules():
         if isinstance(module, Dropout) and module.p > 0:
             if untraced is not None:
                 counter.stay_eager(module, "forward", f"dropout: {untraced}")
             else:
-                _trace_dropout(module)
+                _trace(module)
     for parts in {id(layer.parts): layer.parts for layer in layers}.values():
         recompute = parts.spec.recompute
         if recompute is not None and recompute.granularity == "selective":
@@ -113,16 +117,10 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
     return counter
 
 
-def _trace_linear(linear: Linear) -> None:
-    from megafp8.precision.compiled_linear_ops import trace_linear
+def _trace(module: Linear | Dropout) -> None:
+    from megafp8.train.compiled_ops import trace_linear, trace_mask  # needs a torch that can
 
-    trace_linear(linear)
-
-
-def _trace_dropout(dropout: Dropout) -> None:
-    from megafp8.models.traced_dropout import traced_mask
-
-    dropout.traced_mask = traced_mask(dropout)
+    trace_linear(module) if isinstance(module, Linear) else trace_mask(module)
 
 
 def _compile(layer: TransformerLayer, counter: CompileCounter, untraced: str | None) -> None:

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megafp8 import torch_private
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import AXES, coordinates
@@ -28,6 +27,7 @@ from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_t
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs import RunSpec
+from megafp8.torch_private import TorchDispatchMode, run_backward, storage_key, tree_leaves
 from megafp8.train.build import build
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
@@ -178,8 +178,9 @@ def held_bytes(state: TrainState) -> HeldBytes:
         total = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
+            key = storage_key(storage)
+            if key not in seen:
+                seen.add(key)
                 total += storage.nbytes()
         return total
 
@@ -268,9 +269,7 @@ def backward(output: torch.Tensor) -> None:
     `Tensor.backward` would suspend `MetaKernels`, which recomputation in the backward pass needs.
     """
     gradient = torch.empty_like(output).detach()
-    torch.autograd.graph._engine_run_backward(
-        (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_backward(output, gradient)
 
 
 def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[list[Work]]:
@@ -331,11 +330,12 @@ class LiveBytes(TorchDispatchMode):
         return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = set(map(storage_key, _storages((args, kwargs))))
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
-            if storage._cdata not in given and storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            key = storage_key(storage)
+            if key not in given and key not in self._known:
+                self._known[key] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
                 if self._at_most > self.most:  # a new peak is possible; `bytes` is slow
                     self.most = max(self.most, self.bytes())
@@ -386,18 +386,15 @@ class MetaKernels(TorchFunctionMode):
         The rules for GPUs are those of torch's documentation: flash attention needs half precision
         and no mask, and the memory-efficient kernel supports no groups of heads.
         """
-        aten = torch.ops.aten
         is_half = q.dtype in (torch.bfloat16, torch.float16)
         if self.on_gpu and is_half and attn_mask is None:
-            out, *_ = aten._scaled_dot_product_flash_attention(
-                q, k, v, dropout_p, is_causal, scale=scale
-            )
+            out, *_ = torch_private.flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         elif self.on_gpu and not enable_gqa:
-            out, *_ = aten._scaled_dot_product_efficient_attention(
+            out, *_ = torch_private.efficient_attention(
                 q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
             )
         elif not self.on_gpu and dropout_p == 0:
-            out, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
+            out, *_ = torch_private.cpu_attention(
                 q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )
         else:

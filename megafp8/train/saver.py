@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import megafp8
+from megafp8 import torch_private
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.placement import Placement
@@ -204,7 +205,7 @@ class Snapshot:
         taken = [self._copies[p.name, p.offset] for p in own]
         sources = [p.tensor.detach() for p in own]
         # One call copies all, since most tensors are rows of FP8 tables of a few bytes each.
-        torch._foreach_copy_([p.tensor for p in taken], sources, non_blocking=True)
+        torch_private.copy_all_([p.tensor for p in taken], sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
         return taken

@@ -9,15 +9,15 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
+from megafp8 import torch_private
 from megafp8.errors import ConfigError
-from megafp8.precision import compiled_linear
 from megafp8.precision.health import HealthProbe
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RECIPES, RecipeName
 from megafp8.train import compile as compile_module
-from megafp8.train.compile import CompileCounter, unavailable
+from megafp8.train.compile import CompileCounter, cannot_trace, unavailable
 from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
@@ -28,9 +28,7 @@ if reason := unavailable(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-needs_tracing = pytest.mark.skipif(
-    compiled_linear.unavailable() is not None, reason=compiled_linear.unavailable() or ""
-)
+needs_tracing = pytest.mark.skipif(cannot_trace() is not None, reason=cannot_trace() or "")
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +167,7 @@ def test_breaks_of_the_graph_are_named(
 def test_a_torch_that_cannot_trace_linears_runs_them_eagerly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiled_linear, "PROVEN_FROM", (99, 0))
+    monkeypatch.setattr(torch_private, "OBJECTS_IN_GRAPHS_FROM", (99, 0))
     monkeypatch.setattr(CompileCounter, "backend", without_inductor)
     eager, compiled = (
         build_run(compile=c, compute="bf16", fp8=recipe_of("delayed")) for c in ("off", "block")
@@ -204,7 +202,7 @@ def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
         assert state.compiled.graphs == counts[layers]
         assert state.compiled.recompilations == 0
     assert 0 < counts[2] == counts[4]
-    assert counts[2] == 1 or compiled_linear.unavailable() is not None
+    assert counts[2] == 1 or cannot_trace() is not None
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from megafp8 import torch_private
+
 BLOCK = 128
 ALIGNMENT = 16  # K and N must be multiples of it
 BLOCK_ROWS = 4  # M too, if a has block scales: cuBLASLt reads 16 bytes of them at a time
@@ -89,7 +91,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     bias_N: torch.Tensor | None = None,
     use_fast_accum: bool = False,
-    matmul: ScaledMatmul = torch._scaled_mm,
+    matmul: ScaledMatmul = torch_private.scaled_mm,
     out_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (a @ b.T) scaled, plus the bias: [M, N] of `out_dtype` (FP32, BF16, FP16).

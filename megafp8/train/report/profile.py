@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.specs.run import ProfileSpec
 
 Notify = Callable[[str], None]
@@ -110,13 +111,13 @@ def memory_snapshot_on_oom(
     if not enabled:
         yield
         return
-    torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    torch_private.record_cuda_memory(MEMORY_EVENTS)
     try:
         yield
     except torch.OutOfMemoryError:
         file = directory / f"memory_rank{rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(file))
+        torch_private.dump_cuda_memory(str(file))
         notify(f"CUDA is out of memory; {file} shows what held it (see pytorch.org/memory_viz)")
         raise
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch_private.record_cuda_memory(None)

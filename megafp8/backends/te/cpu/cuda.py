@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megafp8 import torch_private
+
 CPU = torch.device("cpu")
 CUDA_VERSION = "13.0"
 PROPERTIES = SimpleNamespace(
@@ -144,27 +146,29 @@ def _patch_cuda_version() -> None:
 
 def _patch_wrapper_tensors() -> None:
     """Tensor subclasses are made below the level that `CudaIsTheCpu` sees."""
-    make = torch.Tensor._make_wrapper_subclass
 
-    def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs:
-            kwargs["device"] = to_cpu(kwargs["device"])
-        made: torch.Tensor = make(*args, **kwargs)
-        return made
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs:
+                kwargs["device"] = to_cpu(kwargs["device"])
+            return make(*args, **kwargs)
 
-    torch.Tensor._make_wrapper_subclass = staticmethod(make_on_cpu)  # type: ignore[assignment]
+        return make_on_cpu
+
+    torch_private.wrap_make_wrapper_subclass(on_cpu)
 
 
 def _patch_backward(mode: CudaIsTheCpu) -> None:
     """`Tensor.backward` is itself a function that leaves the mode: what it runs comes back in."""
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
 
-    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run(*args, **kwargs)
+    def in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return run(*args, **kwargs)
 
-    autograd._engine_run_backward = run_in_mode
+        return run_in_mode
+
+    torch_private.wrap_backward_engine(in_mode)
 
 
 def to_cpu(device: Any) -> Any:

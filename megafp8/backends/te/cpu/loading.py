@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.backends.te.cpu import cuda, wheel
 from megafp8.backends.te.cpu.extension import make_extension
 from megafp8.backends.te.cpu.missing import FromAbsentPackage
@@ -93,7 +94,7 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
 
 def _import(sources: Sources) -> ModuleType:
     os.environ.update(LASTING)
-    importlib.import_module("torch._dynamo")  # it must see which packages there really are
+    torch_private.load_dynamo()  # it must see which packages there really are
     sys.path.insert(0, str(sources.folder))  # its files ask importlib.metadata for their version
     cuda.install()
     quiet = warnings.catch_warnings()

@@ -1,6 +1,11 @@
-"""Define the operations that `compiled_linear.TracedLinear` calls.
+"""Define the operations that stand for a linear and for dropout's mask in a compiled layer.
 
-The module is imported only where torch has what the operations need.
+Casts and products are kernels already, so a graph needs to know only what goes in, what comes out
+and what is kept for backward. The rest of a linear (amaxes, the weight that is quantized once a
+step, observers, counts, the sink, what crosses ranks) happens when the operation runs, with the
+live objects: the linear itself is an input of the graph, and so is a dropout, whose key changes
+each microbatch. So layers share their graphs, and no scale and no microbatch's number is compiled
+in. The module is imported only if torch can take objects as inputs of a graph.
 """
 
 # T tokens (batch x sequence)   I in features   O out features
@@ -8,30 +13,57 @@ The module is imported only where torch has what the operations need.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._library.opaque_object import register_opaque_type
-from torch._opaque_base import OpaqueBase
+import torch.nn.functional as F
 
+from megafp8.models.parts import Dropout
 from megafp8.precision import linear as eager
-from megafp8.precision.compiled_linear import TracedLinear
 from megafp8.precision.linear import Linear
 from megafp8.precision.recipes.base import Operand, SavedForm
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.torch_private import GraphInput
 
 MakeFp8 = Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]
 
 
-class Handle(OpaqueBase):
-    """Make a linear an input of a graph."""
+@dataclass
+class LiveLinear:
+    """Holds the linear that the operations run, and how its input is kept for backward."""
 
-    def __init__(self, linear: Linear, saved: SavedForm) -> None:
-        self.linear, self.saved = linear, saved
-        self.remakes: dict[torch.Size, MakeFp8] = {}  # the key is a kept payload's shape in memory
+    linear: Linear
+    saved: SavedForm
+    remakes: dict[torch.Size, MakeFp8] = field(default_factory=dict)
+    """What makes an FP8 tensor of a kept payload again, by the payload's shape in memory."""
 
 
-register_opaque_type(Handle, typ="reference")
+@dataclass(frozen=True)
+class TracedLinear:
+    """Represents a linear in a graph; all fields but `handle` are equal where layers are alike.
+
+    `handle` carries a `LiveLinear`. `saved` says how the input is kept for backward; `tokens_out`
+    gives the number of the output's tokens from the input's.
+    """
+
+    handle: GraphInput
+    out_features: int
+    saved: SavedForm
+    tokens_out: Callable[[int], int]
+
+    def __call__(self, input_TI: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output: [T, I] -> [T', O]."""
+        tokens, features = input_TI.shape
+        output_TO: torch.Tensor = torch.ops.megafp8.linear(
+            input_TI,
+            self.handle,
+            [self.tokens_out(tokens), self.out_features],
+            self.saved.payload_shape(tokens, features),
+            self.saved.dtype,
+            self.saved.scale_shape(tokens, features),
+        )[0]
+        return output_TO
 
 
 def trace_linear(linear: Linear) -> None:
@@ -40,35 +72,36 @@ def trace_linear(linear: Linear) -> None:
     The linear must be on its device, which decides how casts lay out their bytes.
     """
     saved = SavedForm() if linear.quantizer is None else linear.quantizer.saved_form()
-    handle = Handle(linear, saved)
+    handle = GraphInput(LiveLinear(linear, saved))
     linear.compiled = TracedLinear(handle, linear.weight.shape[0], saved, linear.comm.tokens_out)
 
 
 @torch.library.custom_op("megafp8::linear", mutates_args=())
 def _linear(
     input_TI: torch.Tensor,
-    handle: Handle,
+    handle: GraphInput,
     output_shape: list[int],
     payload_shape: list[int],
     payload_dtype: torch.dtype,
     scale_shape: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the kept input's payload as it lies in memory, and its scales."""
-    done = eager.forward(handle.linear, input_TI, for_backward=True)
+    live: LiveLinear = handle.value
+    done = eager.forward(live.linear, input_TI, for_backward=True)
     kept = done.input
-    if handle.saved.scales is None:  # the input itself is kept, which an operation may not return
+    if live.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
         return done.output, nothing, input_TI.new_empty(0, dtype=torch.float32)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
-    payload = kept.payload.t() if handle.saved.is_transposed else kept.payload
-    handle.remakes[payload.shape] = kept.factory()
+    payload = kept.payload.t() if live.saved.is_transposed else kept.payload
+    live.remakes[payload.shape] = kept.factory()
     return done.output, payload, kept.dequant_scale.contiguous()
 
 
 @_linear.register_fake
 def _(
     input_TI: torch.Tensor,
-    handle: Handle,
+    handle: GraphInput,
     output_shape: list[int],
     payload_shape: list[int],
     payload_dtype: torch.dtype,
@@ -86,14 +119,15 @@ def _linear_backward(
     grad_output_TO: torch.Tensor,
     kept: torch.Tensor,
     scale: torch.Tensor,
-    handle: Handle,
+    handle: GraphInput,
     input_shape: list[int],
 ) -> torch.Tensor:
     """Return the input's gradient; the gradients of weight and bias go to the sink.
 
     `kept` is the payload of the input, or the input itself.
     """
-    linear, input = handle.linear, _operand(kept, scale, handle)
+    live: LiveLinear = handle.value
+    linear, input = live.linear, _operand(kept, scale, live)
     # The weight is the one that forward read: weights change only between steps.
     weight = linear.weight_operands(grad_output_TO.dtype, input_shape[0]).along_first
     found = eager.backward(linear, grad_output_TO, input, weight)
@@ -107,17 +141,17 @@ def _(
     grad_output_TO: torch.Tensor,
     kept: torch.Tensor,
     scale: torch.Tensor,
-    handle: Handle,
+    handle: GraphInput,
     input_shape: list[int],
 ) -> torch.Tensor:
     return grad_output_TO.new_empty(input_shape)
 
 
-def _operand(kept: torch.Tensor, scale: torch.Tensor, handle: Handle) -> Operand:
-    if handle.saved.scales is None:
+def _operand(kept: torch.Tensor, scale: torch.Tensor, live: LiveLinear) -> Operand:
+    if live.saved.scales is None:
         return kept
-    remake = handle.remakes[kept.shape]
-    return remake(kept.t() if handle.saved.is_transposed else kept, scale)
+    remake = live.remakes[kept.shape]
+    return remake(kept.t() if live.saved.is_transposed else kept, scale)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -141,3 +175,22 @@ _linear.register_autograd(_backward, setup_context=_keep)
 # These operations also change state, so a graph must not drop them.
 torch.fx.node.has_side_effect(torch.ops.megafp8.linear.default)
 torch.fx.node.has_side_effect(torch.ops.megafp8.linear_backward.default)
+
+
+def trace_mask(dropout: Dropout) -> None:
+    """Make the mask of `dropout` one operation of the graph: the one that its `forward` draws."""
+    handle = GraphInput(dropout)
+    dropout.traced_mask = lambda x: torch.ops.megafp8.dropout_mask(x, handle)
+
+
+@torch.library.custom_op("megafp8::dropout_mask", mutates_args=())
+def _dropout_mask(x: torch.Tensor, handle: GraphInput) -> torch.Tensor:
+    """Return a boolean tensor of the shape of `x`: True where an element is kept."""
+    dropout: Dropout = handle.value
+    with dropout.streams.keyed(dropout.site, x.device, sharded=dropout.sharded):
+        return F.dropout(torch.ones_like(x), dropout.p) != 0
+
+
+@_dropout_mask.register_fake
+def _(x: torch.Tensor, handle: GraphInput) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.bool)

@@ -1,0 +1,203 @@
+"""Keep every private name of torch that the project uses in this one file.
+
+A private name may change with any version of torch, so this is the first file to read when a new
+version breaks something. Unless its docstring says otherwise, each was tried with torch 2.11 and
+2.13 on CPUs. The functions for CUDA have never run. `tests/test_torch_private.py` runs each one
+here, and finds private names that other files use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+_RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+OBJECTS_IN_GRAPHS_FROM = (2, 13)
+"""The first version of torch in which objects may be inputs of a graph and of its backward."""
+
+# ------------------------------------------------------------------------------------- arithmetic
+
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
+"""The FP8 product of tensor cores. Its refusals were tried on CPUs, its results never."""
+
+_aten = torch.ops.aten
+# Attention that also returns the log-sum-exp of its scores, which the public function does not.
+cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention = _aten._scaled_dot_product_flash_attention  # CUDA
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward  # CUDA
+efficient_attention = _aten._scaled_dot_product_efficient_attention  # CUDA
+
+
+def copy_all_(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy each source into its target, with one call for all tensors."""
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the L2 norm of each tensor, 0-d, with one call for all tensors."""
+    return list(torch._foreach_norm(list(tensors)))
+
+
+# ------------------------------------------------------------------------- tensors and their bytes
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that each write in place increases."""
+    return tensor._version
+
+
+def preserve_version(tensor: torch.Tensor) -> Any:
+    """Return a context in which writes into `tensor` do not increase `version_of` it."""
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other storage has that is alive."""
+    key: int = storage._cdata
+    return key
+
+
+def local_shard(tensor: Any) -> torch.Tensor:
+    """Return the tensor object that a `DTensor` holds, not a view: attributes may be set on it."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
+
+
+# ---------------------------------------------------------------------------------------- autograd
+
+
+def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
+    """Run `output.backward(grad_output)` with the caller's function modes still active.
+
+    The public method suspends them, also for what is recomputed inside.
+    """
+    torch.autograd.graph._engine_run_backward(
+        (output,), (grad_output,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def wrap_backward_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function that runs every `torch.autograd.backward` by `wrap` of it."""
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = wrap(autograd._engine_run_backward)
+
+
+def wrap_make_wrapper_subclass(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function that makes tensor subclasses without storage by `wrap` of it."""
+    tensor: Any = torch.Tensor
+    tensor._make_wrapper_subclass = staticmethod(wrap(tensor._make_wrapper_subclass))
+
+
+# ------------------------------------------------------------------------------------- compilation
+
+
+def load_dynamo() -> None:
+    """Import the tracer of `torch.compile`, which records which optional packages there are."""
+    importlib.import_module("torch._dynamo")
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """Return `graph` compiled by Inductor, the default backend of `torch.compile`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs)
+
+
+def is_recompilation() -> bool:
+    """Whether the piece of code that is compiled now has been compiled before."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
+def has_objects_in_graphs() -> bool:
+    """Whether a `GraphInput` may be an input of a graph; tried with torch 2.13."""
+    return _RELEASE >= OBJECTS_IN_GRAPHS_FROM
+
+
+if TYPE_CHECKING or has_objects_in_graphs():
+    from torch._library.opaque_object import register_opaque_type as _register_opaque_type
+    from torch._opaque_base import OpaqueBase as _OpaqueBase
+else:
+    _OpaqueBase, _register_opaque_type = object, lambda cls, typ: None
+
+
+class GraphInput(_OpaqueBase):
+    """Make any object an input of a compiled graph, so that no graph is compiled for its content.
+
+    It needs `has_objects_in_graphs`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_register_opaque_type(GraphInput, typ="reference")
+
+# ------------------------------------------------------------------------------------- distributed
+
+
+def join_simulated_group(rank: int, world_size: int) -> None:
+    """Initialize torch.distributed with its fake backend, which sends nothing and always succeeds.
+
+    The import registers the backend; torch has no public way to do so.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def fsdp_all_gather(before: Callable[[torch.Tensor], None]) -> Any:
+    """Return FSDP2's own all-gather, which calls `before` with each tensor that it sends."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    return _calling_first(DefaultAllGather, before)
+
+
+def fsdp_reduce_scatter(before: Callable[[torch.Tensor], None]) -> Any:
+    """Return FSDP2's own reduce-scatter, which calls `before` with each tensor that it sends."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    return _calling_first(DefaultReduceScatter, before)
+
+
+def _calling_first(collective: Any, before: Callable[[torch.Tensor], None]) -> Any:
+    def call(
+        self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **named: Any
+    ) -> Any:
+        before(input_tensor)
+        return collective.__call__(self, output_tensor, input_tensor, *args, **named)
+
+    return type(f"Calling{collective.__name__}", (collective,), {"__call__": call})()
+
+
+# -------------------------------------------------------------------------------------------- CUDA
+
+
+def pause_gpu(cycles: int) -> None:
+    """Let the current CUDA stream do nothing for about `cycles` of the GPU's clock."""
+    torch.cuda._sleep(cycles)
+
+
+def record_cuda_memory(max_entries: int | None) -> None:
+    """Record the last `max_entries` events of CUDA's allocator from now on; None stops that."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_cuda_memory(path: str) -> None:
+    """Write the recorded events to `path`, as pytorch.org/memory_viz reads them."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -1,0 +1,287 @@
+"""Each private name of torch does what its wrapper says, and no other file uses one.
+
+Run this file with a new version of torch before anything else.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megafp8 import torch_private
+from tests.test_layers import ROOT, source_files
+
+OWN_FILE = "megafp8/torch_private.py"
+OF_OTHERS = {
+    "*": ("os._exit", "sys._getframe", "sys._current_frames"),
+    # Hydra and OmegaConf
+    "megafp8/c*/*.py": ("*._get_node", "*._value", "*._target_"),
+    # what Transformer Engine's Python keeps in its tensors and quantizers
+    "megafp8/backends/te/*": ("[!t]*._*", "tensor._*", "tex._*"),
+    "megafp8/data/*tokenizer*.py": ("self._encoding._*",),
+    "benchmarks/*": ("quantizer(x)._data",),
+}
+"""Private names of others than torch, by file."""
+
+
+@cache
+def names_of_ours() -> frozenset[str]:
+    """Return the private names that our own files define for functions, classes and attributes."""
+    found = set()
+    for file in source_files():
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name)):
+                    found.add(name)
+    return frozenset(found)
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yield what `source` uses that begins with an underscore and that is not ours."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name) if _is_private(name):
+                owner = ast.unparse(value)
+                is_ours = owner in ("self", "cls", "super()") or name in names_of_ours()
+                if not is_ours or "torch" in owner:
+                    yield f"{owner}.{name}"
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                for alias in names:
+                    yield from _if_private(f"{module}.{alias.name}")
+            case ast.Import(names=names):
+                for alias in names:
+                    yield from _if_private(alias.name)
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                if ast.unparse(function).endswith("import_module"):
+                    yield from _if_private(name)
+            case ast.Call(func=ast.Name(id="getattr" | "setattr"), args=[value, name, *_]):
+                attr = str(name.value) if isinstance(name, ast.Constant) else ""
+                if _is_private(attr) and attr not in names_of_ours():
+                    yield f"{ast.unparse(value)}.{attr}"
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _if_private(name: str) -> Iterator[str]:
+    if name.startswith("torch.") and any(_is_private(part) for part in name.split(".")):
+        yield name
+
+
+def of_torch(path: str, source: str) -> list[str]:
+    """Return the private names that may be torch's, in one file."""
+    allowed = [name for files, names in OF_OTHERS.items() if fnmatch(path, files) for name in names]
+    return [
+        name
+        for name in private_names(source)
+        if name.startswith("torch") or not any(fnmatch(name, one) for one in allowed)
+    ]
+
+
+def test_no_other_file_uses_private_names_of_torch() -> None:
+    found = {}
+    for file in source_files():
+        path = file.relative_to(ROOT).as_posix()
+        if path != OWN_FILE and (names := of_torch(path, file.read_text("utf-8"))):
+            found[path] = names
+    assert not found, f"use torch through {OWN_FILE}, or name another owner in OF_OTHERS: {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch._guards import CompileContext",
+        "from torch.autograd.grad_mode import _unsafe_preserve_version_counter",
+        "def late():\n    import torch._dynamo",
+        "importlib.import_module('torch._inductor.compile_fx')",
+        "torch._foreach_norm(x)",
+        "a = torch.ops.aten\na._scaled_dot_product_flash_attention(q)",
+        "key = storage._cdata",
+        "getattr(param, '_local_tensor')",
+    ],
+)
+def test_a_planted_private_name_is_found(source: str) -> None:
+    assert len(of_torch("megafp8/models/gpt.py", source)) == 1
+    assert of_torch("megafp8/models/gpt.py", "os._exit(1)\nself._own = 1\nlock._descriptor") == []
+
+
+def test_attention_with_its_log_sum_exp() -> None:
+    q, k, v = (torch.randn(2, 3, 4, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    grad = torch.randn(2, 3, 4, 8, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected.backward(grad)
+    with torch.no_grad():
+        out, lse = torch_private.cpu_attention(q, k, v, 0.0, True, attn_mask=None, scale=None)
+        grads = torch_private.cpu_attention_backward(
+            grad, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=None
+        )
+    scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    for found, leaf in zip(grads, (q, k, v), strict=True):
+        torch.testing.assert_close(found, leaf.grad)
+
+
+@pytest.mark.parametrize(
+    "attend", [torch_private.flash_attention, torch_private.flash_attention_backward,
+               torch_private.efficient_attention]
+)  # fmt: skip
+def test_the_attention_kernels_of_gpus_are_operations_of_torch(attend: Any) -> None:
+    assert "scale" in {argument.name for argument in attend.default._schema.arguments}
+
+
+def test_many_tensors_at_once() -> None:
+    targets = [torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)]
+    torch_private.copy_all_(targets, (torch.arange(3.0), torch.ones(2)), non_blocking=True)
+    assert targets[0].tolist() == [0, 1, 2] and targets[1].tolist() == [1, 1]
+    assert [norm.item() for norm in torch_private.norms_of([torch.tensor([3.0, 4.0])])] == [5.0]
+
+
+def test_the_product_of_tensor_cores_takes_scales_and_an_output_dtype() -> None:
+    a, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    result = torch_private.scaled_mm(
+        a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32, use_fast_accum=False
+    )
+    assert torch.equal(result, torch.full((16, 16), 4.0))
+
+
+def test_versions_and_storages() -> None:
+    x = torch.zeros(3)
+    before = torch_private.version_of(x)
+    with torch_private.preserve_version(x):
+        x.add_(1)
+    assert torch_private.version_of(x) == before
+    x.add_(1)
+    assert torch_private.version_of(x) == before + 1
+    keys = {torch_private.storage_key(y.untyped_storage()) for y in (x, x[1:], torch.zeros(3))}
+    assert len(keys) == 2
+
+
+class Seen(torch.overrides.TorchFunctionMode):
+    """Notes whether the recomputation of a function sees this mode."""
+
+    names: list[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_keeps_function_modes() -> None:
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum()
+
+    counts = []
+    for run in (torch_private.run_backward, lambda out, grad: out.backward(grad)):
+        x = torch.ones(2, requires_grad=True)
+        with Seen() as seen:
+            out = loss_of(x)
+            run(out, torch.ones(()))
+        assert torch.equal(x.grad, torch.ones(2).cos())
+        counts.append(seen.names.count("sin"))
+    assert counts == [2, 1]
+
+
+class Bytes(torch.Tensor):
+    """A tensor without storage."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_the_engine_of_backward_and_the_maker_of_subclasses_can_be_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = torch.autograd._engine_run_backward
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine)
+    monkeypatch.setattr(torch.Tensor, "_make_wrapper_subclass", torch.Tensor._make_wrapper_subclass)
+    called = []
+
+    def noted(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: (called.append(name), run(*args, **kwargs))[1]
+
+        return wrap
+
+    torch_private.wrap_backward_engine(noted("backward"))
+    torch_private.wrap_make_wrapper_subclass(noted("subclass"))
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    made = torch.Tensor._make_wrapper_subclass(Bytes, (2, 3), dtype=torch.float32)
+    assert called == ["backward", "subclass"] and made.shape == (2, 3)
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_a_simulated_group_and_the_collectives_of_fsdp() -> None:
+    torch_private.join_simulated_group(rank=1, world_size=4)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
+        sent: list[torch.Size] = []
+        gather = torch_private.fsdp_all_gather(lambda x: sent.append(x.shape))
+        reduce = torch_private.fsdp_reduce_scatter(lambda x: sent.append(x.shape))
+        whole, part = torch.zeros(8), torch.zeros(2)
+        gather(output_tensor=whole, input_tensor=part, group=dist.group.WORLD)
+        reduce(output_tensor=part, input_tensor=whole, group=dist.group.WORLD, op=dist.ReduceOp.SUM)
+        assert sent == [(2,), (8,)]
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+        shard = distribute_tensor(torch.zeros(8), mesh, src_data_rank=None)
+        assert torch_private.local_shard(shard) is torch_private.local_shard(shard)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    not torch_private.has_objects_in_graphs(), reason="this torch takes no objects into graphs"
+)
+def test_objects_are_inputs_of_graphs_and_compilations_are_told_apart() -> None:
+    @torch.library.custom_op("megafp8_test::times", mutates_args=())
+    def times(x: torch.Tensor, handle: torch_private.GraphInput) -> torch.Tensor:
+        return x * handle.value
+
+    @times.register_fake
+    def _(x: torch.Tensor, handle: torch_private.GraphInput) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    class Times(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.handle = torch_private.GraphInput(factor)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.megafp8_test.times(x + 1, self.handle)
+
+    again = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        again.append(torch_private.is_recompilation())
+        return graph.forward
+
+    torch._dynamo.reset()
+    function = torch.compile(lambda module, x: module(x), backend=backend, dynamic=False)
+    assert function(Times(2.0), torch.ones(2)).tolist() == [4, 4]
+    assert function(Times(3.0), torch.ones(2)).tolist() == [6, 6]
+    assert again == [False]
+    function(Times(3.0), torch.ones(3))
+    assert again == [False, True]
