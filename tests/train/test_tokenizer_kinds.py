@@ -143,6 +143,8 @@ def test_a_continuation_keeps_its_spaces(kind: str, tmp_path: Path) -> None:
     assert set(copy_tokenizer(tmp_path / "run", tmp_path / "out")) == {
         exported, "tokenizer_config.json"
     }  # fmt: skip
-    for folder in ("run", "out"):
+    (tmp_path / "old").mkdir()
+    tokenizer.save(tmp_path / "old" / "tokenizer.json")  # as earlier versions named it
+    for folder in ("run", "out", "old"):
         found = find_tokenizer(tmp_path / folder)
         assert found is not None and found.digest == tokenizer.digest

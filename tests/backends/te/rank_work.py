@@ -33,7 +33,10 @@ def train(rank: Rank, tp: int, steps: int) -> dict[str, dict[str, Found]]:
     from tests.backends.te.real import DELAYED
 
     found = {"delayed": _engines(mesh, rank, DELAYED, tp, False, steps)}
-    if tp > 1:
+    if tp == 1:
+        own = join(ParallelSpec(devices_per_node=rank.size, tp_only_amax_red=True))
+        found["own amaxes"] = _engines(own, rank, DELAYED, tp, False, steps)
+    else:
         found["sequence parallel"] = _engines(mesh, rank, DELAYED, tp, True, steps)
         tensorwise = Fp8Recipe(name="tensorwise")
         found["tensorwise"] = _engines(mesh, rank, tensorwise, tp, False, steps)

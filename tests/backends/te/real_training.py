@@ -13,8 +13,12 @@ import torch
 
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
+from megafp8.backends.te.parts import is_kept_in_fp8
 from megafp8.backends.te.state import TeScaling
+from megafp8.backends.te.trace import RecordedTeScaling, cast_sample
 from megafp8.parallel.mesh import Mesh, single_rank
+from megafp8.precision.formats import E4M3
+from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, AutoBackend, ModuleRule
@@ -24,6 +28,7 @@ from megafp8.train.report.fp8 import share_of
 from megafp8.train.report.header import precision_of
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
+from megafp8.train.step import train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, run_of, spec_of, step, tables_of, te
 from tests.tiny import microbatch
@@ -44,6 +49,7 @@ RECIPES = {
         amax_history_len=3, amax_compute_algo="most_recent", margin=1, backward_format="e4m3"
     ),
     "length 1": Fp8Recipe(amax_history_len=1),
+    "weights in fp8": dataclasses.replace(DELAYED, params_in_fp8=True),
     "second layer out": dataclasses.replace(
         DELAYED, modules=(ModuleRule("layers.1.*", HIGH_PRECISION),)
     ),
@@ -233,19 +239,102 @@ def no_notice(text: str) -> None:
     raise AssertionError(text)
 
 
+def run_alone(recipe: Fp8Recipe, compute: str, seed: int) -> TrainState:
+    """A run whose scales no other run of this process updates any more.
+
+    Transformer Engine draws initial weights from torch's own generator and throws them away.
+    """
+    te.module.base.FP8GlobalStateManager.reset()
+    torch.manual_seed(seed)
+    return run_of("te", recipe, compute)
+
+
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_run_continues_bit_for_bit(compute: str, tmp_path: Path) -> None:
-    whole, begun = run_of("te", DELAYED, compute), run_of("te", DELAYED, compute)
+@pytest.mark.parametrize("recipe", [DELAYED, RECIPES["weights in fp8"]], ids=["", "fp8_params"])
+def test_a_run_continues_bit_for_bit(recipe: Fp8Recipe, compute: str, tmp_path: Path) -> None:
+    whole = run_alone(recipe, compute, seed=1)
     losses = [step(whole, number).loss for number in range(5)]
-    for number in range(3):
-        step(begun, number)
+    tables = tables_of(whole)
+    begun = run_alone(recipe, compute, seed=2)
+    assert [step(begun, number).loss for number in range(3)] == losses[:3]
     path = save(begun, tmp_path)
-    continued = run_of("te", DELAYED, compute)
+    continued = run_alone(recipe, compute, seed=3)
     state_dict.load(path, continued, no_notice)
     assert [step(continued, number).loss for number in (3, 4)] == losses[3:]
-    assert_same_tables(whole, continued, 0)
+    for name, tensor in tables_of(continued).items():
+        assert torch.equal(tensor, tables[name]), name
     for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):
         assert torch.equal(one, other)
+
+
+def test_its_own_initialization_leaves_no_amax() -> None:
+    """With weights in FP8, Transformer Engine casts its own initial weights, and their amaxes would
+    enter the histories. Those that wait for the first update are those of our weights alone."""
+    recipe = RECIPES["weights in fp8"]
+    native, state = run_of("native", recipe, "bf16"), run_alone(recipe, "bf16", seed=1)
+    assert sum(map(is_kept_in_fp8, state.masters.params)) == 8
+    ours, theirs = (each.scaling.tables["forward"] for each in (native, state))
+    is_weight = torch.tensor([name.endswith("weight") for name in ours.names])
+    assert ours.names == theirs.names and theirs.amax[is_weight].min() > 0
+    assert torch.equal(theirs.amax, ours.amax)
+
+
+@pytest.mark.parametrize("name", ["max", "most recent, margin", "weights in fp8"])
+def test_a_trace_of_it_replays(name: str) -> None:
+    """What the recorder reads out of Transformer Engine's own tensors runs through our tables bit
+    for bit, and its quantizer's bytes are those of our cast."""
+    state = run_of("te", RECIPES[name])
+    assert isinstance(state.scaling, TeScaling)
+    state.scaling = recorded = RecordedTeScaling(state.scaling, history_every=2)  # type: ignore[assignment]
+    for number in range(4):
+        step(state, number)
+        evaluate(state, [microbatch(99)])
+    recorded.close()
+    trace = recorded.trace
+    assert (trace.engine, trace.version) == ("transformer_engine", VERSION)
+    assert {d: len(a) for d, a in trace.amax.items()} == {"forward": 8, "backward": 8}
+    weight = trace.names["forward"].index("layers.1.mlp.fc2.weight")
+    assert [bool(amax[weight] > 0) for amax in trace.amax["forward"]] == [True, False] * 4
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    x[0, :4] = torch.tensor([0.0, 448.0, -1e4, 1e-9])
+    trace.samples.append(cast_sample(trace, "layers.0.mlp.fc1.input", x, E4M3))
+    assert replay(trace) == []
+    trace.amax["backward"][3][0] *= 1.01
+    assert replay(trace)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_an_amax_that_comes_again_is_recorded(length: int) -> None:
+    """One microbatch again and again at a learning rate of 0: windows are soon full of one amax and
+    no longer move, and each update is given that amax all the same."""
+    state = run_of("te", dataclasses.replace(DELAYED, amax_history_len=length))
+    optim = state.optimizer.spec
+    still = dataclasses.replace(optim.schedule, min_lr=0.0)
+    state.optimizer.spec = dataclasses.replace(optim, lr=0.0, schedule=still)
+    assert isinstance(state.scaling, TeScaling)
+    state.scaling = recorded = RecordedTeScaling(state.scaling, history_every=1)  # type: ignore[assignment]
+    for _ in range(6):
+        train_step(state, [microbatch(0), microbatch(0)])
+    recorded.close()
+    trace = recorded.trace
+    weights = [name.endswith("weight") for name in trace.names["forward"]]
+    for update, amax in enumerate(trace.amax["forward"]):
+        expected = [not is_weight or update % 2 == 0 for is_weight in weights]
+        assert amax.gt(0).tolist() == expected, update
+    assert all(amax.gt(0).all() for amax in trace.amax["backward"])
+    before, after = (trace.history["forward"][update] for update in (10, 11))
+    first = trace.names["forward"].index("layers.0.attention.qkv.input")
+    assert torch.equal(before[first], after[first]), "its window no longer moves"
+    assert replay(trace) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"ffn_hidden_size": 72}, {"ffn_hidden_size": 68}, {"hidden_size": 40}]
+)
+def test_sizes_that_the_configuration_refuses_end_in_its_assertion(sizes: dict[str, int]) -> None:
+    """Asked for without the configuration: a last dim that is no multiple of 16."""
+    with pytest.raises(AssertionError, match="FP8 execution requires"):
+        step(run_of("te", DELAYED, **sizes), 0)
 
 
 def test_a_checkpoint_goes_to_our_engine_and_back(tmp_path: Path) -> None:
