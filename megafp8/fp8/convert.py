@@ -74,6 +74,12 @@ def convert(
             f"recipe {chosen.name} with reduce_amax={chosen.reduce_amax} reduces no amaxes",
             "Leave it out, or use recipe='delayed' with reduce_amax=True",
         )
+    if amax_group is not None and not isinstance(amax_group, dist.ProcessGroup):
+        raise Fp8Error(
+            "amax_group",
+            f"{amax_group!r} is no process group that this rank is a member of",
+            "Give each rank a group that it belongs to, or leave it out",
+        )
     reduce = None if amax_group is None else _maximum_over(amax_group)
     shared = Shared(ScalingState(chosen, reduce))
     for name, module in left.items():
@@ -292,7 +298,7 @@ def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
 
     def start(amaxes: torch.Tensor) -> Pending:
         work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        assert work is not None, "this rank is not in amax_group"
+        assert work is not None, "a member's reduction returns its work"
         return Pending(amaxes, work)
 
     return start

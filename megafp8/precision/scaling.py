@@ -261,6 +261,16 @@ class ScalingState:
         """Update the backward table, after a microbatch's backward pass."""
         self.backward.update(self._start_reduce_max)
 
+    @torch.no_grad()
+    def forget_staged(self) -> None:
+        """Drop the amaxes staged since the last update.
+
+        Weights that are kept in FP8 stage theirs when they are stored. This is for weights that are
+        replaced before a product has read them.
+        """
+        for table in (self.forward, self.backward):
+            table.amax.zero_()
+
     def evaluation(self) -> AbstractContextManager[None]:
         """Return a context in which casts record nothing."""
         return Evaluation(self)

@@ -67,6 +67,10 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
                 continue
             if result.is_finite:
                 run.nonfinite_in_a_row = 0
+            else:
+                # FP8 scales have moved in this step. Weights kept in FP8 are stored with the new
+                # ones, as a run does that continues from here, so that both have the same bits.
+                run.state.masters.write_back()
             run.state.step += 1
             samples = run.spec.train.batch_size_at(run.state.consumed_samples)
             run.state.consumed_samples += samples
@@ -295,7 +299,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     """Follow `nonfinite_policy` after a step with a loss or gradient norm that is not finite.
 
     Return True if the state went back to the last checkpoint. False says that the step counts as
-    one that changed nothing, and that training continues with the next batch.
+    one that changed no weight, and that training continues with the next batch.
 
     Raises:
         NonFiniteError: The policy is `stop`, or too many such steps came in a row.

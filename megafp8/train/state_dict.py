@@ -186,6 +186,7 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
     own = list(_scaling_placements(state))
     if own and not any(name.startswith("scaling/") for name in stored):
         notify("the checkpoint was made without FP8: scales and amax histories have initial values")
+        state.scaling.forget_staged()  # amaxes of the weights from before the checkpoint was read
         return
     same_layout = [
         p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
@@ -211,5 +212,6 @@ def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
     if merged:
         notify(
             f"{merged} FP8 scaling entries differed between the ranks that saved them "
-            "(reduce_amax=False): the larger amax and the smaller scale of each are used"
+            "(model.reduce_amax=False or model.tp_only_amax_red=True): the larger amax and the "
+            "smaller scale of each are used"
         )

@@ -53,7 +53,8 @@ def train_step(
 ) -> StepResult:
     """Run one step: forward and backward passes, reduction, clipping, update.
 
-    A step whose loss or gradient norm is not finite updates nothing but FP16's loss scale.
+    A step whose loss or gradient norm is not finite updates no weight and no moment. FP16's loss
+    scale moves in it, and so do FP8's amax histories and scales, which follow each microbatch.
 
     `flags` returns what this rank wants all ranks to know. It is called once, just before the step
     waits for the device, so that the answers arrive in the step's only copy to the host.

@@ -71,7 +71,12 @@ def check_validation(run: Run) -> None:
     train, mesh = run.spec.train, run.state.mesh
     limit = train.num_sanity_val_steps * train.global_batch_size
     batches = validation_batches(
-        run.data.validation, train.micro_batch_size, mesh.dp.rank, mesh.dp.size, limit
+        run.data.validation,
+        train.micro_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        limit,
+        rules=run.data.rules,
     )
     val_loss, num_tokens = evaluate(run.state, batches)
     run.console.event(f"sanity check: val loss {val_loss:.4f} over {num_tokens} tokens")

@@ -20,6 +20,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.agreement import on_main
+from megafp8.precision.scaling import ScalingState
 from megafp8.runs.directory import CHECKPOINTS_DIR
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.train import state_dict
@@ -98,6 +99,8 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
     for line in check_fits(spec.model, reader):
         notify(line)
     reader.load_into(list(state_dict.model_placements(state)))
+    if isinstance(state.scaling, ScalingState):
+        state.scaling.forget_staged()  # amaxes of the initial weights, which nothing has read
     state.masters.write_back()
     notify(f"loaded the weights from {found}")
 

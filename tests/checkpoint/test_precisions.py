@@ -58,6 +58,16 @@ def assert_payloads_follow_specification(state: TrainState) -> set[float]:
     return scales
 
 
+def assert_staged_amaxes_are_the_weights(state: TrainState) -> None:
+    """Those that wait for the first update are of the weights that were loaded, not of others."""
+    assert isinstance(state.scaling, ScalingState)
+    table = state.scaling.forward
+    masters = dict(zip(state.masters.params, state.masters.masters, strict=True))
+    for linear in linears_of(state.model):
+        staged = table.amax[table.names.index(f"{linear.name}.weight")]
+        assert staged == masters[linear.weight].detach().bfloat16().abs().max(), linear.name
+
+
 def test_from_bf16_to_fp8(tmp_path: Path) -> None:
     layouts.begin("BF16", tmp_path)
     path = tmp_path / "step_00000006"
@@ -67,6 +77,7 @@ def test_from_bf16_to_fp8(tmp_path: Path) -> None:
     ]
     assert_same_state(state, Reader(path))
     assert assert_payloads_follow_specification(state) == {1.0}
+    assert_staged_amaxes_are_the_weights(state)
     losses = layouts.train(state, layouts.case_of("FP8"), STEPS_AFTER)
     assert all(np.isfinite(losses)) and len(assert_payloads_follow_specification(state)) > 1
 

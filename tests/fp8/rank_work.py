@@ -58,3 +58,14 @@ def train(rank: Rank, wrapper: str, reduce: bool) -> dict[str, Any]:
         "first": {name: scale.quant_scale for name, scale in first_scales.items()},
         "scales": {name: scale.quant_scale for name, scale in state.scales().items()},
     }
+
+
+def convert_in_a_group_of_one(rank: Rank) -> str | None:
+    """What `fp8.convert` refuses of a group that has rank 0 alone."""
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
+    group = dist.new_group([0])
+    try:
+        fp8.convert(mlp(), amax_group=group)
+    except fp8.Fp8Error as error:
+        return str(error)
+    return None

@@ -28,6 +28,13 @@ def test_replicas_share_weights_and_with_a_group_their_scales() -> None:
     assert not torch.equal(one["parameters"][0], mlp()[0].weight)
 
 
+def test_a_rank_outside_of_the_group_is_refused() -> None:
+    """torch would warn and reduce nothing, so that this rank would keep scales of its own."""
+    inside, outside = run_ranks("tests.fp8.rank_work:convert_in_a_group_of_one", 2, {}, timeout=90)
+    assert inside is None
+    assert outside.startswith("amax_group: ") and "member of" in outside
+
+
 @pytest.mark.slow
 def test_sharded_weights_train_as_replicas_do() -> None:
     for result, expected in zip(trained("fsdp2", True), trained("ddp", True), strict=True):

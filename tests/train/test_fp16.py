@@ -124,6 +124,21 @@ def test_a_run_overflows_stops_and_goes_on(place: Place) -> None:
     assert_same(place, other)
 
 
+def test_weights_in_fp8_continue_from_a_skipped_step(place: Place) -> None:
+    """An overflow moves the scales of FP8. Weights kept in FP8 are stored by the moved ones, in a
+    run that goes on as in one that is continued."""
+    other = replace(place, cwd=place.cwd / "other")
+    other.cwd.mkdir()
+    flags = ["trainer.precision=16", "model.fp8_params=True", "model.native_amp_init_scale=1048576"]
+    assert other.run(*flags).code == 0
+    first = [row["grad_norm"] for row in other.metrics() if "lr" in row][:2]
+    assert all(norm in ("Infinity", "NaN") for norm in first), first
+    done = place.run(*flags, fault=["signalled", int(signal.SIGTERM), 2])
+    assert done.code == 75, done.output
+    assert place.run(*flags).code == 0
+    assert_same(place, other)
+
+
 def test_an_overflow_that_no_scale_helps_is_the_policys(place: Place) -> None:
     flags = [*FP16, "model.native_amp_init_scale=4", "model.hysteresis=1"]
     done = place.run(*flags, fault=["nan_gradient", "final_norm.weight", list(range(3, 10))])

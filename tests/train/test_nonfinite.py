@@ -36,6 +36,12 @@ def test_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert_same(place, reference)
 
 
+def test_the_first_bad_tensor_is_found_among_weights_in_fp8(place: Place) -> None:
+    done = place.run("model.fp8_params=True", fault=["nan_gradient", "final_norm.weight", [1]])
+    assert done.code == 3 and "Traceback" not in done.output, done.output
+    assert "first bad: gradient of final_norm.weight." in done.output
+
+
 def test_skip(place: Place, undisturbed: tuple[Place, Done]) -> None:
     reference, _ = undisturbed
     done = place.run(policy("skip"), fault=["nan_gradient", bad_tensor(reference), [6]])

@@ -94,10 +94,14 @@ def test_run_to_transformers_and_back(
         f"restore_from_path={ours}",
         "trainer.max_steps=2",
         "trainer.nonfinite_policy=rollback",  # this policy saves step 0
+        "model.init_method_std=0.2",  # of weights that are replaced before anything reads them
     )
     assert started.code == 0 and f"weights from {ours}" in started.output, started.output
     first = Reader(place.checkpoint(0, "second"))
     assert all(torch.equal(first.read(name), before[name]) for name in before)
+    staged = "scaling/forward/amax/layers.1.mlp.fc2.weight"  # it waits for the first update
+    if "model.fp8_params=True" in shape:
+        assert first.read(staged) == before["model/layers.1.mlp.fc2.weight"].abs().max()
     last = Reader(place.checkpoint(2, "second"))
     assert not torch.equal(last.read("model/final_norm.weight"), before["model/final_norm.weight"])
     own_yaml = resolve(load(config_dir=ours, config_name="model"), lambda: False)

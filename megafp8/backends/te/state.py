@@ -195,6 +195,12 @@ class TeScaling(ScalingState):
             state.amax_history[1:, column] = table.history[row]
             state.scale[column] = table.quant_scale[row]
 
+    def forget_staged(self) -> None:
+        """Drop the amaxes staged since the last update; see `ScalingState.forget_staged`."""
+        self.pull()
+        super().forget_staged()
+        self.push()
+
     def begin_microbatch(self, index: int) -> None:
         """Open the region for microbatch `index`."""
         self.region.begin(index)
