@@ -139,7 +139,7 @@ def test_te_does_not_tell_documents_apart() -> None:
 # --- sizes ---------------------------------------------------------------------------------------
 
 SIZES = {
-    "model.hidden_size": (80, 96, 112, 136),
+    "model.hidden_size": (80, 112, 128, 136),
     "model.ffn_hidden_size": (48, 72, 200, 256),
     "model.num_query_groups": ("null", 1, 2),
     "model.kv_channels": ("null", 12, 20),
