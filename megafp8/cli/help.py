@@ -445,7 +445,7 @@ def _item(key: Key, value: Any) -> Iterator[str]:
     """Yield the lines about one key."""
     facts = [f"*Values:* {_escaped(key.valid_text)}."]
     if key.needs is not None:
-        facts.append(f"*Needs* `{key.needs.text}`.")
+        facts.append(f"*Needs* {_condition(key.needs.text)}.")
     if key.nemo is NOT_IN_NEMO:
         facts.append("*Not in NeMo's file.*")
     elif key.nemo != value:
@@ -463,13 +463,28 @@ def _together_part() -> list[str]:
     parts = [_TOGETHER_PART, "| refused setting | together with | because |", "|---|---|---|"]
     for row in TOGETHER:
         excludes, when = (
-            ", ".join(f"`{condition_text(key, test)}`" for key, test in tests.items())
+            ", ".join(_condition(condition_text(key, test)) for key, test in tests.items())
             for tests in (row.excludes, row.when)
         )
-        reason = re.sub(r"\{([\w.]+)\}", r"`\1`", row.reason)
+        reason = re.sub(r"; this run has \{[\w.]+\}", "", row.reason)
+        reason = re.sub(r"\{([\w.]+)\}", r"`\1`", reason)
         mark = " *(unproven)*" if row.unproven else ""
         parts.append(f"| {excludes} | {when} | {reason}{mark} |")
     return [*parts, ""]
+
+
+def _condition(text: str) -> str:
+    """Return a condition such as `a=1 or 2 for some linear` with only its settings as code."""
+    condition, is_for, rest = text.replace("None", "null").partition(" for ")
+    key, equals, values = condition.partition("=")
+    if not equals:
+        key, _, words = condition.partition(" ")
+        shown = f"`{key}` {words}"
+    else:
+        first, *others = re.split(r"(, | or )", values)
+        pairs = zip(others[::2], others[1::2], strict=True)
+        shown = f"`{key}={first}`" + "".join(f"{joint}`{other}`" for joint, other in pairs)
+    return f"{shown}{is_for}{rest}"
 
 
 def _nemo_part() -> list[str]:
