@@ -265,8 +265,9 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
     listed -= {name for name in re.findall(r"(\w+)/", item[2])}
     there = modules_of(ROOT / "megafp8" / package)
     assert item[1] == str(FLOORS[package]), f"{package} is on floor {FLOORS[package]}"
-    assert not there - listed, f"modules of {package} that are not listed"
-    assert not listed - there, f"modules of {package} that are not there"
+    missing, gone = sorted(there - listed), sorted(listed - there)
+    assert not missing, f"add {missing} to the item about {package} in docs/architecture.md"
+    assert not gone, f"remove {gone} from the item about {package} in docs/architecture.md"
 
 
 @pytest.mark.parametrize(
