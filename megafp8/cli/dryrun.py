@@ -21,6 +21,7 @@ from megafp8.cli.options import parse_options
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
+from megafp8.config.rules import counted
 from megafp8.data.prepare import prepare
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes
@@ -147,14 +148,14 @@ def job_lines(spec: RunSpec, layout: Layout) -> Iterator[str]:
     )
     schedule = f" ({pipeline.schedule}" + (f", {stages} stages a rank)" if stages > 1 else ")")
     yield (
-        f"layout: {_count(parallel.world_size, 'rank')} ({_count(parallel.num_nodes, 'node')} x "
+        f"layout: {counted(parallel.world_size, 'rank')} ({counted(parallel.num_nodes, 'node')} x "
         f"{parallel.devices_per_node}) = tensor {parallel.tp} x context {parallel.cp} x data "
         f"{parallel.dp} x pipeline {parallel.pp}" + (schedule if parallel.pp > 1 else "")
     )
     yield (
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens: "
-        f"{_count(layout.num_microbatches, 'microbatch', 'microbatches')} of "
-        f"{train.micro_batch_size} on each of {_count(parallel.dp, 'replica')}"
+        f"{counted(layout.num_microbatches, 'microbatch', 'microbatches')} of "
+        f"{train.micro_batch_size} on each of {counted(parallel.dp, 'replica')}"
     )
     if layout.times is not None:
         worst = max(layout.times.idle)
@@ -218,10 +219,6 @@ def shapes(share: RankShare) -> Iterator[str]:
     for (name, whole, local, dtype), layers in groups.items():
         times = f"  x {len(layers)}" if len(layers) > 1 else ""
         yield f"  {name} {list(whole)} -> {list(local)} {dtype}{times}"
-
-
-def _count(number: int, singular: str, plural: str = "") -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _position(share: RankShare) -> str:

@@ -53,6 +53,8 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingError(
-            "options", None, message, "--help lists the options and all keys", origin=COMMAND_LINE
-        )
+        hint = "--help lists the options and all keys"
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        if "=" in unknown:
+            hint = f"If it is a setting, write it without dashes: {unknown.lstrip('-')}"
+        raise SettingError("options", None, message, hint, origin=COMMAND_LINE)

@@ -101,7 +101,13 @@ def is_mistake(found: Unused, origins: Origins | None) -> bool:
     return mine.is_users and mine.strength >= others.strength
 
 
-# --- sizes that would fit, for hints --------------------------------------------------------------
+# --- texts for messages and hints -----------------------------------------------------------------
+
+
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
 
 _SEARCH_LIMIT = 10_000
 

@@ -54,9 +54,11 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     except (OmegaConfBaseException, ValueError, OverflowError):
         assert key is not None
         reason = f"{_show(setting.value)} is not {key.type_text}"
-        return SettingError(
-            setting.key, setting.value, reason, f"Give {key.valid_text}", origin=setting.origin
-        )
+        hint = f"Give {key.valid_text}"
+        is_whole = isinstance(setting.value, float) and setting.value.is_integer()
+        if is_whole and "a whole number" in key.type_text:
+            hint = f"Write {int(setting.value)}"  # the value of 1e5 is a float
+        return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
     return None
 
 

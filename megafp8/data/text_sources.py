@@ -81,7 +81,7 @@ class TextSource:
         Raises:
             DataError: A file or the dataset cannot be read, or has no such column.
         """
-        with _told(self.name):
+        with _errors_reported(self.name):
             for stream, column, where in self._streams():
                 for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
                     if column not in table.column_names:
@@ -183,7 +183,7 @@ def _checked(text: object, where: object, column: str) -> str:
 
 
 @contextlib.contextmanager
-def _told(name: str) -> Iterator[None]:
+def _errors_reported(name: str) -> Iterator[None]:
     """Turn errors of `datasets` and of file readers into DataError."""
     try:
         datasets = _datasets()

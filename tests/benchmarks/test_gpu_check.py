@@ -78,7 +78,7 @@ def bare(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_a_bare_machine_is_told_what_to_bring(tmp_path: Path, bare: str) -> None:
+def test_a_bare_machine_gets_a_list_of_what_it_lacks(tmp_path: Path, bare: str) -> None:
     out, none = tmp_path / "out", tmp_path / "none"
     done = check("runs", "--tiny", "--out", str(out), "--wheels", str(none), PYTHONPATH=bare)
     assert done.returncode == 1

@@ -63,12 +63,14 @@ def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tu
     files = sorted(newest.iterdir())
     path = files[number % len(files)]
     kind = damage(path, chance)
-    told: list[str] = []
+    messages: list[str] = []
     opened = Opened()
     reader.safe_open = opened  # type: ignore[attr-defined]
-    found = newest_valid(place, single_rank(), told.append)
+    found = newest_valid(place, single_rank(), messages.append)
     assert found == before, (number, path.name, kind, found)
-    assert len(told) == 1 and str(newest) in told[0] and before.name in told[0], told
+    assert len(messages) == 1 and str(newest) in messages[0] and before.name in messages[0], (
+        messages
+    )
     assert (place / f"{newest.name}.damaged-1").is_dir() and not newest.exists()
     loaded = reader.Reader(found)
     loaded.read(loaded.names()[number % len(loaded.names())])

@@ -86,7 +86,7 @@ class Leg:
     params: list[Piece]  # as the model reads them: the bytes of FP32, BF16 or FP8
     samples: list[int]  # the next global batch's, this rank's part
     losses: list[float]  # of the next steps
-    told: list[str]
+    messages: list[str]
 
 
 class Numbers:
@@ -163,10 +163,10 @@ def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) 
     """Load a checkpoint, save it again, record what was loaded, and only then train."""
     spec = replace(layout.spec, devices_per_node=layout.ranks)
     case = case_of(precision, spec, zero=layout.zero)
-    state, told = case.build(mesh), list[str]()
-    state_dict.load(source / step_name(STEPS_BEFORE), state, told.append)
+    state, messages = case.build(mesh), list[str]()
+    state_dict.load(source / step_name(STEPS_BEFORE), state, messages.append)
     saver_at(target).save(state)
-    return Leg(params_of(state), next_samples(state), train(state, case, STEPS_AFTER), told)
+    return Leg(params_of(state), next_samples(state), train(state, case, STEPS_AFTER), messages)
 
 
 def run_legs(rank: Rank, precision: str, layouts: list[tuple[Layout, Path, Path]]) -> list[Leg]:

@@ -156,20 +156,20 @@ def flip_last_byte(path: Path) -> None:
 
 
 def test_the_newest_valid_one_is_used_and_the_damaged_named(tmp_path: Path, save: Save) -> None:
-    told: list[str] = []
-    assert store.newest_valid(tmp_path / "none", told.append) is None
-    assert store.newest_valid(tmp_path, told.append) is None
+    messages: list[str] = []
+    assert store.newest_valid(tmp_path / "none", messages.append) is None
+    assert store.newest_valid(tmp_path, messages.append) is None
     paths = [save(tmp_path, step) for step in (4, 8, 12)]
-    assert store.newest_valid(tmp_path, told.append) == paths[2] and told == []
+    assert store.newest_valid(tmp_path, messages.append) == paths[2] and messages == []
     flip_last_byte(paths[2] / "model-rank0.safetensors")
     (paths[1] / "model-rank1.safetensors").unlink()
-    assert store.newest_valid(tmp_path, told.append) == paths[0]
-    assert len(told) == 2
-    assert "step_00000012/model-rank0" in told[0] and "step_00000004" in told[0]
-    assert "step_00000008/model-rank1" in told[1] and "missing" in told[1]
+    assert store.newest_valid(tmp_path, messages.append) == paths[0]
+    assert len(messages) == 2
+    assert "step_00000012/model-rank0" in messages[0] and "step_00000004" in messages[0]
+    assert "step_00000008/model-rank1" in messages[1] and "missing" in messages[1]
     (paths[0] / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="all 3 checkpoints are damaged"):
-        store.newest_valid(tmp_path, told.append)
+        store.newest_valid(tmp_path, messages.append)
 
 
 def test_damaged_ones_set_aside_still_count_as_existing(tmp_path: Path, save: Save) -> None:

@@ -75,9 +75,9 @@ def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
     assert len(roots) > 40
     newest_steps = []
     for root in roots:
-        told: list[str] = []
-        newest = store.newest_valid(root, told.append)
-        assert newest is not None and told == []  # what has a valid name is whole, always
+        messages: list[str] = []
+        newest = store.newest_valid(root, messages.append)
+        assert newest is not None and messages == []  # what has a valid name is whole, always
         for step in store.steps(root):
             store.verify(root / f"step_{step:08d}")
         store.prune(root, 1)

@@ -79,7 +79,7 @@ def check_round(precision: str, round_: list[Layout], folder: Path) -> None:
         for name in now:
             assert torch.equal(now[name], payloads[name]), (layout.name, name)
         assert sorted({n for leg in legs for n in leg.samples}) == samples, layout.name
-        assert not [text for leg in legs for text in leg.told], layout.name
+        assert not [text for leg in legs for text in leg.messages], layout.name
         for leg in legs:
             assert leg.losses == legs[0].losses, layout.name
             assert distance(leg.losses, expected) <= bound, (layout.name, leg.losses, expected)

@@ -29,9 +29,9 @@ def one_thread() -> None:
 
 
 def continued(precision: str, path: Path) -> tuple[TrainState, list[str]]:
-    state, told = layouts.case_of(precision).build(single_rank()), list[str]()
-    state_dict.load(path, state, told.append)
-    return state, told
+    state, messages = layouts.case_of(precision).build(single_rank()), list[str]()
+    state_dict.load(path, state, messages.append)
+    return state, messages
 
 
 def assert_same_state(state: TrainState, reader: Reader) -> None:
@@ -71,8 +71,8 @@ def assert_staged_amaxes_are_the_weights(state: TrainState) -> None:
 def test_from_bf16_to_fp8(tmp_path: Path) -> None:
     layouts.begin("BF16", tmp_path)
     path = tmp_path / "step_00000006"
-    state, told = continued("FP8", path)
-    assert told == [
+    state, messages = continued("FP8", path)
+    assert messages == [
         "the checkpoint was made without FP8: scales and amax histories have initial values"
     ]
     assert_same_state(state, Reader(path))
@@ -85,8 +85,8 @@ def test_from_bf16_to_fp8(tmp_path: Path) -> None:
 def test_from_fp8_to_bf16(tmp_path: Path) -> None:
     layouts.begin("FP8", tmp_path)
     path = tmp_path / "step_00000006"
-    state, told = continued("BF16", path)
-    assert told == []
+    state, messages = continued("BF16", path)
+    assert messages == []
     assert_same_state(state, Reader(path))
     for param, master in zip(state.masters.params, state.masters.masters, strict=True):
         assert param.dtype == torch.bfloat16 and torch.equal(param, master.bfloat16())
@@ -115,8 +115,8 @@ def test_scales_that_differed_between_shards(tmp_path: Path) -> None:
     staging = store.begin(tmp_path, 6)
     shard = store.write_shard(staging, "rank0.safetensors", placements)
     path = store.commit(staging, tmp_path, 6, [shard], first.meta)
-    merged, told = continued("FP8", path)
-    assert len(told) == 1 and "differed between the ranks that saved them" in told[0]
+    merged, messages = continued("FP8", path)
+    assert len(messages) == 1 and "differed between the ranks that saved them" in messages[0]
     assert_same_state(merged, first)
     now = {p.name: p.tensor for p in state_dict.placements(merged)}
     assert smaller and all(torch.equal(now[name], smaller[name]) for name in smaller)

@@ -383,8 +383,8 @@ def test_another_end_of_a_document_is_named_or_recorded(
     own = tmp_path / "own.json"
     own.write_text(json.dumps(rust).replace("<|endoftext|>", "</s>"))
     text = (corpus / "a.jsonl", "--text-key", "body", "--workers", 0)
-    told = wrong(capsys, *text, "--output", tmp_path / "x", "--tokenizer", own)
-    assert "its special tokens: </s>" in told and "--end-of-document" in told
+    message = wrong(capsys, *text, "--output", tmp_path / "x", "--tokenizer", own)
+    assert "its special tokens: </s>" in message and "--end-of-document" in message
     first, second = tmp_path / "first", tmp_path / "second"
     end = ("--end-of-document", "</s>")
     assert run(*text, "--output", first, "--tokenizer", own, *end) == 0

@@ -78,7 +78,7 @@ def test_every_file_is_read_once_and_every_rule_runs_once(
     assert runs["rules"] == 1
 
 
-def test_problems_of_all_layers_are_told_at_once_with_their_origins(folder: Path) -> None:
+def test_problems_of_all_layers_are_reported_at_once_with_their_origins(folder: Path) -> None:
     (folder / "base.yaml").write_text("model: {sed: 2, hidden_size: wide}\n")
     found = load_problems("model.fp8=maybe", config_dir=folder, config_name="mine")
     assert {(p.key, p.origin) for p in found} == {

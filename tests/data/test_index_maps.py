@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
     assert arrays["a"].tolist() == list(range(7))
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     calls: list[int] = []
     lines = Lines()
@@ -129,7 +129,7 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
+def test_a_killed_builder_blocks_no_other(tmp_path: Path) -> None:
     program = PROGRAM.replace("sleep(0.5)", "sleep(60)")
     argv = [sys.executable, "-c", program, str(tmp_path / "cache"), str(tmp_path / "log")]
     process = subprocess.Popen(argv)

@@ -207,7 +207,7 @@ def test_another_users_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         IndexedDataset(tmp_path / "d")
 
 
-def test_damage_is_told_at_once(tmp_path: Path) -> None:
+def test_damage_is_reported_at_once(tmp_path: Path) -> None:
     """A million sequences, the last one damaged."""
     lengths = np.full(1_000_000, 1)
     lengths[-1] = 2

@@ -117,7 +117,7 @@ def test_layouts_train_as_one_rank(on_tiny_data: list[str]) -> None:
 
 @pytest.mark.kill
 @pytest.mark.slow
-def test_a_killed_run_goes_on(on_tiny_data: list[str]) -> None:
+def test_a_killed_run_continues(on_tiny_data: list[str]) -> None:
     output = run(["bash", str(ROOT / "examples/05_continue_a_run.sh"), *on_tiny_data])
     assert "--- killed; the same command again:" in output
     assert re.search(r"continuing from .*/step_000000(05|10|15)", output)

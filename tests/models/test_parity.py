@@ -102,7 +102,7 @@ def test_a_later_token_leaves_earlier_logits_unchanged(position: int) -> None:
     assert (differs > 1e-4).all(), "the changed position and all later ones do see it"
 
 
-def test_positions_are_told_apart() -> None:
+def test_positions_are_distinguished() -> None:
     """The same token everywhere: without positions every logit row would be the same."""
     model = native().eval()
     logits = model.logits(torch.full((1, SEQ), 5))

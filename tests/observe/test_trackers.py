@@ -49,7 +49,7 @@ class Recorder:
             raise RuntimeError("first line\nsecond line")
 
 
-def test_a_failing_tracker_is_told_once_and_left_alone() -> None:
+def test_a_failing_tracker_is_reported_once_and_not_used_again() -> None:
     warnings: list[str] = []
     good, bad = Recorder(), Recorder(fail_at=2)
     assert isinstance(good, Tracker)
@@ -65,7 +65,7 @@ def test_a_failing_tracker_is_told_once_and_left_alone() -> None:
     assert good.closed == 1
 
 
-def test_a_failing_close_is_told_and_others_still_close() -> None:
+def test_a_failing_close_is_reported_and_others_still_close() -> None:
     warnings: list[str] = []
     first, last = Recorder(), Recorder(fail_close=True)
     CompositeTracker([first, last], warn=warnings.append).close()

@@ -73,7 +73,9 @@ def test_nemos_defaults() -> None:
 
 
 @given(HISTORIES, HISTORIES)
-def test_a_restored_scale_goes_on_as_it_would_have(before: list[bool], after: list[bool]) -> None:
+def test_a_restored_scale_continues_as_without_a_stop(
+    before: list[bool], after: list[bool]
+) -> None:
     spec = LossScaleSpec(init_scale=2.0**10, growth_interval=3)
     whole = LossScale(spec)
     for overflowed in before:

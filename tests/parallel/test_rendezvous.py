@@ -1,4 +1,4 @@
-"""Ranks that find each other, or are told why not."""
+"""Test how ranks find each other, and the errors if they do not."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def test_torchruns_restarts_over_hosts_are_warned_of(recwarn: pytest.WarningsRec
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_nccl_is_told_which_gpu_is_this_ranks(
-    monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_nccl_gets_the_gpu_of_this_rank(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """So that it connects the ranks at once, where an error is told."""
     given: dict[str, object] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda name, **more: given.update(more))

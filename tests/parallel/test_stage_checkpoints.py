@@ -85,13 +85,11 @@ def assert_as_undisturbed(ranks: list[Resumed], one: Outcome) -> None:
 @pytest.mark.parametrize(
     "case", [*(n for n in RESUMED if "tensor" not in n), *(f"{n} -> one" for n in SAVED)]
 )
-def test_goes_on_bit_for_bit(resumed: dict[str, list[Resumed]], one: Outcome, case: str) -> None:
+def test_continues_bit_for_bit(resumed: dict[str, list[Resumed]], one: Outcome, case: str) -> None:
     assert_as_undisturbed(resumed[case], one)
 
 
-def test_on_tensor_parallel_ranks_it_goes_on(
-    resumed: dict[str, list[Resumed]], one: Outcome
-) -> None:
+def test_tensor_parallel_ranks_continue(resumed: dict[str, list[Resumed]], one: Outcome) -> None:
     """With other masks of dropout and other sums: as near as two runs are."""
     for rank in resumed["V -> tensor"]:
         assert rank.losses == pytest.approx(one.losses[STEPS:], rel=1e-2)

@@ -50,7 +50,7 @@ def test_weights_gradients_fill_the_bubble_and_keep_what_they_need() -> None:
     assert most_held(orders[1], {1: 1}) == 2
 
 
-def test_orders_that_wait_for_each_other_are_told() -> None:
+def test_orders_that_wait_for_each_other_are_reported() -> None:
     orders = [[Work("B", 0, 0), Work("F", 0, 0)], [Work("F", 1, 0), Work("B", 1, 0)]]
     with pytest.raises(ValueError, match="wait for each other; 4"):
         run_times(orders, 2)

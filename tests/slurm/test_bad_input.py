@@ -1,4 +1,4 @@
-"""What is wrong with a job is told once, soon, by rank 0; and no rank stays."""
+"""What is wrong with a job is reported once, soon, by rank 0, and no rank stays."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_a_sweep_of_two_jobs_with_two_ranks(cluster: Cluster) -> None:
     assert mine == theirs and mine[0] != mine[1]
 
 
-def test_a_killed_job_is_told(cluster: Cluster) -> None:
+def test_a_killed_job_is_reported(cluster: Cluster) -> None:
     process = sweep(
         cluster, "killed", "hydra/launcher=submitit_slurm", "trainer.devices=1",
         "model.tensor_model_parallel_size=1", "trainer.max_steps=100000,2",

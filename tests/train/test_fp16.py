@@ -97,7 +97,7 @@ def test_at_the_smallest_scale_it_is_not_the_scalers_any_more() -> None:
 # ---- whole runs
 
 
-def test_a_run_overflows_stops_and_goes_on(place: Place) -> None:
+def test_a_run_overflows_stops_and_continues(place: Place) -> None:
     """The run is stopped while the scale still falls, and again while it grows."""
     other = replace(place, cwd=place.cwd / "other")
     other.cwd.mkdir()

@@ -75,7 +75,7 @@ OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_we
 ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
-RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_goes_on_from_a_checkpoint")
+RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_continues_from_a_checkpoint")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
@@ -110,7 +110,7 @@ EFFECTS: dict[str, Effect] = {
         f"{MODEL_KEYS}::test_layers_of_a_block_and_of_a_group_count"
     ),
     "model.native_amp_init_scale": ShownBy(
-        "tests/train/test_fp16.py::test_a_run_overflows_stops_and_goes_on"
+        "tests/train/test_fp16.py::test_a_run_overflows_stops_and_continues"
     ),
     "model.native_amp_growth_interval": ShownBy(
         "tests/train/test_fp16.py::test_growth_interval_and_hysteresis_of_a_run"

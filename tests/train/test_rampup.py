@@ -140,7 +140,7 @@ def test_samples_over_stops_are_those_of_an_undisturbed_run(
 # ---- whole runs
 
 
-def test_a_run_stopped_within_and_after_the_ramp_goes_on(place: Place, ramped: Place) -> None:
+def test_a_run_stopped_within_and_after_the_ramp_continues(place: Place, ramped: Place) -> None:
     for stop in (2, 6):
         done = place.run(RAMP, fault=["signalled", int(signal.SIGTERM), stop])
         assert done.code == 75, done.output

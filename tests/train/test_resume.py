@@ -15,7 +15,7 @@ def losses(place: Place, name: str) -> list[dict[str, object]]:
     return [{k: v for k, v in row.items() if k not in TIMING_KEYS} for row in rows]
 
 
-def test_a_new_run_goes_on_from_a_checkpoint(place: Place) -> None:
+def test_a_new_run_continues_from_a_checkpoint(place: Place) -> None:
     assert place.run(*STEPS, "exp_manager.name=whole").code == 0
     assert place.steps("whole") == [2, 4]
     middle = place.checkpoint(2, "whole")

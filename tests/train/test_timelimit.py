@@ -112,7 +112,7 @@ def test_no_restart_no_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"starts": 3}', '{"starts": [3]}'])
-def test_a_damaged_record_counts_anew(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_counts_from_zero(tmp_path: Path, text: str) -> None:
     (tmp_path / "restarts.json").write_text(text)
     check_progress(tmp_path, 0, restarted(2))
     assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig
 
 from megafp8.config import together
 from megafp8.config.checks import model, optim, parallel, precision, run
 from megafp8.config.errors import DEFAULT, SettingError, raise_if_any
-from megafp8.config.keys import Key, Values
+from megafp8.config.keys import NOT_IN_NEMO, Key, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
+from megafp8.config.values import plain
 
 
 def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
@@ -69,5 +70,9 @@ def _range_finding(key: Key, value: Any) -> Finding | None:
         return None
     if value in valid.later:
         return Finding(key.path, "is not supported", valid.suggestion)
-    usual = f"NeMo's default is {key.nemo}" if key.required else f"The default is {key.default}"
-    return Finding(key.path, f"must be {valid.text}", usual)
+    hint = f"--help {key.path.rpartition('.')[2]} explains the key"
+    if not key.required:
+        hint = f"The default is {plain(key.default)}"
+    elif key.nemo not in (NOT_IN_NEMO, MISSING):
+        hint = f"NeMo's default is {plain(key.nemo)}"
+    return Finding(key.path, f"must be {valid.text}", hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.keys import Values
-from megafp8.config.rules import Finding, Rules, nearest_multiples
+from megafp8.config.rules import Finding, Rules, counted, nearest_multiples
 from megafp8.config.values import SCHEDULES, SIZES, WORLD, model_ranks, steps_or_ratio, world_size
 
 rule = Rules()
@@ -124,6 +124,6 @@ def _rampup_fits(v: Values) -> Iterator[Finding]:
         yield Finding(
             key,
             f"{wrong} is not a multiple of model.micro_batch_size={v['model.micro_batch_size']} "
-            f"times {ranks // size} data-parallel ranks",
+            f"times {counted(ranks // size, 'data-parallel rank')}",
             f"Nearest: {nearest_multiples(wrong, unit)}",
         )

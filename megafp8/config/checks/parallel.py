@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config.keys import Values
-from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
+from megafp8.config.rules import (
+    Finding,
+    Rules,
+    counted,
+    nearest_divisors,
+    nearest_multiples,
+)
 from megafp8.config.values import (
     SIZES,
     WORLD,
@@ -68,7 +74,8 @@ def _batches_fit(v: Values) -> Iterator[Finding]:
         fits = nearest_divisors(batch // dp, micro) if batch % dp == 0 else ""
         yield Finding(
             "model.global_batch_size",
-            f"is not a multiple of model.micro_batch_size={micro} times {dp} data-parallel ranks",
+            f"is not a multiple of model.micro_batch_size={micro} times "
+            f"{counted(dp, 'data-parallel rank')}",
             f"Nearest global batch sizes: {nearest_multiples(batch, micro * dp)}"
             + (f"; or model.micro_batch_size: {fits}" if fits else ""),
         )
@@ -150,8 +157,8 @@ def _pipeline_has_its_microbatches(v: Values) -> Iterator[Finding]:
         if count < pp:
             yield Finding(
                 key,
-                f"{batch} samples are {count} microbatches; {schedule} needs at least {pp}, one "
-                "for each pipeline rank",
+                f"{batch} samples are {counted(count, 'microbatch', 'microbatches')}; {schedule} "
+                f"needs at least {pp}, one for each pipeline rank",
                 f"Give at least {pp * samples}, or use model.pipeline_schedule=GPipe",
             )
             return

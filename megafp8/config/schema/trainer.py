@@ -36,7 +36,11 @@ class Trainer:
         "16 has a dynamic loss scale; bf16 and 32 need none.",
         nemo=16,
         kind="model",
-        valid=one_of(*PRECISIONS),
+        valid=one_of(
+            *PRECISIONS,
+            later=("fp8", "fp8-mixed"),
+            suggestion="For FP8, set model.fp8=True; trainer.precision is the dtype of all else",
+        ),
         spelling=spell_precision,
     )
     max_steps: int = key(

@@ -183,7 +183,7 @@ def test_everyone_else_still_learns_the_truth_about_this_machine() -> None:
     assert available is None or available[0] is True
 
 
-def test_the_loaded_version_is_told_and_stays() -> None:
+def test_the_loaded_version_is_reported_and_stays() -> None:
     assert cpu.load(VERSION) is te
     wanted = f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
     assert cpu.describe() == wanted

@@ -232,7 +232,7 @@ def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) 
     assert word in str(te_parts.why_not(dataclasses.replace(MODEL, **changes), DELAYED))
 
 
-def test_rotary_positions_that_begin_anew_are_refused() -> None:
+def test_rotary_positions_that_begin_again_are_refused() -> None:
     """It has one position for each place of a sequence, and this is told before it is loaded."""
     spec = spec_of(DELAYED, position_embedding_type="rope")
     precision = dataclasses.replace(spec.precision, backend="te")

@@ -68,7 +68,7 @@ def test_it_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
-def test_damaged_files_are_unpacked_anew(
+def test_damaged_files_are_unpacked_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     """Whoever edits the cache does not run something else under Transformer Engine's name."""
@@ -105,7 +105,7 @@ def test_a_version_without_a_known_hash_says_so(
     assert not wheel.sources(VERSION).is_known
 
 
-def test_without_network_the_command_is_told(
+def test_without_network_the_command_is_shown(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_network(monkeypatch)
