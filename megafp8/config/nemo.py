@@ -242,7 +242,7 @@ _KEYS = (
     _key("model.grad_div_ar_fusion", True,
          "gradients are in one flat FP32 buffer, which is divided once, after its reduction"),
     _key("model.gradient_accumulation_fusion", False,
-         "a weight gradient is rounded to the compute dtype, then added to its FP32 sum",
+         "weight gradients are added to FP32 sums, unrounded where the device has such a product",
          passes=(False, True)),
     _key("model.gradient_as_bucket_view", True,
          "gradients are in one flat FP32 buffer, which is divided once, after its reduction"),
