@@ -81,6 +81,8 @@ def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str
     chosen = [*PRESETS[preset], *VARIANTS[variant], "trainer.precision=bf16"]
     if not any(setting.startswith("model.activation=") for setting in chosen):
         chosen.append("model.openai_gelu=True")  # Transformer Engine's GELU: all compute the same
+    if not any(setting.startswith("model.fp8_backend=") for setting in chosen):
+        chosen.append("model.fp8_backend=native")  # `auto` may take Transformer Engine on a GPU
     if "model.fp8=True" in chosen:
         chosen.append("model.fp8_health=off")
     micro = next(int(s.split("=")[1]) for s in chosen if s.startswith("model.micro_batch_size"))
@@ -150,6 +152,7 @@ def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) 
         "last_loss": lines[-1]["loss"],
         "precision": summary["precision"],
         "fp8_flops_by_backend": summary["fp8_flops_by_backend"],
+        "fp8_share_by_kernel": summary["fp8_share_by_kernel"],
         "compiled": summary["compiled"],
         "layers": spec.num_layers,
         "steps": len(lines),

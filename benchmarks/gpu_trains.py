@@ -53,6 +53,7 @@ def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.
         str(ROOT / "pretrain_gpt.py"),
         *(TINY if args.tiny else ()),
         *settings,
+        "model.fp8_backend=native",  # `auto` may take Transformer Engine on a GPU
         "trainer.log_every_n_steps=1",
         "trainer.limit_val_batches=0",
         "exp_manager.create_tensorboard_logger=False",

@@ -101,7 +101,7 @@ def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
             Part(name, seconds, benchmark("gpu_trains", name, *results))
             for name, seconds in names.items()
         ]
-    trace = ("--engine", "native" if args.tiny else "te", "--steps", "2" if args.tiny else "200")
+    trace = ("--engine", "te", "--steps", "2" if args.tiny else "200")
     steps = ("--variants", "bf16", "fp8", "te bf16", "te fp8", "--steps", "30")
     return [
         tests_part("tests", 180, ("tests/gpu/test_te_gpu.py",), args),

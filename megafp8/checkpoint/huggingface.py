@@ -1,4 +1,6 @@
-"""Convert GPTs to and from the form of the library transformers, as GPT-2 or Llama, bit for bit.
+"""Convert GPTs to and from the form of the library transformers, as GPT-2 or Llama.
+
+Numbers stay the same bit for bit, unless an export asks for a narrower dtype than FP32.
 
 A logical tensor of ours becomes a tensor of transformers by renaming. GPT-2 also keeps the weights
 of linears transposed, as [in, out], and joins queries, keys and values in one tensor. Only

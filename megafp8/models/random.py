@@ -1,9 +1,10 @@
 """Key random streams by the place of their use, so that a resumed run needs no generator state.
 
 Every draw is keyed by seed, step, microbatch and site (the dropout's name). So recomputation,
-another order of microbatches and another tensor-parallel size draw the same numbers. A site whose
-tensor is sharded over tensor-parallel ranks also has the rank in its key, so that shards draw
-different numbers. If ranks share the sequence, every site has the context-parallel rank in its key.
+another order of microbatches and another number of replicas draw the same numbers. Another
+tensor-parallel size does so only for tensors that every rank holds whole: a site whose tensor is
+sharded also has the rank in its key, so that shards draw different numbers. If ranks share the
+sequence, every site has the context-parallel rank in its key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Let a norm or an activation write the FP8 input of the linear that follows it.
 
 Under `delayed` the scale is known beforehand, so one pass writes the payload, the transposed
-payload and the amax of the norm's or activation's result, which never lies in memory in high
-precision. Values are rounded to the linear's dtype before the cast, as if the result had been
-stored.
+payload and the amax of the norm's or activation's result. That result lies in memory in high
+precision only for observers (FP8 health, traces), which ask for it by `with_plain`. Values are
+rounded to the linear's dtype before the cast, as if the result had been stored.
 """
 
 # T tokens   I features of the linear's input   X features of what it is made of (2 I: gate and up)

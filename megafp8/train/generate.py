@@ -43,7 +43,8 @@ def sample(
     with state.scaling.evaluation():
         for _ in range(num_tokens):
             context = tokens[-window:]
-            # Attention is causal, so that padding at the end does not change tokens before it.
+            # Attention is causal, so that no token sees the padding after it. With FP8 recipes that
+            # take a tensor's own amax, padding still counts in the amax.
             padded = context + [0] * min(-len(context) % multiple, window - len(context))
             batch = torch.tensor([padded], device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]

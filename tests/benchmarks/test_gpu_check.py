@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION
+from tests.backends.te.sources import need_sources
+
 ROOT = Path(__file__).parents[2]
 BARE = """
 import importlib.abc, importlib.machinery, sys
@@ -199,3 +202,20 @@ def test_a_stage_at_tiny_shapes(stage: str, parts: list[str], tmp_path: Path) ->
     assert done.returncode == 0, done.stdout[-4000:]
     assert outcomes(tmp_path) == dict.fromkeys(parts, "passed")
     assert {line["stage"] for line in lines(tmp_path) if "stage" in line} == {stage}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+def test_transformer_engines_stage_at_tiny_shapes(tmp_path: Path) -> None:
+    """The optional fifth stage, over Transformer Engine's own Python on this CPU."""
+    need_sources(DEFAULT_VERSION)
+    done = check("te", "--tiny", "--workers", "0", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert outcomes(tmp_path) == dict.fromkeys(("tests", "layer", "steps", "trace"), "passed")
+    rows = {line["key"]: line["row"] for line in lines(tmp_path) if "row" in line}
+    assert rows["fp8 delayed"]["fp8_ran_by"] == ["emulated"]
+    assert rows["te bf16"]["fp8_ran_by"] == []
+    assert rows["te fp8 delayed"]["fp8_ran_by"] == ["another backend"]
+    assert set(rows["tiny te fp8"]["fp8_share_by_kernel"]) == {"te emulated"}
+    assert "replays bit for bit" in (tmp_path / "logs" / "te-trace.txt").read_text()

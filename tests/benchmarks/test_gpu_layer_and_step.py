@@ -115,6 +115,22 @@ gpu_layer.main()
     assert keys == ["bf16", "te bf16", "fp8 tensorwise", "fp8 delayed"], "as they come"
 
 
+def test_each_variant_of_a_step_names_its_backend() -> None:
+    """`auto` would take Transformer Engine on a GPU that has it, in the rows of our own engine."""
+    script = """
+import argparse, gpu_step as g
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+args = argparse.Namespace(accumulation=1)
+for variant in ("bf16", "fp8", "te bf16", "te fp8"):
+    spec = resolve(load([*g.settings_of("1.3b", variant, args), "trainer.accelerator=gpu"]),
+                   lambda: True)
+    print(spec.precision.backend, spec.precision.auto)
+"""
+    done = in_benchmarks(script)
+    assert done.stdout.split("\n")[:4] == 2 * ["native None"] + 2 * ["te None"], done.stderr
+
+
 def test_transformer_engine_can_run_what_it_is_compared_on() -> None:
     """It has the tanh form of GELU alone."""
     script = """

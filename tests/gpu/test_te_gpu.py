@@ -69,6 +69,7 @@ def test_its_scales_follow_our_rule_bit_for_bit() -> None:
         step(state, number)
         if number % 10 == 0:
             evaluate(state, [microbatch(99)])
+    recorded.close()
     assert replay(recorded.trace) == []
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(64, 64, device="cuda", generator=generator).bfloat16()

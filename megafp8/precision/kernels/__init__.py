@@ -1,4 +1,6 @@
 """Hold the kernels: C for CPUs, compiled on first use, and Triton for GPUs.
 
-Every kernel has a path of torch operations with the same bits.
+Every kernel has a path of torch operations. Casts, amaxes and scales have the same bits on both.
+Sums over tokens (the gradient of a bias), norms and activations add up or round in another order,
+and agree within the bounds of their tests.
 """

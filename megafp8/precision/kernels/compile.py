@@ -2,8 +2,8 @@
 
 The cache key covers the source, the compiler and this CPU's instruction set, so a home directory
 shared between machines is safe. Without a compiler (or with one that fails, or one whose code does
-not reproduce torch's cast) the reason is kept and the torch path runs, which is slower and has the
-same bits.
+not reproduce torch's cast) the reason is kept and the torch path runs, which is slower. Casts and
+amaxes have the same bits there; the gradient of a bias is added up in another order.
 """
 
 from __future__ import annotations
