@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 import tokenizers
 
-from megafp8.data.corpus import builtin_documents
+from megafp8.data.builtin import builtin_documents
 from megafp8.data.tokenize import train_tokenizer
 
 BATCH = 1000

@@ -1,25 +1,213 @@
-"""Open the built-in corpus as a dataset that is built once in a cache and checked at every
-start.
+"""Open the built-in corpus as a dataset that is built once in a cache and checked at every start.
+
+The corpus is what every Python carries: its documentation topics and its standard library.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import os
 import shutil
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.data.build import PREFIX, SIDECAR, build_dataset
-from megafp8.data.corpus import Corpus
-from megafp8.data.indexed import IndexedDataset
+from megafp8.data.dataset import (
+    FORMAT_VERSION,
+    OpenedDataset,
+    Sidecar,
+    load_sidecar,
+    record_file,
+    verify_files,
+)
+from megafp8.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from megafp8.data.named_tokenizers import load_tokenizer
-from megafp8.data.opened import OpenedDataset
-from megafp8.data.sidecar import FORMAT_VERSION, load_sidecar, verify_files
+from megafp8.data.tokenize import END_OF_DOCUMENT, train_tokenizer
 from megafp8.errors import DataError
+
+# Installed packages are not Python's own; the rest are tests, demos, bundled and generated files.
+EXCLUDED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "dist-packages",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+# These describe one machine (its compiler, its paths), so they would make the corpus differ
+# between two installations of the same Python.
+MACHINE_FOLDER_PREFIX = "config-"
+MACHINE_FILE_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+TOPICS_SOURCE = "pydoc_data/topics.py"  # its text is taken as topics, one document each
+
+
+@dataclass(frozen=True)
+class Document:
+    """Holds one text of the corpus; `name` says where it is from, such as `stdlib/abc.py`."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Describes a corpus to prepare: its documents and a key that tells whether they may have
+    changed.
+
+    `key` changes whenever `documents` may yield other text, and is computed without reading the
+    text.
+    """
+
+    name: str
+    key: Callable[[], str]
+    documents: Callable[[], Iterator[Document]]
+
+
+def builtin_documents(stdlib: Path | None = None) -> Iterator[Document]:
+    """Yield the documentation topics, then the standard library's sources, both in sorted order.
+
+    Files that are empty or not UTF-8 are left out. Line endings are kept as they are.
+
+    Args:
+        stdlib: The folder of the standard library; None means that of this Python.
+
+    Raises:
+        DataError: There is no document at all.
+    """
+    folder = stdlib or stdlib_folder()
+    count = 0
+    for name, text in sorted(_topics().items()):
+        if text:
+            count += 1
+            yield Document(f"topics/{name}", text)
+    for path in _source_files(folder):
+        name = path.relative_to(folder).as_posix()
+        if name == TOPICS_SOURCE:
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text:
+            count += 1
+            yield Document(f"stdlib/{name}", text)
+    if count == 0:
+        raise DataError(
+            folder,
+            "corpus",
+            "this Python carries neither documentation topics nor library sources",
+            "Give an indexed dataset's path as model.data.data_prefix, or use another Python",
+        )
+
+
+def builtin_key(stdlib: Path | None = None) -> str:
+    """Return a hash of Python's version and of the names, sizes and times of its library's files.
+
+    Reading every file would take longer than the rest of the preparation, and an edit or upgrade of
+    the library changes a size or a time. Equal text with other times only causes a second build: a
+    checkpoint records the hash of the tokens, which does not depend on times.
+    """
+    folder = stdlib or stdlib_folder()
+    digest = hashlib.sha256()
+    digest.update(f"{sys.implementation.name} {sys.version}\n".encode())
+    for path in _source_files(folder):
+        try:
+            status = path.stat()
+        except OSError:  # a dangling link: unreadable as a document too
+            continue
+        name = path.relative_to(folder).as_posix()
+        line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def stdlib_folder() -> Path:
+    """Return the folder of this Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+BUILTIN = Corpus("builtin", builtin_key, builtin_documents)
+
+
+def _topics() -> dict[str, str]:
+    """Return the topics of `pydoc`; empty if a distribution leaves `pydoc_data` out."""
+    try:
+        topics = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError):
+        return {}
+    return {str(name): str(text) for name, text in topics.items()}
+
+
+def _source_files(folder: Path) -> list[Path]:
+    """Return the library's Python files in the order of their relative names."""
+    found: list[Path] = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [
+            name
+            for name in folders
+            if name not in EXCLUDED_FOLDERS and not name.startswith(MACHINE_FOLDER_PREFIX)
+        ]
+        found += [
+            Path(root, name)
+            for name in files
+            if name.endswith(".py") and not name.startswith(MACHINE_FILE_PREFIXES)
+        ]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+PREFIX = "dataset"
+TOKENIZER = "tokenizer.json"
+SIDECAR = "dataset.json"
+DOCUMENTS_PER_BATCH = 256  # encoded at once, on all cores
+
+
+def build_dataset(corpus: Corpus, vocab_size: int, folder: Path) -> Sidecar:
+    """Train the tokenizer on the corpus and write the whole dataset into an existing folder.
+
+    Every document ends with the end-of-document token. The sidecar is written last, so a folder
+    that has a sidecar is complete.
+    """
+    texts = [document.text for document in corpus.documents()]
+    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer.save(folder / TOKENIZER)
+    prefix = folder / PREFIX
+    num_tokens = 0
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for first in range(0, len(texts), DOCUMENTS_PER_BATCH):
+            for ids in tokenizer.encode_batch(texts[first : first + DOCUMENTS_PER_BATCH]):
+                writer.add_document([*ids, tokenizer.eod_id])
+                num_tokens += len(ids) + 1
+    paths = (bin_path(prefix), idx_path(prefix), folder / TOKENIZER)
+    sidecar = Sidecar(
+        corpus=corpus.name,
+        end_of_document=END_OF_DOCUMENT,
+        vocab_size=tokenizer.vocab_size,
+        num_documents=len(texts),
+        num_tokens=num_tokens,
+        num_bytes=sum(len(text.encode("utf-8")) for text in texts),
+        files=tuple(record_file(path) for path in paths),
+    )
+    sidecar.save(folder / SIDECAR)
+    for path in (folder / TOKENIZER, folder / SIDECAR):
+        _sync(path)
+    return sidecar
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
 
 ATTEMPTS = 3  # other processes may replace the same folder meanwhile
 STALE_SECONDS = 3600.0  # a build takes seconds, so an older temporary folder is from a killed build

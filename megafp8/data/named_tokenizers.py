@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
-from megafp8.data.tiktoken_tokenizer import load_tiktoken, named_tiktoken
+from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken, named_tiktoken
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
     SENTENCEPIECE_FILE,

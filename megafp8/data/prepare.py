@@ -11,14 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples, JoinedSamples
-from megafp8.data.builtin import cache_folder, open_builtin
-from megafp8.data.corpus import BUILTIN, Corpus
-from megafp8.data.document_rules import DocumentRules
-from megafp8.data.excerpt import COUNTED_TOKENS, VALIDATION_TOKENS, excerpt
-from megafp8.data.index_cache import IndexCache
+from megafp8.data.builtin import BUILTIN, Corpus, cache_folder, open_builtin
+from megafp8.data.dataset import OpenedDataset, open_prefix
+from megafp8.data.index_maps import IndexCache
 from megafp8.data.indexed import idx_path
+from megafp8.data.loader import DocumentRules
 from megafp8.data.named_tokenizers import configured_tokenizer
-from megafp8.data.opened import OpenedDataset, open_prefix
 from megafp8.data.samples import (
     FiniteSource,
     SampleOrder,
@@ -33,6 +31,29 @@ from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
+
+VALIDATION_TOKENS = 1 << 22  # limit of a run's last validation, about 16 MB of text
+COUNTED_TOKENS = 1 << 26  # limit of the tokens that the unigram model counts
+
+
+def excerpt(lengths: NDArray[np.integer], num_tokens: int, limit: int) -> NDArray[np.int64]:
+    """Return the places of evenly spread documents with about `limit` of `num_tokens` tokens.
+
+    All documents are returned if they have no more than `limit` tokens. At least one document is
+    returned, so a single huge document may exceed `limit`.
+
+    Args:
+        lengths: The number of tokens of each document.
+        num_tokens: The tokens of all datasets together; this dataset gets its share of `limit`.
+        limit: The number of tokens for all datasets together.
+    """
+    if num_tokens <= limit:
+        return np.arange(len(lengths))
+    chosen = np.arange(0, len(lengths), -(-num_tokens // limit))
+    share = int(lengths.sum(dtype=np.int64)) * limit // num_tokens
+    fits = int(np.searchsorted(lengths[chosen].cumsum(dtype=np.int64), share, side="right"))
+    return chosen[: max(1, fits)]
+
 
 COUNT_TOKENS = 1 << 20  # tokens that are counted at once
 
@@ -340,3 +361,24 @@ def _index_folder(spec: DataSpec) -> Path | None:
         return cache_folder(spec.cache_dir)
     except DataError:  # without a home folder nothing is kept, which is allowed
         return None
+
+
+def build_index_maps(data: PreparedData, num_samples: int) -> int:
+    """Compute every index map of the first `num_samples` samples; return the number of epochs.
+
+    The maps are kept in the index cache, where the job finds them.
+    """
+    source = data.train
+    if isinstance(source, BlendedSamples):
+        counts = source.schedule.counts(num_samples)
+        pairs = zip(source.sources, counts, strict=True)
+        return sum(_build(one, count) for one, count in pairs)
+    return _build(source, num_samples)
+
+
+def _build(source: SampleSource, num_samples: int) -> int:
+    assert isinstance(source, TrainSamples), type(source)
+    num_epochs = -(-num_samples // source.num_samples_per_epoch)
+    for number in range(num_epochs):
+        source.epoch(number)
+    return num_epochs

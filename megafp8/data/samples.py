@@ -15,10 +15,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.document_rules import IGNORE
-from megafp8.data.index_cache import IndexCache
 from megafp8.data.index_maps import (
     EpochMap,
+    IndexCache,
     cached_epoch_map,
     epoch_map,
     sequences_of,
@@ -26,6 +25,7 @@ from megafp8.data.index_maps import (
 )
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.errors import DataError
+from megafp8.specs.data import IGNORE
 
 # Purposes keep the orders drawn from one seed apart from each other.
 _SPLIT, _DOCUMENTS, _WINDOWS = 1, 2, 3

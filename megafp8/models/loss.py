@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.hardware import bf16
+from megafp8.specs.data import IGNORE
 
-IGNORE = -100  # a target with this value is not counted
 CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
 CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
 

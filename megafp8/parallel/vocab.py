@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.models.loss import IGNORE, AddGradWeight, HeadLoss, Matmul
+from megafp8.models.loss import AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
 from megafp8.precision.grad_sink import GradSink
+from megafp8.specs.data import IGNORE
 from megafp8.specs.geometry import Piece
 
 

@@ -7,9 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import load_tokenizer
-from megafp8.data.sentencepiece_tokenizer import load_sentencepiece
-from megafp8.data.tiktoken_tokenizer import load_tiktoken
 from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
 from megafp8.errors import RunError
 from megafp8.files import read_json, write_json_atomically

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BUILTIN_CORPUS = "builtin"
+IGNORE = -100  # a target with this value is not counted; the default of torch's cross entropy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ import pytest
 
 from megafp8.cli.preprocess import main
 from megafp8.data import preprocess as preprocess_module
+from megafp8.data.dataset import open_prefix
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
-from megafp8.data.opened import open_prefix
 from megafp8.data.text_sources import TextSource
 from megafp8.data.tokenize import byte_tokenizer, train_tokenizer
 from tests.data.helpers import tiny_documents
@@ -316,9 +316,9 @@ def test_index_builds_what_a_job_will_read(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from megafp8.data import index_cache
+    from megafp8.data import index_maps
 
-    monkeypatch.setattr(index_cache.IndexCache.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(index_maps.IndexCache.__init__, "__defaults__", (0,))
     run(corpus, "--output", tmp_path / "d", "--tokenizer", "bytes", "--text-key", "body",
         "--workers", 0)  # fmt: skip
     job = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megafp8.data.corpus import Corpus, Document
+from megafp8.data.builtin import Corpus, Document
 from megafp8.data.indexed import IndexedDataset, IndexedWriter
 from megafp8.specs import DataSpec, TokenizerSpec
 

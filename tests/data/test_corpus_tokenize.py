@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.data import corpus
-from megafp8.data.corpus import builtin_documents, builtin_key
+from megafp8.data import builtin
+from megafp8.data.builtin import builtin_documents, builtin_key
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import END_OF_DOCUMENT, Tokenizer, train_tokenizer
 from megafp8.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def test_which_files_are_documents(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_topics", lambda: {"with": "W", "assert": "A", "none": ""})
+    monkeypatch.setattr(builtin, "_topics", lambda: {"with": "W", "assert": "A", "none": ""})
     got = [(d.name, d.text) for d in builtin_documents(library)]
     assert got == [
         ("topics/assert", "A"),
@@ -65,7 +65,7 @@ def test_works_without_pydoc_data(library: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_corpus_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_topics", dict)
+    monkeypatch.setattr(builtin, "_topics", dict)
     with pytest.raises(DataError, match="corpus"):
         list(builtin_documents(tmp_path))
 

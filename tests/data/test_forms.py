@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megafp8.data.ahead import build_index_maps
 from megafp8.data.blend import BlendedSamples
-from megafp8.data.index_cache import IndexCache
+from megafp8.data.index_maps import IndexCache
 from megafp8.data.loader import Loader
-from megafp8.data.prepare import PreparedData, prepare
+from megafp8.data.prepare import PreparedData, build_index_maps, prepare
 from megafp8.data.samples import TrainSamples
 from megafp8.data.tokenize import byte_tokenizer, load_json
 from megafp8.errors import DataError

@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8.data import index_maps
-from megafp8.data.index_cache import IndexCache
-from megafp8.data.index_maps import sample_index
+from megafp8.data.index_maps import IndexCache, sample_index
 from megafp8.data.samples import SampleOrder, TrainSamples
 from tests.data.helpers import EOD, numbered_documents, write_dataset
 
@@ -111,7 +110,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from megafp8.data.index_cache import IndexCache
+from megafp8.data.index_maps import IndexCache
 def build():
     with open(sys.argv[2], "a") as file:
         file.write("built\\n")

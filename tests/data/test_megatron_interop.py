@@ -88,8 +88,8 @@ def test_files_are_the_same_bytes_and_each_reads_the_others(theirs, name: str) -
 
 
 def test_positions_masks_and_losses_are_megatrons(theirs, samples) -> None:  # type: ignore[no-untyped-def]
-    from megafp8.data.document_rules import IGNORE, DocumentRules
-    from megafp8.data.loader import microbatch
+    from megafp8.data.loader import DocumentRules, microbatch
+    from megafp8.specs.data import IGNORE
 
     rules = DocumentRules(
         eod_id=3, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.data.document_rules import IGNORE
 from megafp8.data.index_maps import shuffled
 from megafp8.data.indexed import IndexedDataset, IndexedWriter
 from megafp8.data.samples import (
@@ -17,6 +16,7 @@ from megafp8.data.samples import (
     split_documents,
 )
 from megafp8.errors import DataError
+from megafp8.specs.data import IGNORE
 from tests.data.helpers import EOD, numbered_documents, write_dataset
 
 SEQ = 8

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megafp8.backends.te.cpu import DEFAULT_VERSION
-from megafp8.data.build import PREFIX, build_dataset
+from megafp8.data.builtin import PREFIX, build_dataset
 from tests.backends.te.sources import need_sources
 from tests.data.helpers import tiny_corpus, tiny_documents
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.models import loss as loss_module
-from megafp8.models.loss import IGNORE, HeadLoss
+from megafp8.models.loss import HeadLoss
+from megafp8.specs.data import IGNORE
 
 TOKENS, WIDTH, VOCAB = 37, 24, 101
 chunk_rows = pytest.mark.parametrize("rows", [1, 5, 36, 37, 1000])

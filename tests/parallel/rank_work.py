@@ -9,8 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megafp8.data.document_rules import DocumentRules
-from megafp8.data.loader import Microbatch
+from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.optim.fsdp import FsdpMasters
 from megafp8.parallel.collectives import Axis

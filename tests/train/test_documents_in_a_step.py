@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megafp8.data.document_rules import DocumentRules
-from megafp8.data.loader import Microbatch, microbatch
+from megafp8.data.loader import DocumentRules, Microbatch, microbatch
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step

@@ -125,7 +125,7 @@ def test_a_continuation_keeps_its_spaces(kind: str, tmp_path: Path) -> None:
         source = source.rename(tmp_path / kind)
         tokenizer = load_tokenizer(source)
     else:
-        from megafp8.data.tiktoken_tokenizer import load_tiktoken
+        from megafp8.data.library_tokenizers import load_tiktoken
 
         tokenizer = load_tiktoken(source)
     whole = tokenizer.encode("def function_1(x): return x")
