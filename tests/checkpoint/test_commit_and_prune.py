@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.checkpoint import layout, store
+from megafp8.checkpoint import step_directories, store
 from megafp8.errors import CheckpointError
 
 Save = Callable[[Path, int], Path]
@@ -130,7 +130,7 @@ def test_a_kill_while_deleting_leaves_no_half_checkpoint(
         (path / "manifest.json").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(layout, "remove_tree", killed)
+    monkeypatch.setattr(step_directories, "remove_tree", killed)
     with pytest.raises(KeyboardInterrupt):
         store.prune(tmp_path, 1)
     assert store.steps(tmp_path) == [2]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megafp8 import files
-from megafp8.checkpoint import layout, manifest, store
+from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
 from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
@@ -144,7 +144,7 @@ def _killed_in_removal(is_due: Callable[[], bool]) -> None:
             _dies()
         files.remove_tree(path)
 
-    layout.remove_tree = half
+    step_directories.remove_tree = half
 
 
 POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
