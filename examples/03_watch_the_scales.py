@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megafp8 import fp8
-from megafp8.specs.observe import TensorHealth
+from megafp8.specs.run import TensorHealth
 
 GPT = runpy.run_path(str(Path(__file__).with_name("02_train_a_gpt.py")))
 TENSORS = [f"layers.0.fc1.{kind}" for kind in ("input", "weight", "grad_output")]

@@ -15,8 +15,8 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.health import HealthProbe, num_nonfinite
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
-from megafp8.specs.observe import HealthMode, HealthSpec, TensorHealth
 from megafp8.specs.precision import Fp8Recipe
+from megafp8.specs.run import HealthMode, HealthSpec, TensorHealth
 
 FIELDS = ("history", "quant_scale", "num_updates", "num_nonfinite")
 """The fields of a scale table that are saved; a staged amax is 0 between microbatches."""

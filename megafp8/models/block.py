@@ -11,6 +11,12 @@ from megafp8.models.attention import AttentionContext
 from megafp8.models.parts import Parts, Rows
 
 
+def layer_of(parts: Parts, index: int) -> nn.Module:
+    """Return layer `index` (from 0): the backend's own where it brings layers, else ours."""
+    own = parts.own_layer(index)
+    return TransformerLayer(parts, index) if own is None else own
+
+
 class TransformerLayer(nn.Module):
     """Computes x + dropout(attention(norm(x))), then the same with the MLP.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megafp8.models.attention import AttentionContext, KVCache, attention_context
+from megafp8.models.block import layer_of
 from megafp8.models.parts import Parts
 
 
@@ -35,7 +36,7 @@ class GPT(nn.Module):
         if has_embedding:
             self.embedding = parts.embedding()
         layers = range(parts.spec.num_layers) if layers is None else layers
-        self.layers = nn.ModuleList(parts.layer(index) for index in layers)
+        self.layers = nn.ModuleList(layer_of(parts, index) for index in layers)
         if has_head:
             is_post = parts.spec.transformer_block_type == "post_ln"
             self.final_norm = nn.Identity() if is_post else parts.norm("final_norm")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.hardware import bf16
-from megafp8.models.activations import activation
 from megafp8.models.attention import AttentionCore
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece, whole
+from megafp8.specs.model import GATED, Activation
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,12 @@ class Parts:
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
-    def layer(self, index: int) -> nn.Module:
-        """Return the whole layer `index` (from 0): ([B, S, D], attention context) -> [B, S, D]."""
-        from megafp8.models.block import TransformerLayer  # imports this module
+    def own_layer(self, index: int) -> nn.Module | None:
+        """Return the whole layer `index` (from 0) of a backend that brings layers, else None.
 
-        return TransformerLayer(self, index)
+        It maps ([B, S, D], attention context) to [B, S, D], as `block.TransformerLayer` does.
+        """
+        return None
 
     def embedding(self) -> Embedding:
         """Return the module that embeds tokens: [B, S] int64 -> [B, S, D] in `residual_dtype`."""
@@ -325,3 +327,39 @@ class Dropout(nn.Module):
             return torch.where(self.traced_mask(x), kept, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):
             return F.dropout(x, self.p)
+
+
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "squared-relu": lambda x: F.relu(x).square(),
+    "geglu": F.gelu,
+    "swiglu": F.silu,
+    "reglu": F.relu,
+}
+
+
+def activation(name: Activation) -> nn.Module:
+    """Return the module of an activation by its configuration name.
+
+    A plain activation maps [..., F] to [..., F]. A gated one maps [..., 2F] (gate, then up) to
+    [..., F].
+    """
+    return Elementwise(_FUNCTIONS[name], is_gated=name in GATED)
+
+
+class Elementwise(nn.Module):
+    """Computes f(x), or f(gate) * up for a gated activation (Shazeer, arXiv 2002.05202)."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> None:
+        super().__init__()
+        self.function, self.is_gated = function, is_gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of `x`: [..., F] -> [..., F], or [..., 2F] -> [..., F] if it is
+        gated.
+        """
+        if not self.is_gated:
+            return self.function(x)
+        gate, up = x.chunk(2, dim=-1)
+        return self.function(gate) * up

@@ -1,8 +1,9 @@
-"""Form the axes of a run's ranks."""
+"""Form the axes of a run's ranks, or simulate one rank of a large job without the others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megafp8.hardware.bf16 import planning_for
 from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.rendezvous import Store
 from megafp8.specs import ParallelSpec
+from megafp8.torch_private import join_simulated_group
 
 AXES = ("tp", "cp", "dp", "pp")
 """Innermost first, Megatron's order: tensor-parallel ranks are neighbours, stages far apart."""
@@ -145,3 +148,25 @@ def _mesh(
     world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None, traffic)
     made_axes: Any = axes | {"ends": axis("ends", ends)}
     return Mesh(device, world, traffic=traffic, **made_axes)
+
+
+@contextmanager
+def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[Mesh]:
+    """Yield the mesh of `rank` on the meta device, which is the default device in the context.
+
+    The meta device stands for the accelerator of `spec`.
+    """
+    assert not dist.is_initialized(), "this process is a rank already"
+    assert 0 <= rank < spec.world_size, f"rank {rank} of {spec.world_size}"
+    device, planned = torch.device("meta"), "cuda" if spec.accelerator == "gpu" else "cpu"
+    if spec.world_size == 1:
+        with device, planning_for(planned):
+            yield single_rank(device)
+        return
+    join_simulated_group(rank, spec.world_size)
+    try:
+        made = join(replace(spec, accelerator="cpu"))
+        with device, planning_for(planned):
+            yield replace(made, device=device)
+    finally:
+        leave()

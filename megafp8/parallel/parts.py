@@ -15,7 +15,7 @@ from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Dropout, Norm, Parts, Rows, ToDtype, fused_name
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.ring import RingAttentionCore
+from megafp8.parallel.context import RingAttentionCore
 from megafp8.parallel.sequence import (
     SequenceColumnParallel,
     SequenceRowParallel,

@@ -28,7 +28,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.deferred import DeferringSink
+from megafp8.precision.grad_sink import DeferringSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs.parallel import (
     ONE_STAGE_SCHEDULES,

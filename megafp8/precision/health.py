@@ -15,7 +15,7 @@ import torch
 from megafp8.precision.cast import amax_of
 from megafp8.precision.scaling import Direction, ScalingState
 from megafp8.precision.tensor import Fp8Tensor, spread
-from megafp8.specs.observe import HealthMode, TensorHealth
+from megafp8.specs.run import HealthMode, TensorHealth
 
 
 @dataclass

@@ -1,14 +1,21 @@
 """Define the frozen dataclasses that the packages exchange; importing them needs no torch."""
 
-from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
-from megafp8.specs.observe import HealthMode, HealthSpec, ObserveSpec, TensorHealth
 from megafp8.specs.optim import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec
-from megafp8.specs.run import ProfileSpec, RunSpec
-from megafp8.specs.train import RampupSpec, TrainSpec
+from megafp8.specs.run import (
+    CheckpointSpec,
+    HealthMode,
+    HealthSpec,
+    ObserveSpec,
+    ProfileSpec,
+    RampupSpec,
+    RunSpec,
+    TensorHealth,
+    TrainSpec,
+)
 
 __all__ = [
     "CheckpointSpec",

@@ -1,17 +1,152 @@
-"""Describe a whole run."""
+"""Describe a whole run: its steps, its checkpoints, and what it records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from megafp8.specs.checkpoint import CheckpointSpec
 from megafp8.specs.data import DataSpec
 from megafp8.specs.model import GPTSpec
-from megafp8.specs.observe import ObserveSpec
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import PrecisionSpec
-from megafp8.specs.train import TrainSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Say when checkpoints are written and how many are kept.
+
+    Both intervals may be set. The last step of a run is saved if `save_last` is set.
+    """
+
+    every_n_train_steps: int | None
+    train_time_interval_seconds: float | None
+    save_last: bool
+    keep: int  # newest checkpoints kept; older ones go after a newer one is verified
+    save_top_k: int = 0  # the best checkpoints are kept too: how many; -1 keeps all
+    monitor: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+    async_save: bool = False  # whether periodic checkpoints are written while training continues
+
+
+HealthMode = Literal["off", "scales", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSpec:
+    """Say what is measured of FP8 tensors at logged steps, and from which limits on a run warns.
+
+    `scales` measures amaxes and scales, `full` also what each tensor loses in FP8. A warning names
+    the tensor that is beyond a limit.
+    """
+
+    mode: HealthMode = "scales"
+    max_underflow: float = 0.5  # fraction of non-zero values that became zero
+    max_overflow: float = 0.01  # fraction of values that saturated
+    min_snr_db: float = 5.0  # signal to noise of the worst row, in decibel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHealth:
+    """Hold the measures of one tensor in one step, over its microbatches; None was not measured."""
+
+    amax: float
+    quant_scale: float  # the smallest, where there are several
+    underflow: float | None = None  # fraction of the non-zero values whose FP8 value is zero
+    overflow: float | None = None  # fraction of the values beyond the largest FP8 number
+    snr_db: float | None = None  # signal to noise of the worst row, in decibel
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveSpec:
+    """Say where a run writes its records."""
+
+    exp_dir: str
+    name: str | None
+    explicit_log_dir: str | None
+    resume_if_exists: bool
+    create_tensorboard_logger: bool
+    create_wandb_logger: bool
+    wandb_project: str | None
+    wandb_name: str | None
+    progress_bar: bool = True
+    health: HealthSpec = HealthSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampupSpec:
+    """Describe global batches that grow over the first `samples` samples of a run.
+
+    They grow from `start` by equal increments (Megatron's `--rampup-batch-size`).
+    """
+
+    start: int
+    increment: int
+    samples: int
+
+    def batch_size_at(self, consumed_samples: int, global_batch_size: int) -> int:
+        """Return the global batch size, in samples, of the step after `consumed_samples`.
+
+        The arithmetic is Megatron's own floating point, so that every step has the size it has
+        there.
+        """
+        if consumed_samples > self.samples:
+            return global_batch_size
+        num_increments = (global_batch_size - self.start) // self.increment
+        done = int(consumed_samples / (self.samples / num_increments))
+        return min(global_batch_size, self.start + done * self.increment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Hold the sizes and intervals of training.
+
+    Counts are optimizer steps unless their comment names another unit.
+    """
+
+    max_steps: int
+    max_time_seconds: float | None = None  # time limit of one process, from its start
+    micro_batch_size: int  # samples per forward pass and data-parallel rank
+    global_batch_size: int  # samples per optimizer step over all ranks
+    log_every_n_steps: int  # the first and the last step are logged besides
+    val_check_interval: int
+    limit_val_batches: int  # global batches per validation; the last one is whole; 0: none
+    seed: int
+    nonfinite_policy: Literal["stop", "skip", "rollback"]
+    overfit_batches: int = 0  # train on this many global batches again and again; 0: on all data
+    num_sanity_val_steps: int = 0  # global batches validated before the first step
+    fast_dev_run: bool = False  # whether the run is a trial, without whole validations
+    deterministic: bool = False
+    max_restarts: int = 0  # how often our own launcher restarts a run after a rank died
+    gc_interval: int = 0  # steps between two garbage collections; 0 leaves them to Python
+
+    rampup: RampupSpec | None = None
+    compile: Literal["off", "block"] = (
+        "off"  # by torch.compile; `block` compiles a transformer layer
+    )
+
+    def logs_at(self, step: int) -> bool:
+        """Whether step `step`, counted from 1, has a line of metrics.
+
+        The first step, the last, and each `log_every_n_steps`-th have one.
+        """
+        return step % self.log_every_n_steps == 0 or step in (1, self.max_steps)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Return the samples, over all ranks, of the step that begins after `consumed_samples`."""
+        if self.rampup is None:
+            return self.global_batch_size
+        return self.rampup.batch_size_at(consumed_samples, self.global_batch_size)
+
+    def num_microbatches(self, dp: int, consumed_samples: int | None = None) -> int:
+        """Return how many microbatches each data-parallel rank runs in a step.
+
+        Without `consumed_samples` it is the number after a ramp-up.
+        """
+        samples = self.global_batch_size
+        if consumed_samples is not None:
+            samples = self.batch_size_at(consumed_samples)
+        return samples // (self.micro_batch_size * dp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,13 @@ from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.optim.zero import ShardedMasters
 from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
-from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import GradSink, MainGradSink
+from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import RunSpec

@@ -28,8 +28,8 @@ from megafp8.errors import ConfigError
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
-from megafp8.parallel.deferred import DeferringSink
 from megafp8.parallel.parts import linears_of
+from megafp8.precision.grad_sink import DeferringSink
 from megafp8.precision.kernels import triton_launch
 from megafp8.precision.linear import Linear
 

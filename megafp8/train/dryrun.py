@@ -19,10 +19,9 @@ from torch.overrides import TorchFunctionMode
 from megafp8 import torch_private
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
-from megafp8.parallel.mesh import AXES, coordinates
+from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT
-from megafp8.parallel.simulated import simulated_rank
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8

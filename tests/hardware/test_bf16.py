@@ -16,8 +16,7 @@ from megafp8.hardware.bf16 import fp32_products, linear, mm, planning_for
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.simulated import simulated_rank
+from megafp8.parallel.mesh import simulated_rank, single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.train.build import build
 from megafp8.train.generate import sample

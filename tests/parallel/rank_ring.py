@@ -11,9 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafp8.models.attention_block import Block
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.context import own_positions, own_tokens, whole_sequence
+from megafp8.parallel.context import (
+    RingAttentionCore,
+    all_tokens,
+    own_positions,
+    own_tokens,
+    ring_attention,
+)
 from megafp8.parallel.mesh import join
-from megafp8.parallel.ring import RingAttentionCore, ring_attention
 from megafp8.specs import ParallelSpec
 from tests.parallel.rank_work import Case, run_layouts
 from tests.ranks import Rank
@@ -145,5 +150,5 @@ def with_streams(cp: Axis) -> dict[str, Any]:
         assert torch.allclose(sums[0], sums[1], rtol=1e-10), sums
     again, other = (torch.equal(outputs[0], x) for x in outputs[1:])
     places = own_positions((1, SEQ), cp, torch.device("cpu"))
-    in_order = torch.equal(whole_sequence(own_tokens(whole, cp), cp), whole)
+    in_order = torch.equal(all_tokens(own_tokens(whole, cp), cp), whole)
     return {"again": again, "other": other, "places": places[0].tolist(), "in order": in_order}

@@ -13,6 +13,7 @@ from torch import nn
 
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
+from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
 from megafp8.parallel.parts import NativeParts, both
@@ -141,7 +142,7 @@ class TransformerEngineParts(NativeParts):
         first, again = super().recompute_contexts()
         return first, both(again, self.region.recomputation())
 
-    def layer(self, index: int) -> nn.Module:
+    def own_layer(self, index: int) -> nn.Module:
         """Return Transformer Engine's layer `index` (from 0) with our initial weights."""
         names, recipe = self.region.names, self.recipe
         in_fp8 = recipe is not None and not is_high_precision(recipe, names_in_layer(index)[0])
@@ -149,7 +150,7 @@ class TransformerEngineParts(NativeParts):
         context = names.model_init(self.region.recipe) if weights_in_fp8 else nullcontext()
         with context:
             layer = names.transformer_layer(**self.arguments(index))
-        self._adopt(layer, index, super().layer(index))
+        self._adopt(layer, index, TransformerLayer(self, index))
         if self.spec.recompute is not None:
             # Recomputation that is not reentrant switches this fusion off at the first call.
             mlp: Any = layer.get_submodule("layernorm_mlp")
