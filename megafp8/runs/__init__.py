@@ -1,1 +1,1 @@
-"""Manage what is on the disk beside a run's checkpoints, and which process works there."""
+"""Manage run directories: which process uses one, and the files in it other than checkpoints."""

@@ -1,7 +1,7 @@
-"""Run directories `<exp_dir>/<name>/`: which one a process works in, and that it is alone there.
+"""Choose the run directory `<exp_dir>/<name>/` of a process, and lock it.
 
-`enter` asks whether the settings of a run continue what the directory holds; `choose_run` knows
-nothing of settings.
+`enter` also checks that the settings continue the run in the directory; `choose_run` does not read
+settings.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ CHECKPOINTS_DIR = "checkpoints"
 RUNNING = "running"
 FINISHED = "finished"
 
-_MAX_NAME_BYTES = 200  # file systems allow 255; checkpoints and logs add to it
+_MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from it
 
 
 @dataclass(frozen=True)
 class RunChoice:
-    """Say where to work. `lock` is held already: keep it for as long as the run lives."""
+    """Hold the chosen run directory, and its lock, which is locked until the run ends."""
 
     path: Path
-    continues: bool  # an earlier process was here: look for checkpoints
-    reason: str  # one line for people
+    continues: bool  # an earlier process used it, so that it may have checkpoints
+    reason: str  # one line for the console
     lock: RunLock | None  # None on ranks that only learned of the choice
-    identity_changed: bool = False  # a named run whose settings are not those it began with
+    identity_changed: bool = False  # the settings of a named run differ from its first ones
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process learns of the choice; the lock stays with the one that holds it."""
+        """Pickle everything but the lock, which stays with the process that holds it."""
         return type(self), (self.path, self.continues, self.reason, None, self.identity_changed)
 
     def release(self) -> None:
-        """Give the directory up; an ended process does so by itself."""
+        """Unlock the directory; the end of the process does so too."""
         if self.lock is not None:
             self.lock.release()
 
@@ -58,11 +58,15 @@ class RunChoice:
 def choose_run(
     exp_dir: Path, name: str | None, identity: str, resume_if_exists: bool, is_sweep: bool
 ) -> RunChoice:
-    """Find or make the run directory and lock it in the same act; one process per job calls it.
+    """Find or make the run directory, and lock it. One process of a job calls this function.
 
-    With a name: that directory, whatever its state; `RunError` if another process is alive in it,
-    or if it holds a run and `resume_if_exists` is off. Without: the newest unfinished run with the
-    same `identity` that no process works on, else a new one. Sweep jobs and other runs never meet.
+    With a name, it is the directory of that name. Without, it is that of the newest unfinished run
+    with the same `identity` that no process uses, or a new one. A sweep's job never continues
+    another kind of run, and the reverse.
+
+    Raises:
+        RunError: The name is not usable, the directory cannot be made, another process uses it, or
+            it has a run and `resume_if_exists` is off.
     """
     if name is not None:
         path = exp_dir / checked_name(name)
@@ -83,13 +87,13 @@ def choose_run(
 
 
 def mark(run_dir: Path, status: str) -> None:
-    """Record how the run stands, e.g. `FINISHED`; anything else counts as unfinished."""
+    """Record the status of a run, such as `FINISHED`; any other status counts as unfinished."""
     record = read_json(run_dir / RECORD_NAME)
     write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
 
 
 def checked_name(name: str) -> str:
-    """`name` if it can be one directory under `exp_dir`, else `RunError`."""
+    """Return `name`, or raise `RunError` if it cannot be a directory under `exp_dir`."""
     wrong = None
     if not name.strip():
         wrong = "is empty"
@@ -112,14 +116,14 @@ def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bo
             return RunChoice(path, False, f"new run {path.name}", lock)
         if not resume_if_exists:
             raise RunError(
-                f"{path} holds a run already. Set exp_manager.resume_if_exists=true to continue "
+                f"{path} has a run already. Set exp_manager.resume_if_exists=true to continue "
                 "it, or choose another name"
             )
-        if not (path / RECORD_NAME).exists():  # killed or copied before the record was made
+        if not (path / RECORD_NAME).exists():  # the process was killed before it made the record
             _record(path, identity, is_sweep)
         record = read_json(path / RECORD_NAME)
         changed = record.get("identity") != identity
-        reason = f"continues {path.name}: it has this name"
+        reason = f"continues run {path.name}"
         reason += ", though its settings differ" if changed else ""
         return RunChoice(path, True, reason, lock, changed)
     except BaseException:
@@ -141,14 +145,14 @@ def _continue_unnamed(
     except RunError:
         skipped.append(f"{path.name} is in use")
         return None
-    try:  # another process may have finished it between the look and the lock
+    try:  # another process may have finished it before this one had the lock
         still = _is_candidate(path, identity, is_sweep)
     except RunError:
         still = False
     if not still:
         lock.release()
         return None
-    reason = f"continues {path.name}: the newest unfinished run with the same settings"
+    reason = f"continues run {path.name}: the newest unfinished run with the same settings"
     return RunChoice(path, True, reason, lock)
 
 
@@ -170,7 +174,7 @@ def _newest_first(exp_dir: Path) -> list[Path]:
 
 
 def _make_unnamed(exp_dir: Path) -> tuple[Path, RunLock]:
-    """Make a directory that no process joins before its lock is held: it has no record yet."""
+    """Make a directory and lock it; no other process continues it, since it has no record yet."""
     try:
         exp_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -221,11 +225,11 @@ MADE_AT_THE_START = (
 
 
 def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
-    """Find or make the run's directory and lock it; refuses settings that do not continue it.
+    """Find or make the run's directory, lock it, and check that the settings continue its run.
 
     Raises:
-        RunError: Somebody is working there, or it cannot be made.
-        ConfigError: It holds a run of another model, other data or another optimizer.
+        RunError: Another process uses the directory, or it cannot be made.
+        ConfigError: The directory has a run of another model, other data or another optimizer.
     """
     observe = spec.observe
     if observe.explicit_log_dir is not None:
@@ -247,12 +251,12 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
 
 
 def withdraw(choice: RunChoice) -> None:
-    """Take a new run's directory away that was refused before its first step left anything.
+    """Delete the directory of a new run that was refused before its first step.
 
-    Only what every run writes goes; with anything else in it the directory stays.
+    Only files that every run writes are deleted. The directory stays if it has other files.
     """
-    if choice.continues or choice.lock is None:  # not ours to take away
-        return
+    if choice.continues or choice.lock is None:
+        return  # an earlier run, or another process, made the directory
     path = choice.path
     checkpoints = path / CHECKPOINTS_DIR
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
@@ -267,12 +271,12 @@ def withdraw(choice: RunChoice) -> None:
             checkpoints.rmdir()
         path.rmdir()
     except OSError:
-        pass  # somebody else's file is there
+        pass  # the directory has a file that is not the run's
     choice.release()
 
 
 def check(spec: RunSpec) -> None:
-    """Refuse what `enter` would refuse of a named run, without making a directory."""
+    """Raise the errors that `enter` would raise for a named run, without making a directory."""
     observe = spec.observe
     if observe.explicit_log_dir is not None:
         path = Path(observe.explicit_log_dir).absolute()
@@ -287,7 +291,7 @@ def check(spec: RunSpec) -> None:
     old = recorded_config(path)
     if old is not None and not observe.resume_if_exists:
         raise RunError(
-            f"{path} holds a run already. Set exp_manager.resume_if_exists=true to continue it, or "
+            f"{path} has a run already. Set exp_manager.resume_if_exists=true to continue it, or "
             "choose another name"
         )
     if old is not None:
@@ -295,13 +299,13 @@ def check(spec: RunSpec) -> None:
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any] | None:
-    """Return the configuration of the newest readable checkpoint, else that in the run's file."""
+    """Return the configuration of the newest readable checkpoint, else of config.yaml, or None."""
     root = run_dir / CHECKPOINTS_DIR
     for step_dir in sorted(root.glob("step_*"), reverse=True):
         try:
             config = check_structure(step_dir).meta["config"]
         except (CheckpointError, KeyError):
-            continue  # reported when it is loaded
+            continue  # loading the checkpoint reports the damage
         if isinstance(config, dict):
             return config
     try:

@@ -1,4 +1,4 @@
-"""One process at a time in a run directory; the kernel lets go when that process dies."""
+"""Lock a run directory for one process; the kernel unlocks it when that process dies."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from types import TracebackType
 from megafp8.errors import RunError
 
 LOCK_NAME = ".lock"
-_ATTEMPTS = 5  # `is_locked` elsewhere holds a lock for microseconds: that must not count as alive
+_ATTEMPTS = 5  # `is_locked` of another process locks for microseconds, which must not count
 _PAUSE_SECONDS = 0.005
 
 
 class RunLock:
     """Hold an exclusive `flock` on `<run_dir>/.lock` until `release` or death.
 
-    Forgetting the object does not let go. The file stays: deleting it would let two processes
-    lock two files of the same name.
+    Deleting the object does not release the lock. The file stays: deleting it would let two
+    processes lock two files of the same name.
     """
 
     def __init__(self, run_dir: Path, descriptor: int) -> None:
         self.run_dir = run_dir
         self._descriptor: int | None = descriptor
-        # A forked helper (a data loader) shares the lock: it would outlive a killed trainer.
+        # A forked process (a data loader) shares the lock, and might outlive a killed trainer.
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close(myself()))
 
     @classmethod
     def acquire(cls, run_dir: Path) -> RunLock:
-        """Lock `run_dir`; raise `RunError` with host and process of another one that is alive."""
+        """Lock `run_dir`.
+
+        Raises:
+            RunError: Another living process holds the lock; its host and number are named.
+        """
         path = run_dir / LOCK_NAME
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -50,7 +54,7 @@ class RunLock:
         return cls(run_dir, descriptor)
 
     def release(self) -> None:
-        """Lets others in; again is harmless."""
+        """Release the lock. A second call does nothing."""
         _close(self)
 
     def __enter__(self) -> RunLock:
@@ -66,16 +70,16 @@ class RunLock:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a living process holds `run_dir`; a hint only, since it may end or start any time."""
+    """Whether a living process holds `run_dir`. The answer may change at any time."""
     try:
         descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # never used, or not ours to look at
+    except OSError:  # there is no lock file, or this process may not read it
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks: `acquire` says so
+    except OSError:  # the file system has no locks, which `acquire` reports
         return False
     finally:
         os.close(descriptor)

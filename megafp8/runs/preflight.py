@@ -18,9 +18,10 @@ from megafp8.specs import CheckpointSpec
 
 
 def require_free_space(root: Path, bytes_each: int, count: int = 1, files_each: int = 0) -> None:
-    """Raise `CheckpointError` unless `count` more checkpoints fit where `root` is or will be made.
+    """Raise `CheckpointError` unless `count` more checkpoints fit on the file system of `root`.
 
-    `files_each`: files and directories of one; not counted where the file system has no limit.
+    `bytes_each` is the size of a checkpoint, `files_each` its number of files and directories; the
+    latter is not checked on a file system without a limit. `root` need not exist yet.
     """
     existing = root.absolute()
     while not existing.exists():
@@ -48,7 +49,11 @@ def require_file_size(root: Path, num_bytes: int) -> None:
 
 
 def try_to_write(staging: Path, rank: int) -> None:
-    """Each rank's own attempt in a directory that the main rank has just made."""
+    """Write a small file from this rank, in a directory that the main rank has just made.
+
+    Raises:
+        CheckpointError: The rank does not see the directory, or cannot write there.
+    """
     path = staging / f"rank{rank}.probe"
     if not staging.is_dir():
         reason = f"rank {rank} on {socket.gethostname()} does not see the directory of rank 0"
@@ -72,24 +77,26 @@ def require_disk_space(
     *,
     saves_at_once: bool = False,
 ) -> None:
-    """Raise `CheckpointError` on all ranks if any could not write; all ranks call it together.
+    """Raise `CheckpointError` on all ranks if any rank could not write its checkpoints.
 
-    `placements` are what this rank would save under `root` now, at `step`. With `saves_at_once`
-    there will be a checkpoint before the first step.
+    All ranks call it together. `placements` are what this rank would save under `root` now, at
+    `step`. `saves_at_once` says that a checkpoint is saved before the first step.
 
-    Counted are the checkpoints that will lie there at once: the kept, and the new one that is
-    verified before an older one goes.
+    The needed space is that of all checkpoints that will exist at the same time: those that are
+    kept, and the new one, which is verified before an older one is deleted.
     """
     periodic = spec.every_n_train_steps or spec.train_time_interval_seconds
     if not (periodic or spec.save_last or saves_at_once) or step >= max_steps:
-        return  # only a signal would save
+        return  # only a signal would make a checkpoint
     own = [p for p in placements if p.replica == 0]
     num_bytes = sum(p.tensor.nbytes + _BYTES_OF_A_PIECE for p in own)
     in_all = sum(gather(mesh, num_bytes))
 
     def begin() -> Path:
         more = num_more(spec, step, max_steps, len(store.steps(root)))
-        files = mesh.world.size + 3  # with manifest, its hash and the directory
+        files = (
+            mesh.world.size + 3
+        )  # a file for each rank, the manifest, its hash and the directory
         require_free_space(root, in_all, more, files)
         return store.begin(root, step)
 
@@ -106,9 +113,12 @@ def require_disk_space(
 
 
 def num_more(spec: CheckpointSpec, step: int, max_steps: int, num_there: int) -> int:
-    """How many checkpoints will be added before one goes for each that comes."""
+    """Return how many checkpoints are added before each new one replaces an older one.
+
+    `num_there` checkpoints exist at `step`.
+    """
     left = max_steps - step
-    saves = 1  # the last, or a signal's
+    saves = 1  # the last step's, or a signal's
     if spec.train_time_interval_seconds is not None:
         saves = left
     elif spec.every_n_train_steps is not None:

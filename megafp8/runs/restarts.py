@@ -1,7 +1,7 @@
-"""A job that is started again and again without getting further is stopped.
+"""Stop a job that is restarted again and again without progress.
 
-Slurm, torchrun and our own launcher start jobs again and say how often they have.
-`restarts.json` in the run's directory counts. A start that a person makes begins a new count.
+Slurm, torchrun and megafp8's launcher restart jobs and say how often they have. `restarts.json` in
+the run's directory counts restarts. A start by a user begins a new count.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ MAX_WITHOUT_PROGRESS = 3
 
 
 def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Count this start of the run, which continues from `step`, the newest checkpoint's.
+    """Count this start of the run, which continues from `step`, that of the newest checkpoint.
 
-    Call it before the metrics of later steps are dropped: they say how far the last start got.
+    Call it before the metrics of later steps are dropped, since they show which step the last start
+    reached.
 
     Raises:
-        RunError: It is the third restart in a row that begins at the same step; lists them.
+        RunError: This is the third consecutive restart at the same step; the message lists them.
     """
     job, restart = starter(environment)
     if job is None:
@@ -57,15 +58,17 @@ def check_progress(run_dir: Path, step: int, environment: Mapping[str, str] = os
 
 
 def starter(environment: Mapping[str, str]) -> tuple[str | None, int]:
-    """Return a name for the job that something starts again, and how often this has been done.
+    """Return a name for the job and the number of its restarts, by whatever restarts it.
 
-    The name is None where nothing would start the job again.
+    The name is None if nothing would restart the job.
     """
     names, count = [], 0
     if "SLURM_JOB_ID" in environment:
         names.append(environment["SLURM_JOB_ID"])
         count += restart_count(environment)
-    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":  # torchrun's, or our launcher's
+    if (
+        environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    ):  # set by torchrun or by megafp8's launcher
         own = environment.get(LAUNCHER) or environment.get("TORCHELASTIC_RUN_ID", "")
         names.append(f"launcher {own}")
         count += int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -83,7 +86,7 @@ def _last_logged(run_dir: Path) -> int:
 def _record(run_dir: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = read_json(run_dir / RECORD)
-    except RunError:  # not there, or half written by a foreign hand: begin a new count
+    except RunError:  # the file is missing or damaged: begin a new count
         return {}
     starts = record.get("starts")
     well_formed = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
@@ -97,9 +100,10 @@ def _report(run_dir: Path, step: int, starts: list[dict[str, Any]]) -> str:
         for start in starts[:-1]
     ]
     return (
-        f"{run_dir}: {MAX_WITHOUT_PROGRESS} restarts have begun at step {step} and none got to its "
-        "next checkpoint:\n" + "\n".join(lines) + "\n"
-        "The log says how each ended. If it is time or memory: a longer time limit, more "
-        "frequent checkpoints (exp_manager.checkpoint_callback_params.every_n_train_steps), other "
-        "nodes (--exclude). Submitting the job or giving the command again begins a new count"
+        f"{run_dir}: {MAX_WITHOUT_PROGRESS} restarts have begun at step {step}, and none reached "
+        "its next checkpoint:\n" + "\n".join(lines) + "\n"
+        "The log shows how each one ended. If time or memory ran out, use a longer time limit, "
+        "more frequent checkpoints (exp_manager.checkpoint_callback_params.every_n_train_steps) or "
+        "other nodes (--exclude). Submitting the job or running the command again begins a new "
+        "count"
     )

@@ -1,4 +1,4 @@
-"""A run's tokenizer beside its checkpoints, in a file of its kind; transformers reads one kind."""
+"""Save and find a run's tokenizer, in a file of its kind. transformers reads one of the kinds."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megafp8.files import read_json, write_json_atomically
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
-"""Its name in an exported folder: `tokenizer.model` there is converted by transformers by guess,
-which gave other tokens (5.23)."""
+"""The name of a SentencePiece model in an exported folder. transformers (5.23) would convert a file
+named `tokenizer.model` by guessing its kind, which gave other tokens."""
 
 OF_TRANSFORMERS = "PreTrainedTokenizerFast"
 OWN_CLASSES = {
     SENTENCEPIECE_FILE: "megafp8.SentencePieceTokenizer",
     TIKTOKEN_FILE: "megafp8.TiktokenTokenizer",
 }
-"""What `tokenizer_config.json` says of the kinds that transformers does not read; it then refuses
-the folder."""
+"""The class in `tokenizer_config.json` for kinds that transformers does not read. It makes
+transformers refuse the folder."""
 
 FILES = (
     JSON_FILE,
@@ -37,15 +37,19 @@ FILES = (
     TIKTOKEN_FILE,
     "chat_template.jinja",
 )
-"""What a model's folder may have of a tokenizer."""
+"""The files of a tokenizer that a model's folder may have."""
 
 _TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the tokenizer's file, and `tokenizer_config.json` beside it.
+    """Write the tokenizer's file and `tokenizer_config.json` to `folder`.
 
-    The latter has the end of a document, the longest text, and what reads the file.
+    The latter has the token at the end of a document, the length of the longest text, and the class
+    that reads the file.
+
+    Raises:
+        RunError: The files cannot be written.
     """
     end = tokenizer.end_of_document
     config: dict[str, Any] = {
@@ -60,7 +64,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     try:
         tokenizer.save(target)
         if tokenizer.file_name != JSON_FILE and _kind_of(misnamed) == tokenizer.file_name:
-            misnamed.unlink()  # the same tokenizer, as versions before this one named it
+            misnamed.unlink()  # earlier versions gave the same tokenizer this name
     except OSError as error:
         raise RunError(f"{target}: cannot be written ({error})") from error
     write_json_atomically(folder / TOKENIZER_CONFIG, config)
@@ -69,11 +73,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def find_tokenizer(folder: Path) -> Tokenizer | None:
     """Return the tokenizer in a run's or a model's folder.
 
-    None if there is none; a `tokenizer.model` of others counts as none, because tokens that were
-    added to it are not in that file.
+    The result is None if there is no tokenizer. A `tokenizer.model` that megafp8 did not write does
+    not count, because tokens that were added to it are not in that file.
 
     Raises:
-        DataError: It cannot be read, or the package for its kind is missing.
+        DataError: The tokenizer cannot be read, or the package for its kind is missing.
     """
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
     end: object = config.get("eos_token")
@@ -84,7 +88,7 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     match _kind_of(path):
         case "tokenizer.json":
             return load_json(path) if end is None else load_json(path, end)
-        case "tokenizer.model":  # as versions before this one named it, with "" as its end
+        case "tokenizer.model":  # earlier versions used this name, with "" as the end
             return load_sentencepiece(path, end or None)
         case "tokenizer.tiktoken.json":
             return load_tiktoken(path)
@@ -103,9 +107,9 @@ def is_own(config: dict[str, Any]) -> bool:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files there are; returns their new names.
+    """Copy the tokenizer files of `source` to `target`; return their new names.
 
-    A SentencePiece model that only we can read gets a name that transformers does not guess at.
+    A SentencePiece model that only megafp8 reads gets a name that transformers does not know.
     """
     config = source / TOKENIZER_CONFIG
     renames = config.is_file() and is_own(read_json(config))
@@ -120,15 +124,15 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def _kind_of(path: Path) -> str | None:
-    """Say of which kind a `tokenizer.json` is: the kind's own file name; None if it is not there.
+    """Return the usual file name of the kind of a `tokenizer.json`, or None if there is no file.
 
-    Versions before this one gave all three kinds this name.
+    Earlier versions gave all three kinds this name.
     """
     try:
         with open(path, "rb") as file:
             head = file.read(256)
     except OSError:
         return None
-    if head.startswith(b"\n"):  # the first field of a model's protocol buffer: a piece
+    if head.startswith(b"\n"):  # a model's protocol buffer begins with the field of a piece
         return SENTENCEPIECE_FILE
     return TIKTOKEN_FILE if _TIKTOKEN_TREE.match(head) else JSON_FILE

@@ -53,7 +53,7 @@ def test_kill_9(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert process.wait(10) == -signal.SIGKILL
     assert place.steps() and place.steps()[-1] < STEPS
     finish(place)
-    assert place.command_output.startswith("runs/job: continues job: it has this name\n")
+    assert place.command_output.startswith("runs/job: continues run job\n")
     assert_same(place, undisturbed[0])
 
 

@@ -45,7 +45,7 @@ def test_logging_layout_and_policy_continue(
     stopped_at(place, 6)
     done = place.run(*flags)
     assert done.code == 0, done.output
-    assert "continues job" in done.first_line
+    assert "continues run job" in done.first_line
     assert "continuing from runs/job/checkpoints/step_00000006" in done.output
     mine, theirs = losses(place), losses(undisturbed[0])
     assert mine == pytest.approx(theirs, rel=1e-2) and mine[:6] == theirs[:6]
@@ -133,7 +133,7 @@ def test_other_data_under_the_same_name(place: Place, tmp_path: Path) -> None:
 def test_resume_if_exists_off(place: Place) -> None:
     stopped_at(place, 2)
     done = place.run("exp_manager.resume_if_exists=False")
-    assert done.code == 2 and "holds a run already" in done.output
+    assert done.code == 2 and "has a run already" in done.output
     assert "Traceback" not in done.output
 
 
@@ -157,7 +157,7 @@ def test_the_newest_unfinished_one_is_continued(
     done = place.run(UNNAMED)
     assert done.code == 0
     assert done.first_line == (
-        f"runs/{one}: continues {one}: the newest unfinished run with the same settings"
+        f"runs/{one}: continues run {one}: the newest unfinished run with the same settings"
     )
     assert len(names(place)) == 2 and place.status(one) == "finished"
     mine = [row["loss"] for row in place.metrics(one) if "lr" in row]
@@ -201,7 +201,7 @@ def test_a_living_run_is_not_joined(place: Place) -> None:
     done = stopped_at(
         place, 2, f"exp_manager.name={one}"
     )  # processes that have ended hold no locks
-    assert f"continues {one}" in done.first_line
+    assert f"continues run {one}" in done.first_line
 
 
 def test_a_sweeps_jobs_are_never_joined(place: Place) -> None:

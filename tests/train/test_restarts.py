@@ -138,7 +138,7 @@ def test_three_restarts_without_progress_end_it(place: Place) -> None:
     """Each start fails before it has saved a first checkpoint."""
     done = place.run("trainer.max_restarts=9", fault=["in_rank", 0, "fail", 1])
     assert done.code == 2, done.output
-    assert "3 restarts have begun at step 0 and none got to its next checkpoint" in done.output
+    assert "3 restarts have begun at step 0, and none reached its next checkpoint" in done.output
     assert done.output.count("the number is 42") >= 4
     assert "restart 3 of 9" in done.output and "restart 4 of 9" not in done.output
     record = json.loads((place.dir() / "restarts.json").read_text())
