@@ -46,7 +46,9 @@ def sample(
             # Attention is causal, so that no token sees the padding after it. With FP8 recipes that
             # take a tensor's own amax, padding still counts in the amax.
             padded = context + [0] * min(-len(context) % multiple, window - len(context))
-            batch = torch.tensor([padded], device=state.mesh.device)
+            # A window that is no multiple itself is read several times beside itself.
+            copies = ROUND_TO // math.gcd(len(padded), ROUND_TO)
+            batch = torch.tensor([padded] * copies, device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
             tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))

@@ -24,6 +24,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, AutoBackend, ModuleRule
 from megafp8.train import state_dict
 from megafp8.train.build import build
+from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
 from megafp8.train.report.header import precision_of
 from megafp8.train.saver import Saver
@@ -414,3 +415,11 @@ def test_check_loads_it_and_says_what_runs() -> None:
     text = choose.describe(spec, device)
     assert text == f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
     assert choose.fp8_kernel(spec, device) == "te emulated"
+
+
+@pytest.mark.parametrize("window", [12, 16])
+def test_a_run_ends_with_a_sample_whatever_its_length(window: int) -> None:
+    """Transformer Engine takes multiples of 8 tokens; one sequence of 12 is none."""
+    state = run_of("te", DELAYED, max_position_embeddings=window)
+    drawn = sample(state, [1, 2, 3], 4, vocab_size=96, temperature=1.0, seed=1)
+    assert len(drawn) == 4 and all(0 <= token < 96 for token in drawn)
