@@ -27,7 +27,7 @@ class RunSummary:
     often each token occurs and nothing else, and `xz -9` is the compression program.
     """
 
-    status: str  # how the run ended, in words: "finished", "stopped by SIGTERM, saved", …
+    status: str  # how the run ended, in words: "finished", "saved on SIGTERM", …
     step: int
     total_steps: int
     log_dir: str

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.observe.units import format_bytes, format_count, format_duration, format_number
+from megafp8.observe.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    plural,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +91,11 @@ def test_count_is_within_half_a_percent(value: float) -> None:
     scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}.get(text[-1], 1.0)
     number = float(text.rstrip("kMGTP")) * scale
     assert number == pytest.approx(value, rel=5.1e-3, abs=5.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 global batches"), (1, "1 global batch"), (2, "2 global batches")]
+)
+def test_a_count_has_the_right_form_of_its_noun(count: int, text: str) -> None:
+    assert plural(count, "global batch", "global batches") == text
+    assert plural(count, "rank") == ("1 rank" if count == 1 else f"{count} ranks")
