@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from megafp8.backends import choose
-from megafp8.cli.job import report, resolved_table
+from megafp8.cli.job import report_error, resolved_table
 from megafp8.cli.options import parse_options
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
                 "cannot be simulated, since FSDP gathers and releases whole weights during a step",
                 "Use model.optim.name=distributed_fused_adam, or run a small job",
             )
-        spec = with_vocabulary(spec, options.vocab_size)
+        spec = with_padded_vocabulary(spec, options.vocab_size)
         ranks = chosen_ranks(spec, options.rank)
         for line in [*resolved_table(loaded), *loaded.inert_lines()]:
             print(line)
@@ -96,11 +96,11 @@ def main(argv: Sequence[str]) -> int:
                     )
                 )
     except UserError as error:
-        return report(error)
+        return report_error(error)
     return ExitCode.FINISHED
 
 
-def with_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
+def with_padded_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
     """Return the run with the vocabulary's padded size.
 
     `vocab_size` is the tokenizer's; None: the data are opened as in a run, and theirs is used.

@@ -15,7 +15,7 @@ import torch
 
 from megafp8.checkpoint.huggingface import architecture, write_folder
 from megafp8.checkpoint.reader import Reader
-from megafp8.cli.job import report
+from megafp8.cli.job import report_error
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode, UserError
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         export(options.run, options.dir, DTYPES[options.dtype])
     except UserError as error:
-        return report(error)
+        return report_error(error)
     return ExitCode.FINISHED
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.export import DTYPES, home_of
-from megafp8.cli.job import report
+from megafp8.cli.job import report_error
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
 from megafp8.runs.tokenizer import find_tokenizer
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(options, sampling)
     except UserError as error:
-        return report(error)
+        return report_error(error)
     return ExitCode.FINISHED
 
 

@@ -286,7 +286,7 @@ A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states wha
 default job. Without that line it must give every key that is marked *required*.
 
 A NeMo YAML can be used as it is, with its interpolations (`${{multiply:…}}` and `${{sum:…}}`
-too). It gives a run, or a list of the keys that cannot be honoured. `python -m
+too). It gives a run, or a list of the keys that cannot be used. `python -m
 megafp8.cli.migrate FILE` translates a NeMo YAML, or a file of Accelerate with its `fp8_config:`,
 into a YAML of ours beside it, and reports what was kept, what changed, what was dropped because
 it has no effect, and what you must decide.

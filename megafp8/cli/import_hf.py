@@ -21,7 +21,7 @@ from megafp8.checkpoint import store
 from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
 from megafp8.checkpoint.placement import Placement
 from megafp8.checkpoint.store import ShardEntry
-from megafp8.cli.job import report
+from megafp8.cli.job import report_error
 from megafp8.config.architecture import tree_of_spec
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import write_atomically
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         import_model(options.model, options.dir)
     except UserError as error:
-        return report(error)
+        return report_error(error)
     return ExitCode.FINISHED
 
 

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megafp8.cli.job import report
+from megafp8.cli.job import report_error
 from megafp8.errors import CheckpointError, ExitCode, UserError
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
 from megafp8.specs import TensorHealth
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         records = read_health(path)
         record = _chosen(records, options.step, path)
     except UserError as error:
-        return report(error)
+        return report_error(error)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)

@@ -76,7 +76,7 @@ Rank 0 reports an error that all ranks have, and the launcher ends the others wh
 """
 
 
-def report(error: UserError) -> int:
+def report_error(error: UserError) -> int:
     """Print an error that a user can correct, without secrets, and return its exit code."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":

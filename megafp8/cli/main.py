@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from megafp8.cli.help import help_page
-from megafp8.cli.job import AppInfo, Task, app_info, report, resolved_table
+from megafp8.cli.job import AppInfo, Task, app_info, report_error, resolved_table
 from megafp8.cli.options import Options, parse_options
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.errors import ExitCode, UserError
 
-__all__ = ["AppInfo", "Task", "report", "run_app"]
+__all__ = ["AppInfo", "Task", "report_error", "run_app"]
 
 
 def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt.py") -> int:
@@ -30,7 +30,7 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
     try:
         return _run(parse_options(argv), task, prog)
     except UserError as error:
-        return report(error)
+        return report_error(error)
 
 
 def _run(options: Options, task: Task, prog: str) -> int:

@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         sidecar = _preprocess(options)
     except UserError as error:
-        from megafp8.cli.job import report
+        from megafp8.cli.job import report_error
 
-        return report(error)
+        return report_error(error)
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return int(ExitCode.SAVED_ON_SIGNAL)

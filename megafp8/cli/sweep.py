@@ -26,7 +26,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.cli.job import Task, app_info, report
+from megafp8.cli.job import Task, app_info, report_error
 from megafp8.cli.options import Options
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.layers import (
@@ -180,7 +180,7 @@ class Sweep:
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
             return _result(job, self.task(cfg, app_info(loaded, options, **more)))
         except UserError as error:
-            return _result(job, report(error), str(error))
+            return _result(job, report_error(error), str(error))
         except Exception as error:
             traceback.print_exc()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -193,7 +193,7 @@ class Sweep:
         except UserError as error:
             words = hide(" ".join(job.overrides))
             print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
-            return _result(job, report(error), str(error))
+            return _result(job, report_error(error), str(error))
         return None
 
 

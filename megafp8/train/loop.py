@@ -17,7 +17,7 @@ from megafp8.train import state_dict
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.process import Garbage
 from megafp8.train.run import Run
-from megafp8.train.saver import newest_valid
+from megafp8.train.saver import newest_after_cleanup
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import validate
@@ -319,7 +319,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     if policy == "rollback" and step not in run.rolled_back_from:
         run.rolled_back_from.add(step)
         finish_background_save(run)
-        newest = newest_valid(run.saver.root, run.state.mesh, run.console.warn)
+        newest = newest_after_cleanup(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
             meta = state_dict.load(newest, run.state, run.console.warn)
             run.saver.metrics = dict(meta.get(METRICS, {}))

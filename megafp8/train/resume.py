@@ -14,14 +14,14 @@ from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.specs import RunSpec
 from megafp8.train import state_dict
-from megafp8.train.saver import Saver, newest_valid
+from megafp8.train.saver import Saver, newest_after_cleanup
 from megafp8.train.state import TrainState
 from megafp8.train.weights import find_checkpoint
 
 
 def load_newest(saver: Saver, state: TrainState, data: PreparedData, console: Console) -> None:
     """Fill `state` from the run's own newest good checkpoint, if it has one."""
-    newest = newest_valid(saver.root, state.mesh, console.warn)
+    newest = newest_after_cleanup(saver.root, state.mesh, console.warn)
     if newest is None:
         return
     _load(newest, saver, state, data, console)

@@ -121,7 +121,7 @@ class Saver:
         }
 
 
-def newest_valid(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
+def newest_after_cleanup(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
     """Return the newest checkpoint that verifies, or None; the main rank finds it for all.
 
     Newer checkpoints, which are damaged, are renamed, because pruning needs the newest one to be

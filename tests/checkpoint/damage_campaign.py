@@ -25,7 +25,7 @@ import safetensors
 from megafp8.checkpoint import reader
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.parallel.mesh import single_rank
-from megafp8.train.saver import newest_valid
+from megafp8.train.saver import newest_after_cleanup
 from tests.train.runs import STEPS, TWO_RANKS, Driver, Place, assert_same, make_dataset
 
 STEPS_MADE = "trainer.max_steps=4"
@@ -66,7 +66,7 @@ def try_one(source: Path, place: Path, number: int, chance: random.Random) -> tu
     messages: list[str] = []
     opened = Opened()
     reader.safe_open = opened  # type: ignore[attr-defined]
-    found = newest_valid(place, single_rank(), messages.append)
+    found = newest_after_cleanup(place, single_rank(), messages.append)
     assert found == before, (number, path.name, kind, found)
     assert len(messages) == 1 and str(newest) in messages[0] and before.name in messages[0], (
         messages

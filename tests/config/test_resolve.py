@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.checks import validate
+from megafp8.config.checks import check_tree
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
@@ -240,7 +240,7 @@ def with_sizes(sizes: dict[str, object]) -> RunSpec:
     for key, value in sizes.items():
         OmegaConf.update(cfg, key, value)
     try:
-        validate(cfg)
+        check_tree(cfg)
         return resolve(cfg, lambda: False)
     except UserError as error:
         assert str(error)

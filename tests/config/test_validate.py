@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config.checks import validate
+from megafp8.config.checks import check_tree
 from megafp8.config.load import load
 from megafp8.config.rules import nearest_divisors, nearest_multiples
 from tests.config.helpers import load_problems, run_spec, the_problem
@@ -340,10 +340,10 @@ def test_log_dir_of_the_command_line_wins_over_exp_dir_of_a_yaml(tmp_path: Path)
 
 def test_validate_takes_a_tree_as_it_is() -> None:
     cfg = load([])
-    validate(cfg)
+    check_tree(cfg)
     cfg.model.hidden_size = 250
     with pytest.raises(Exception, match="248 or 252"):
-        validate(cfg)
+        check_tree(cfg)
 
 
 def test_nearest_values() -> None:

@@ -13,7 +13,7 @@ from megafp8.parallel.parts import linears_of
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
-from megafp8.train.saver import Saver, newest_valid
+from megafp8.train.saver import Saver, newest_after_cleanup
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, local_batch, train_step
 from tests.parallel.rank_work import Case, Piece, pieces
@@ -120,7 +120,7 @@ def train_save(case: Case, mesh: Mesh, folder: Path, steps: int) -> None:
 
 def load_train(case: Case, mesh: Mesh, folder: Path, steps: int) -> Resumed:
     state = case.build(mesh)
-    newest = newest_valid(folder, mesh, print)
+    newest = newest_after_cleanup(folder, mesh, print)
     assert newest is not None
     state_dict.load(newest, state, print)
     losses = _train(state, case, range(state.step, state.step + steps))

@@ -44,7 +44,7 @@ def test_a_truncated_and_a_missing_file(place: Place, undisturbed: tuple[Place, 
     done = place.run()
     assert done.code == 0
     assert "step_00000006" in done.output and "step_00000004" in done.output
-    assert "using runs/job/checkpoints/step_00000002" in done.output
+    assert "using the older runs/job/checkpoints/step_00000002" in done.output
     assert_same(place, undisturbed[0])
 
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         migration = migrate(_read(options.file), options.file.name)
         target = write_beside(options.file, migration.text(options.file.name), options.output)
     except UserError as error:
-        return job.report(error)
+        return job.report_error(error)
     print(migration.report(), end="")
     print(f"written: {target}")
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent

@@ -17,7 +17,7 @@ from megafp8.config.settings import read_values
 from megafp8.config.values import plain
 
 
-def validate(cfg: DictConfig, origins: Origins | None = None) -> None:
+def check_tree(cfg: DictConfig, origins: Origins | None = None) -> None:
     """Raise if anything is wrong with a composed tree.
 
     Args:
