@@ -153,7 +153,7 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         file = _source_of(command[1]) if command[1] else ROOT / command[2]
         if file is None or not file.is_file() or command[1] in ("pytest", "pip"):
             continue
-        options = ROOT / "megafp8/cli/options.py"  # what every command with settings takes
+        options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
         known = file.read_text("utf-8") + options.read_text("utf-8")
         for option in OPTION.findall(command[3].partition(" # ")[0]):
             if f'"{option}"' not in known:

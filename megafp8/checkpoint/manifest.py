@@ -1,7 +1,8 @@
 """Write and read the manifest of a checkpoint: its files, their hashes, and the pieces in them.
 
 The manifest is `manifest.json`; `manifest.sha256` holds its hash, in the form that `sha256sum -c`
-reads.
+reads. A `Placement` says which piece of a logical (unsharded) tensor a local tensor is; checkpoints
+know nothing else about parallelism.
 """
 
 from __future__ import annotations
@@ -14,10 +15,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.errors import CheckpointError
 from megafp8.files import write_durably
 from megafp8.specs.geometry import Box, Sizes, why_not_a_partition
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Name the rectangle of a logical tensor that a local tensor holds.
+
+    `tensor` may be a view of a part of a parameter, with any strides. Saving reads `tensor`, and
+    loading copies into it in place. Replicas hold the same bytes, and only replica 0 is written.
+    """
+
+    name: str  # logical name, for example "layers.3.attention.query.weight"
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of this piece in the logical tensor, in elements
+    tensor: torch.Tensor
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        shape, offset, whole = self.tensor.shape, self.offset, self.global_shape
+        fits = len(shape) == len(offset) == len(whole) and all(
+            0 <= start <= end - size for start, size, end in zip(offset, shape, whole, strict=True)
+        )
+        assert fits, f"{self.name}: piece {tuple(shape)} at {offset} of {whole}"
+
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -19,13 +19,13 @@ from megafp8.checkpoint.best import NONE, Best
 from megafp8.checkpoint.manifest import (
     Manifest,
     PieceEntry,
+    Placement,
     ShardEntry,
     is_plain_file_name,
     why_incomplete,
     write_manifest,
 )
-from megafp8.checkpoint.placement import Placement
-from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.reader import Reader, check_size, check_structure, verify, why_damaged
 from megafp8.checkpoint.shardfile import DTYPE_NAMES, write_safetensors
 from megafp8.checkpoint.step_directories import (
     remove_leftovers,
@@ -36,7 +36,6 @@ from megafp8.checkpoint.step_directories import (
     steps,
     were_set_aside,
 )
-from megafp8.checkpoint.verification import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
 from megafp8.files import fsync_directory, os_errors_reported, remove_tree
 

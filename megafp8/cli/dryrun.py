@@ -16,8 +16,7 @@ from dataclasses import replace
 import torch
 
 from megafp8.backends import choose
-from megafp8.cli.job import report_error, resolved_table
-from megafp8.cli.options import parse_options
+from megafp8.cli.job import parse_options, report_error, resolved_table
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve

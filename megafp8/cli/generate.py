@@ -20,7 +20,7 @@ from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.train.generate import Sampling, beyond_training, generate
-from megafp8.train.weights import find_checkpoint, load_model
+from megafp8.train.load import find_checkpoint, load_model
 
 RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
 

@@ -19,7 +19,7 @@ import yaml
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.cli.job import report_error
 from megafp8.config.architecture import tree_of_spec
@@ -29,7 +29,7 @@ from megafp8.runs.directory import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train.weights import MODEL
+from megafp8.train.load import MODEL
 
 CONFIG = "model.yaml"
 SHARD_BYTES = 4 << 30

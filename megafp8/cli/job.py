@@ -1,19 +1,20 @@
-"""Describe the job that a command starts: its settings, their origins, and its errors."""
+"""Describe the job that a command line starts: its options, settings, origins and errors."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.cli.options import Options
-from megafp8.config.errors import DEFAULT
+from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
+from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
 from megafp8.config.schema import all_keys
 from megafp8.config.secrets import hide
@@ -137,3 +138,51 @@ def _origin_of_default(cfg: DictConfig, path: str) -> str:
     node = (OmegaConf.select(cfg, section) if section else cfg)._get_node(leaf)
     text = node._value() if node is not None else None
     return f"{DEFAULT}, from {text}" if isinstance(text, str) and "${" in text else DEFAULT
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold the overrides and the options of a command line."""
+
+    overrides: tuple[str, ...]
+    config_dir: Path | None
+    config_name: str
+    multirun: bool
+    show_help: bool
+    show_config: bool
+    resolve: bool
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Return the parsed command line; options may be anywhere among the overrides, as with Hydra.
+
+    Raises:
+        SettingError: An option is unknown or lacks its value.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)
+    parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--resolve", action="store_true")
+    found = parser.parse_intermixed_args(list(argv))
+    return Options(
+        overrides=tuple(found.overrides),
+        config_dir=found.config_dir,
+        config_name=found.config_name,
+        multirun=found.multirun,
+        show_help=found.help,
+        show_config=found.cfg is not None,
+        resolve=found.resolve,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "--help lists the options and all keys"
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        if "=" in unknown:
+            hint = f"If it is a setting, write it without dashes: {unknown.lstrip('-')}"
+        raise SettingError("options", None, message, hint, origin=COMMAND_LINE)

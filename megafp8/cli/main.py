@@ -7,8 +7,15 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from megafp8.cli.help import help_page
-from megafp8.cli.job import AppInfo, Task, app_info, report_error, resolved_table
-from megafp8.cli.options import Options, parse_options
+from megafp8.cli.job import (
+    AppInfo,
+    Options,
+    Task,
+    app_info,
+    parse_options,
+    report_error,
+    resolved_table,
+)
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.errors import ExitCode, UserError

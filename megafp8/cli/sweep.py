@@ -26,8 +26,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.cli.job import Task, app_info, report_error
-from megafp8.cli.options import Options
+from megafp8.cli.job import Options, Task, app_info, report_error
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.layers import (
     HYDRA,

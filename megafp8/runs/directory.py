@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megafp8.checkpoint.verification import check_structure
+from megafp8.checkpoint.reader import check_structure
 from megafp8.config.resume import check_continues, full_identity
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError
 from megafp8.files import os_errors_reported, write_durably
 from megafp8.parallel.agreement import gather, on_all, on_main

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 FormatName = Literal["e4m3", "e5m2"]
 RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
@@ -106,3 +106,15 @@ class PrecisionSpec:
     te_version: str | None = None  # whose Python runs on a CPU; None means the default version
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # for FP16 only
+
+
+class PlannedGemms(NamedTuple):
+    """Say which of a linear's three products will run in FP8, and why the others will not.
+
+    `flops` counts one product for one token; the three products are of the same size.
+    """
+
+    name: str
+    flops: int
+    fp8: tuple[GemmName, ...]  # the products that run in FP8
+    reason: str  # why the other products do not

@@ -12,7 +12,7 @@ from megafp8.observe.trackers import CompositeTracker
 from megafp8.specs import RunSpec
 from megafp8.train.pace import Pace
 from megafp8.train.process import StopRequest, TimeLimit
-from megafp8.train.report.health import HealthLog
+from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.report.profile import StepProfiler
 from megafp8.train.saver import BackgroundSaver, Saver
 from megafp8.train.state import TrainState

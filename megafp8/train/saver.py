@@ -24,7 +24,7 @@ import megafp8
 from megafp8 import torch_private
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import os_errors_reported

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megafp8.backends.te.state import TeScaling
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.reader import Reader
 from megafp8.errors import CheckpointError
 from megafp8.models.init import pieces_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 
 
 def sample_tensors() -> dict[str, torch.Tensor]:

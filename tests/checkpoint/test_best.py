@@ -11,7 +11,7 @@ import torch
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, Best
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.0, 5: 6.0, 6: 5.5}
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError
 
 Save = Callable[[Path, int], Path]
@@ -94,7 +94,7 @@ def test_full_disk(tmp_path: Path) -> None:
         import sys, torch
         from pathlib import Path
         from megafp8.checkpoint import store
-        from megafp8.checkpoint.placement import Placement
+        from megafp8.checkpoint.manifest import Placement
         from megafp8.errors import CheckpointError
         root = Path(sys.argv[1])
         for step, elements in ((1, 100_000), (2, 1_000_000)):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.placement import Placement
+from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError
 
 DTYPES = [

@@ -10,7 +10,7 @@ from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.specs import Fp8Recipe, HealthSpec
 from megafp8.specs.run import HealthMode
-from megafp8.train.report.health import HealthLog
+from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch

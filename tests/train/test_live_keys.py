@@ -29,7 +29,7 @@ from megafp8.data.samples import Repeated
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.build import build
-from megafp8.train.setup import with_vocabulary
+from megafp8.train.pretrain import with_vocabulary
 from megafp8.train.step import train_step
 from tests.train.runs import JOB, ROOT, TIMING_KEYS, Driver, Place, make_dataset
 

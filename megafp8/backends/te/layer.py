@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.backends.planned import PlannedGemms
 from megafp8.backends.te.products import observe_products
 from megafp8.backends.te.state import TeRegion
 from megafp8.models.attention import AttentionContext
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
-from megafp8.specs.precision import GEMMS, GemmName
+from megafp8.specs.precision import GEMMS, GemmName, PlannedGemms
 
 
 class TeLayer(nn.Module):

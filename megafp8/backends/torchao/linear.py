@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.backends.planned import PlannedGemms
 from megafp8.hardware import bf16
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
@@ -26,7 +25,7 @@ from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Role
 from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GEMMS, GemmName
+from megafp8.specs.precision import GEMMS, GemmName, PlannedGemms
 
 OLDEST = (0, 14)
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"

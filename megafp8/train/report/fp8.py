@@ -1,8 +1,8 @@
-"""Compute which fraction of a step's GEMM FLOPs will be FP8, and name the kernels that run them.
+"""Report how FP8 runs: the fraction of FLOPs, the kernels, and the health of the tensors.
 
-The fraction is computed from the model that was built. Kernels are FP8 tensor cores or an
-emulation, and Triton, C or torch for the casts. Attention's two products are never in FP8 and not
-included here; summary.json has the counted fraction with and without them.
+The fraction is that of a step's GEMM FLOPs, computed from the model that was built. Kernels are FP8
+tensor cores or an emulation, and Triton, C or torch for the casts. Attention's two products are
+never in FP8 and not included here; summary.json has the counted fraction with and without them.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from megafp8.backends.planned import PlannedGemms
 from megafp8.backends.te.layer import TeLayer
+from megafp8.backends.te.state import TeScaling
 from megafp8.backends.torchao.linear import TorchaoLinear
 from megafp8.errors import ConfigError
+from megafp8.files import Warn
+from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
+from megafp8.observe.metrics import MetricsFile
+from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.parts import linears_of
 from megafp8.precision.engine import Engine
 from megafp8.precision.gemm import wide_dtype
+from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.kernels.scaled_mm import Layout
 from megafp8.precision.linear import Linear
-from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, RecipeName
+from megafp8.precision.scaling import ScalingState
+from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, PlannedGemms, RecipeName
 from megafp8.train.state import TrainState
 
 
@@ -189,3 +196,83 @@ def _caster(engine: Engine, device: torch.device) -> str:
     if engine.uses_triton:
         return "Triton"
     return "C" if device.type == "cpu" and library().lib is not None else "torch"
+
+
+MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
+
+
+class HealthLog:
+    """Log the FP8 health of one run. Call `begin` before a step that is logged, `end` after it."""
+
+    def __init__(
+        self, state: TrainState, spec: HealthSpec, run_dir: Path | None, step: int, warn: Warn
+    ) -> None:
+        """Open health.jsonl in `run_dir`, which is None on ranks that do not write.
+
+        `step` is the step that training continues from.
+        """
+        self._state, self._spec, self._warn = state, spec, warn
+        self._probe: HealthProbe | TableProbe | None = None
+        if isinstance(state.scaling, TeScaling) and spec.mode != "off":
+            self._probe = TableProbe(state.scaling)
+        elif isinstance(state.scaling, ScalingState) and spec.mode != "off":
+            self._probe = HealthProbe(state.scaling, spec.mode)
+        self._file: MetricsFile | None = None
+        if self._probe is not None and run_dir is not None:
+            self._file = MetricsFile(run_dir / HEALTH_FILE, resume_step=step, warn=warn)
+        self._warned: set[str] = set()
+        self._is_attached = False
+
+    def begin(self) -> None:
+        """Measure the casts from now on, until `end` or `abandon`."""
+        if self._probe is not None:
+            self._probe.attach()
+            self._is_attached = True
+
+    def end(self, step: int, trackers: CompositeTracker) -> None:
+        """Write what was measured since `begin` as the health of `step`, and warn of bad tensors.
+
+        All ranks call it together. It does nothing if there was no `begin`.
+        """
+        if self._probe is None or not self._is_attached:
+            return
+        self._is_attached = False
+        scaling = self._state.scaling
+        assert isinstance(scaling, ScalingState)
+        seen = gather(self._state.mesh, (self._probe.detach(), num_nonfinite(scaling)))
+        if self._file is None:
+            return
+        nonfinite: dict[str, int] = {}
+        for _, counts in seen:
+            nonfinite |= {name: max(n, nonfinite.get(name, 0)) for name, n in counts.items()}
+        record = HealthRecord(step, merged(part for part, _ in seen), nonfinite)
+        self._file.log(record.to_dict())
+        trackers.log(step, scalars(record))
+        self._complain(record)
+
+    def abandon(self) -> None:
+        """Forget what was measured since `begin`, because the step will be done again."""
+        if self._probe is not None and self._is_attached:
+            self._probe.detach()
+            self._is_attached = False
+
+    def rewind(self, step: int) -> None:
+        """Drop the records of steps after `step`, when training goes back to a checkpoint."""
+        if self._file is not None:
+            self._file.rewind(step)
+
+    def close(self) -> None:
+        """Close health.jsonl."""
+        if self._file is not None:
+            self._file.close()
+
+    def _complain(self, record: HealthRecord) -> None:
+        """Warn of each bad tensor once, and again only after it has been good in between."""
+        found = complaints(record, self._spec)
+        new = [name for name in found if name not in self._warned]
+        for name in new[:MOST_WARNINGS]:
+            self._warn(f"step {record.step}: {name} in FP8: {found[name]}")
+        if len(new) > MOST_WARNINGS:
+            rest = len(new) - MOST_WARNINGS
+            self._warn(f"step {record.step}: and {rest} more tensors; all are in {HEALTH_FILE}")
+        self._warned = set(found)

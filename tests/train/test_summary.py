@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from megafp8.data.baselines import unigram_bits_per_byte, xz_bits_per_byte
+from megafp8.train.report.summary import unigram_bits_per_byte, xz_bits_per_byte
 
 
 @pytest.mark.parametrize("seed", range(4))
