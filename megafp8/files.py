@@ -24,7 +24,7 @@ _HINTS = {
     errno.EIO: "The disk or network file system is failing: move the run; older checkpoints stay",
     errno.ENOENT: "Something removed it while it was in use; see the errors of the other ranks",
 }
-_OTHERWISE = "Mend the file system or move the run; older checkpoints are untouched"
+_OTHERWISE = "Repair the file system or move the run; older checkpoints are untouched"
 
 
 @contextmanager
