@@ -1,5 +1,7 @@
-"""`scripts/gpu_check.py` on a CPU: its stages at tiny shapes, its deadlines, and the packages that
-it brings to a machine without them."""
+"""The GPU check (`scripts/gpu_check.py`) runs on a CPU with tiny shapes.
+
+Its deadlines are tested too, and the packages that it unpacks on a machine without them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def outcomes(out: Path) -> dict[str, str]:
 
 
 def wheel_of(distribution: str, folder: Path) -> None:
-    """A wheel of what is installed here: an archive of its files."""
+    """Make a wheel of a package that is installed here, which is an archive of its files."""
     found = importlib.metadata.distribution(distribution)
     with zipfile.ZipFile(folder / f"{distribution}-{found.version}-py3-none-any.whl", "w") as wheel:
         for file in found.files or []:
@@ -74,7 +76,7 @@ def wheel_of(distribution: str, folder: Path) -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> str:
-    """A PYTHONPATH under which Python has no hydra, omegaconf and antlr4."""
+    """Return a PYTHONPATH with which Python finds no hydra, omegaconf and antlr4."""
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(BARE)
@@ -90,7 +92,7 @@ def test_a_bare_machine_gets_a_list_of_what_it_lacks(tmp_path: Path, bare: str) 
 
 
 def test_layers_run_on_a_bare_machine_with_the_wheels(tmp_path: Path, bare: str) -> None:
-    """The part that loads a configuration, through hydra, from the brought folder alone."""
+    """The part that loads a configuration uses hydra from the unpacked wheels only."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     for name in ("hydra-core", "omegaconf", "antlr4-python3-runtime"):
@@ -139,7 +141,7 @@ def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pytest_that_is_cut_still_reports(tmp_path: Path) -> None:
-    """SIGINT, on which it writes what has run; SIGTERM would leave nothing."""
+    """The part gets SIGINT, after which pytest writes its results; SIGTERM would leave none."""
     gpu_check = loaded()
     (tmp_path / "logs").mkdir()
     test = tmp_path / "test_slow.py"
@@ -208,7 +210,7 @@ def test_a_stage_at_tiny_shapes(stage: str, parts: list[str], tmp_path: Path) ->
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
 def test_transformer_engines_stage_at_tiny_shapes(tmp_path: Path) -> None:
-    """The optional fifth stage, over Transformer Engine's own Python on this CPU."""
+    """The optional fifth stage runs with Transformer Engine's own Python code on this CPU."""
     need_sources(DEFAULT_VERSION)
     done = check("te", "--tiny", "--workers", "0", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:]

@@ -1,4 +1,4 @@
-"""The GPU benchmark of a product runs on a CPU with a tiny shape, and refuses to measure there."""
+"""The GPU benchmark of a product runs on a CPU with a tiny shape, but does not measure it."""
 
 from __future__ import annotations
 

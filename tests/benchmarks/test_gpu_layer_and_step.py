@@ -1,5 +1,4 @@
-"""The GPU benchmarks of a layer and of a step run on a CPU with tiny shapes, and refuse to measure
-there."""
+"""The GPU benchmarks of a layer and a step run on a CPU with tiny shapes, but do not measure it."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def test_tiny_steps(tmp_path: Path) -> None:
 
 
 def test_products_of_grouped_queries_and_gates_are_in_the_floor() -> None:
-    """The Llama-3-8B shape: Q and projection 4096 x 4096, K and V 1024 x 4096, three of 14336."""
+    """Llama-3-8B has Q and projection 4096 x 4096, K and V 1024 x 4096, three of 14336."""
     script = (
         "import sys; sys.path.insert(0, 'benchmarks');"
         "import argparse, gpu_step as g;"
@@ -87,7 +86,7 @@ def in_benchmarks(script: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_variant_that_dies_keeps_the_others_rows(tmp_path: Path) -> None:
-    """As where Transformer Engine is not installed: any error, not only one of a user's."""
+    """Any error of a variant is recorded, not only a user's error such as a missing package."""
     script = f"""
 import gpu_layer
 from megafp8.errors import ConfigError
@@ -116,7 +115,7 @@ gpu_layer.main()
 
 
 def test_each_variant_of_a_step_names_its_backend() -> None:
-    """`auto` would take Transformer Engine on a GPU that has it, in the rows of our own engine."""
+    """The setting `auto` might use Transformer Engine in the rows of our own engine."""
     script = """
 import argparse, gpu_step as g
 from megafp8.config.load import load
@@ -132,7 +131,7 @@ for variant in ("bf16", "fp8", "te bf16", "te fp8"):
 
 
 def test_transformer_engine_can_run_what_it_is_compared_on() -> None:
-    """It has the tanh form of GELU alone."""
+    """Transformer Engine has only the tanh form of GELU."""
     script = """
 import argparse, gpu_step as g
 args = argparse.Namespace(accumulation=1)

@@ -1,4 +1,4 @@
-"""The examples run, and show what they say they show."""
+"""The examples run, and show what their texts say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Table = Callable[[str], list[list[str]]]
 
 @pytest.fixture
 def table(capsys: pytest.CaptureFixture[str]) -> Iterator[Table]:
-    """Runs a Python example in this process; gives the words of the lines it prints."""
+    """Run a Python example in this process; return the words of the lines that it prints."""
     threads = torch.get_num_threads()
 
     def run_example(name: str) -> list[list[str]]:
@@ -36,7 +36,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> Iterator[Table]:
 
 
 def run(command: list[str]) -> str:
-    """Standard output of a script, from a folder that is not the repository's."""
+    """Run a command in a folder outside of the repository, and return its standard output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["PYTHON"] = sys.executable
     done = subprocess.run(
@@ -48,14 +48,14 @@ def run(command: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def on_tiny_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments that put a tiny dataset in the place of the built-in one."""
+    """Return arguments that replace the built-in dataset by a tiny one."""
     folder = tmp_path_factory.mktemp("data")
     build_dataset(tiny_corpus(lambda: tiny_documents(400)), 300, folder)
     return [f"model.data.data_prefix={folder / PREFIX}"]
 
 
 def test_transformer_engine_runs_on_a_laptop() -> None:
-    """In a process of its own: loading it changes torch."""
+    """The example runs in a process of its own, since loading Transformer Engine changes torch."""
     need_sources(DEFAULT_VERSION)
     first, *lines = run(
         [sys.executable, str(ROOT / "examples/07_transformer_engine_on_a_laptop.py")]
@@ -105,7 +105,7 @@ def test_two_ranks_train_as_one(on_tiny_data: list[str]) -> None:
 
 @pytest.mark.slow
 def test_layouts_train_as_one_rank(on_tiny_data: list[str]) -> None:
-    """Those of two ranks; a pipeline in FP8 has one process's scales."""
+    """Layouts of two ranks have the losses of one; an FP8 pipeline has one process's scales."""
     script = str(ROOT / "examples/06_layouts.py")
     output = run([sys.executable, script, "ranks=2", *on_tiny_data])
     rows = [line.split() for line in output.splitlines()]

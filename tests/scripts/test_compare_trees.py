@@ -1,7 +1,7 @@
-"""`python -m scripts.compare_trees` finds what was planted, and nothing where there is nothing.
+"""Comparisons of trees find planted differences, and no others (`python -m scripts.compare_trees`).
 
-The quick tests compare trees of a few lines that leave the files of a run, so that they start no
-training; the slow one plants a difference in the repository itself.
+The fast tests compare trees of a few lines that write the files of a run, so that they start no
+training; the slow test plants a difference in the repository itself.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if os.environ.get("RANK", "0") == "0":
         (folder / "rank0.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     (run / "summary.json").write_text(json.dumps({"step": 4}))
 """
-ALONE, RANKS = Job("fp32"), Job("zero/delayed", num_ranks=2)  # names of jobs that go on
+ALONE, RANKS = Job("fp32"), Job("zero/delayed", num_ranks=2)  # jobs that the head continues
 
 
 @pytest.fixture
 def trees(tmp_path: Path) -> Path:
-    """A folder with two equal trees, of a commit and of the files beside it."""
+    """Make a folder with two equal trees, of a commit and of its working tree."""
     repository = tmp_path / "repository"
     for name, text in {
         "pretrain_gpt.py": PRETRAIN,
@@ -130,7 +130,7 @@ def test_a_planted_difference(
 
 
 def test_amounts(tmp_path: Path) -> None:
-    """Each kind of number, as bits and as a distance."""
+    """Differences of each kind of number are shown in bits and as a distance."""
     one = {
         "nan": np.array([np.nan, 1.0], np.float32),
         "half": np.array([1.0, 2.0], np.float16),

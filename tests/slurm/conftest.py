@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes, started once; only where it was asked for (`make test-slurm`)."""
+"""Start a real Slurm of two nodes once, only for `make test-slurm`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that fails leaves its job to nobody."""
+    """Cancel the jobs that a failed test has left."""
     yield
     if "cluster" in request.fixturenames:
         cluster: Cluster = request.getfixturevalue("cluster")
@@ -46,7 +46,7 @@ def no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(cluster: Cluster) -> list[list[tuple[str, str]]]:
-    """What the metrics of the job are when nothing happens to it."""
+    """Return the metrics of a job that is not disturbed."""
     job = cluster.submit("undisturbed")
     assert job.wait(180) == "COMPLETED", job.log
     assert "4 ranks on cpu, tensor parallel 2" in job.log

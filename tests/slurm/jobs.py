@@ -1,4 +1,4 @@
-"""Jobs of `examples/slurm/pretrain.sbatch` on the test cluster, and what Slurm says of them."""
+"""Submit jobs of `examples/slurm/pretrain.sbatch` to the test cluster, and read their states."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TWO_BY_TWO = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--mem=0"
 
 
 def has_pending(pid: int, number: int) -> bool:
-    """Whether a stopped process has been sent this signal meanwhile."""
+    """Whether this signal was sent to a stopped process meanwhile."""
     status = Path(f"/proc/{pid}/status").read_text()
     mask = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
     assert mask is not None
@@ -54,7 +54,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class Cluster:
-    """The test Slurm in `folder/cluster`; jobs run in `folder`."""
+    """Hold the test Slurm in `folder/cluster`; jobs run in `folder`."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder, self.data = folder, data
@@ -93,7 +93,7 @@ class Cluster:
         sbatch: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Job:
-        """`sbatch examples/slurm/pretrain.sbatch …`, two nodes with two ranks each."""
+        """Run `sbatch examples/slurm/pretrain.sbatch …` with two nodes of two ranks each."""
         options = [*TWO_BY_TWO, *sbatch, f"--output={self.folder}/logs/%j.out"]
         command = ["sbatch", "--parsable", *options, str(SCRIPT), *self.argv(name, *more)]
         return Job(self, name, self.run(*command, environment=environment).strip())
@@ -141,18 +141,18 @@ class Job:
         assert self.last_step() < STEPS, "too late"
 
     def wait(self, seconds: float = 180) -> str:
-        """The state in which it has ended."""
+        """Wait for the job's end, and return its state."""
         self.until(lambda: self.field("JobState") in ENDED, "the job's end", seconds)
         return self.field("JobState")
 
     def metrics(self) -> list[list[tuple[str, str]]]:
-        """Keys and values as they are written, digit for digit, without times and memory."""
+        """Return keys and values of the metrics, digit for digit, without times and memory."""
         lines = (self.dir / "metrics.jsonl").read_text().splitlines()
         parsed = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
         return [[(k, v) for k, v in line.items() if k not in TIMING_KEYS] for line in parsed]
 
     def pids_of_ranks(self) -> dict[int, int]:
-        """RANK to process id, of all its ranks on this machine."""
+        """Return the process ids of the job's ranks on this machine, by rank."""
         found: dict[int, int] = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -180,7 +180,7 @@ class Job:
         return list(ranks.values())
 
     def pids_of_submitit(self) -> list[int]:
-        """The processes of a sweep's job."""
+        """Return the process ids of a sweep's job."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:

@@ -1,4 +1,4 @@
-"""What is wrong with a job is reported once, soon, by rank 0, and no rank stays."""
+"""Errors of a job are reported once, soon, by rank 0, and no rank stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
 
 def error_of(job: Job) -> str:
-    """The one line that says what is wrong."""
+    """Return the one error line of a job."""
     assert job.wait(90) == "FAILED", job.log
     assert job.restarts == 0 and not job.pids_of_ranks()
     began, ended = (datetime.fromisoformat(job.field(f"{which}Time")) for which in ("Start", "End"))
@@ -49,7 +49,7 @@ def test_the_script_says_it(cluster: Cluster, environment: dict[str, str], said:
 
 
 def test_gpus_that_are_not_there(cluster: Cluster) -> None:
-    """Asked for by the run, not by the job. Without the script, which takes whole nodes."""
+    """The run asks for GPUs, the job does not. The script is not used: it takes whole nodes."""
     began = time.monotonic()
     done = subprocess.run(
         ["srun", "--nodes=1", "--ntasks=2", "--kill-on-bad-exit=1", "--label", sys.executable]
@@ -104,7 +104,7 @@ def test_a_master_that_is_not_there(cluster: Cluster, host: str) -> None:
 
 
 def test_several_nodes_without_srun(cluster: Cluster) -> None:
-    """The batch shell has SLURM_NTASKS=4 and SLURM_PROCID=0, and is no rank all the same."""
+    """The batch shell has SLURM_NTASKS=4 and SLURM_PROCID=0, but is not a rank."""
     command = f"cd {cluster.environment['MEGAFP8_DIR']}; {sys.executable} pretrain_gpt.py "
     log = cluster.folder / "logs" / "bare.out"
     options = ["--nodes=2", "--ntasks-per-node=2", "--wait", f"--output={log}"]

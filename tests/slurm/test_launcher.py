@@ -1,4 +1,4 @@
-"""Sweeps on Slurm without one: presets, and what is made of what `squeue` prints."""
+"""Tests of sweeps on Slurm without a Slurm: presets, and the reading of `squeue`'s output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUEUE = "7_0|RUNNING|node1\n7_1|FAILED|node2\n7_2|PENDING|\n9|NODE_FAIL|node[1-2
 
 
 def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str) -> None:
-    """`sacct` as it answers without accounting, and a `squeue`."""
+    """Make an `sacct` that answers as without accounting, and a `squeue`."""
     scripts = {"sacct": "echo 'Slurm accounting storage is disabled' >&2; exit 1", "squeue": squeue}
     for name, text in scripts.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")

@@ -1,4 +1,4 @@
-"""Sweeps as Slurm job arrays."""
+"""Sweeps run as Slurm job arrays."""
 
 from __future__ import annotations
 
