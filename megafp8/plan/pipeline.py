@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, PipelineSpec
+
 Kind = Literal["F", "B", "I", "W"]
 SECONDS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """The units of time that each kind of work takes; B is I and W together."""
@@ -113,3 +115,51 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
             now -= held[work.stage]
         most = max(most, now)
     return most
+
+
+def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
+    """Return the forward and backward passes of one of `pp` pipeline ranks in order.
+
+    Schedules with several stages a rank are torch's own plans; here, each begins as many forward
+    passes as torch's plan does and then alternates backward and forward passes. A zero-bubble
+    schedule holds a microbatch until its weight gradients are computed, which counts as its
+    backward pass.
+    """
+    name = pipeline.schedule
+    if name in ONE_STAGE_SCHEDULES:
+        assert name == "GPipe" or name == "1F1B"
+        return one_stage_order(name, rank, pp, num_microbatches)
+    num_stages = pp * pipeline.stages_per_rank
+    stages = [s for s in range(num_stages) if pipeline.rank_of(s, pp) == rank]
+    if name == "ZBVZeroBubble":
+        first, second = stages
+        ahead = min(num_microbatches, 2 * pp - rank - 1)
+        warm_up = [Work("F", first, index) for index in range(ahead)]
+        warm_up += [Work("F", second, index) for index in range(min(num_microbatches, rank + 1))]
+        forwards = [
+            *warm_up,
+            *(w for w in _in_rounds("F", stages, pp, num_microbatches) if w not in warm_up),
+        ]
+        num_warm_up = len(warm_up)
+    else:
+        forwards = _in_rounds("F", stages, pp, num_microbatches)
+        behind = pp - 1 - rank
+        if name == "Interleaved1F1B":
+            num_warm_up = 2 * behind + (len(stages) - 1) * pp + 1
+        else:
+            num_warm_up = len(stages) * pp
+    order, rest = forwards[:num_warm_up], iter(forwards[num_warm_up:])
+    for backward in _in_rounds("B", stages[::-1], pp, num_microbatches):
+        order.append(backward)
+        order.extend([forward] if (forward := next(rest, None)) else [])
+    return order
+
+
+def _in_rounds(kind: Kind, stages: Sequence[int], pp: int, num_microbatches: int) -> list[Work]:
+    """Return all passes of one kind, `pp` microbatches on each stage in turn."""
+    return [
+        Work(kind, stage, microbatch)
+        for begin in range(0, num_microbatches, pp)
+        for stage in stages
+        for microbatch in range(begin, min(begin + pp, num_microbatches))
+    ]

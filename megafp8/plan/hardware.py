@@ -1,0 +1,105 @@
+"""Describe the accelerators that a plan knows, by the figures of their data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafp8.errors import ConfigError
+
+GIVEN = "given on the command line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Hold the peaks of one accelerator and of its links, each in one direction.
+
+    `tflops` are dense matrix products in 10^12 operations a second, `memory_gb` and bandwidths are
+    decimal gigabytes.
+    """
+
+    name: str
+    source: str
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_gb: float
+    memory_gb_s: float
+    node_gb_s: float  # between the accelerators of a node, sent by one of them
+    network_gb_s: float  # between nodes, sent by one accelerator
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of its memory."""
+        return int(self.memory_gb * 1e9)
+
+
+KNOWN = {
+    "h100": Hardware(
+        name="H100 SXM",
+        bf16_tflops=989.4,
+        fp8_tflops=1978.9,
+        memory_gb=80,
+        memory_gb_s=3350,
+        node_gb_s=450,
+        network_gb_s=50,
+        source="NVIDIA's H100 data sheet; one 400 Gbit/s network adapter for each GPU",
+    ),
+    "h200": Hardware(
+        name="H200 SXM",
+        bf16_tflops=989.4,
+        fp8_tflops=1978.9,
+        memory_gb=141,
+        memory_gb_s=4800,
+        node_gb_s=450,
+        network_gb_s=50,
+        source="NVIDIA's H200 data sheet; one 400 Gbit/s network adapter for each GPU",
+    ),
+    "b200": Hardware(
+        name="B200 SXM",
+        bf16_tflops=2250,
+        fp8_tflops=4500,
+        memory_gb=180,
+        memory_gb_s=7700,
+        node_gb_s=900,
+        network_gb_s=50,
+        source="NVIDIA's DGX B200 data sheet; one 400 Gbit/s network adapter for each GPU",
+    ),
+}
+NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
+NEEDED = NUMBERS[:4]
+"""The figures that hardware of another name must give; links are those of an H100 by default."""
+
+
+def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:
+    """Return the named hardware with the given figures in place of its own.
+
+    Raises:
+        ConfigError: The name is not known and not all of `NEEDED` are given, a figure's name is not
+            known, or a figure is not positive.
+    """
+    for key, value in numbers.items():
+        if key not in NUMBERS:
+            raise ConfigError(
+                f"hardware.{key}", value, "is not a figure of hardware", f"Use {_listed(NUMBERS)}"
+            )
+        if not value > 0:
+            raise ConfigError(f"hardware.{key}", value, "must be positive", "Give the data sheet's")
+    known = KNOWN.get(name.lower())
+    if known is None:
+        missing = [key for key in NEEDED if key not in numbers]
+        if missing:
+            raise ConfigError(
+                "hardware",
+                name,
+                f"is not known, and {_listed(missing)} are not given",
+                f"Use one of {', '.join(KNOWN)}, or give the figures, for example "
+                f"hardware.{missing[0]}=…",
+            )
+        links = {key: getattr(KNOWN["h100"], key) for key in NUMBERS[4:]}
+        return Hardware(name=name, source=GIVEN, **(links | numbers))
+    source = known.source + (f"; {_listed(list(numbers))} as given" if numbers else "")
+    figures = {key: getattr(known, key) for key in NUMBERS} | numbers
+    return Hardware(name=known.name, source=source, **figures)
+
+
+def _listed(names: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(f"hardware.{name}" for name in names)

@@ -1,0 +1,348 @@
+"""Compute the bytes that one rank of a job holds, from the run's spec alone.
+
+The formulas count the tensors that the native backend keeps. A dry run (`train/dryrun.py`) counts
+the same tensors from a model that is built on torch's meta device, and tests hold the two together.
+No constant is fitted to a measurement.
+"""
+
+# T tokens of a microbatch on one rank: micro batch x sequence / context-parallel ranks
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megafp8.plan.pipeline import most_held, planned_order
+from megafp8.plan.shape import (
+    FP32,
+    Linear,
+    Parameter,
+    compute_itemsize,
+    layers_of,
+    linears_of_layer,
+    num_stages,
+    rank_shape,
+    residual_itemsize,
+    sequence_shards,
+    shard_ranks,
+    tokens_of,
+)
+from megafp8.specs import RunSpec
+from megafp8.specs.precision import BLOCK
+
+ALIGNMENT = 64
+"""ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
+elements (`optim/zero.py`)."""
+HEAD_CHUNK_TOKENS = 1024
+HEAD_CHUNK_BYTES = 256 << 20
+"""The head works on chunks of at most so many tokens, and bytes of FP32 logits (models/loss.py)."""
+SCALE_TABLE_BYTES = 20
+"""Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """Hold the bytes that stay from step to step."""
+
+    weights: int  # what the products read
+    masters: int  # FP32, where they are not the weights themselves
+    moments: int  # the optimizer's
+    gradients: int  # FP32, of all parameters
+    scaling: int  # FP8 scales and their histories
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all kinds."""
+        return self.weights + self.masters + self.moments + self.gradients + self.scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Hold the bytes that a step adds to `HeldBytes`."""
+
+    microbatch: int  # kept between forward and backward of one microbatch, on its largest stage
+    in_flight: int  # kept by all microbatches that the schedule has begun, at its worst moment
+    weight_copies: int  # FP8 copies of weights, in two orientations for tensor cores
+    workspace: int  # alive only while one layer or the head runs
+    gathered: int  # whole weights of two layers, while FSDP runs them
+
+    @property
+    def peak(self) -> int:
+        """Return what a step adds at its worst moment."""
+        return self.in_flight + self.weight_copies + self.workspace + self.gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Hold the bytes of one rank."""
+
+    pipeline_rank: int
+    num_layers: int
+    num_params: int  # elements of the rank's parameters, before FSDP shards them
+    held: HeldBytes
+    step: StepBytes
+
+    @property
+    def total(self) -> int:
+        """Return the bytes at the worst moment of a step."""
+        return self.held.total + self.step.peak
+
+
+def rank_memory(spec: RunSpec, pipeline_rank: int) -> RankMemory:
+    """Return the bytes of a rank on the pipeline stage(s) of `pipeline_rank`.
+
+    Tensor-, context- and data-parallel ranks of a stage hold the same number of bytes, but for the
+    last few elements that ZeRO-1 and FSDP pad. `spec.model.vocab_size` must be known.
+    """
+    shape = rank_shape(spec, pipeline_rank)
+    kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
+    return RankMemory(
+        pipeline_rank=pipeline_rank,
+        num_layers=len(shape.layers),
+        num_params=sum(param.elements for param in shape.params),
+        held=_held_bytes(spec, shape.params, shape.linears),
+        step=StepBytes(
+            microbatch=max(kept.values()),
+            in_flight=_in_flight_bytes(spec, pipeline_rank, kept),
+            weight_copies=_weight_copies(spec, shape.linears),
+            workspace=max(_workspace_bytes(spec, stage) for stage in shape.stages),
+            gathered=_gathered_bytes(spec, shape.layers),
+        ),
+    )
+
+
+def all_ranks(spec: RunSpec) -> list[RankMemory]:
+    """Return the memory of one rank of each pipeline rank, in order."""
+    return [rank_memory(spec, rank) for rank in range(spec.parallel.pp)]
+
+
+def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Linear]) -> HeldBytes:
+    elements = sum(param.elements for param in params)
+    weights = sum(param.elements * param.itemsize for param in params)
+    recipe = spec.precision.fp8
+    delayed = sum(linear.precision == "delayed" for linear in linears)
+    history = recipe.amax_history_len if recipe is not None else 0
+    scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
+    if spec.parallel.fsdp is not None:
+        shards = shard_ranks(spec)
+        own = sum(-(-param.elements // shards) for param in params)
+        return HeldBytes(
+            weights=0,
+            masters=FP32 * own,  # FSDP's parameters themselves
+            moments=2 * FP32 * own,
+            gradients=FP32 * own,
+            scaling=scaling,
+        )
+    if spec.optim.shards_states:
+        padded = sum(_rounded_up(param.elements, ALIGNMENT) for param in params)
+        own = sum(
+            -(-_rounded_up(param.elements, ALIGNMENT) // shard_ranks(spec)) for param in params
+        )
+        return HeldBytes(
+            weights=sum(_rounded_up(p.elements, ALIGNMENT) * p.itemsize for p in params),
+            masters=FP32 * own,
+            moments=2 * FP32 * own,
+            gradients=FP32 * padded,
+            scaling=scaling,
+        )
+    return HeldBytes(
+        weights=weights,
+        masters=sum(FP32 * param.elements for param in params if param.itemsize != FP32),
+        moments=2 * FP32 * elements,
+        gradients=FP32 * elements,
+        scaling=scaling,
+    )
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
+    """Whether the weight gradient of a linear reads its input in the compute dtype."""
+    recipe = spec.precision.fp8
+    high = frozenset() if recipe is None else recipe.high_precision_gemms
+    return not linear.in_fp8 or linear.precision == "rowwise_with_gw_hp" or "grad_weight" in high
+
+
+def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
+    """Return the bytes of a linear's input as its weight gradient reads it."""
+    elements = tokens * linear.in_features
+    if _keeps_input_as_it_is(spec, linear):
+        return elements * compute_itemsize(spec)
+    if linear.precision == "rowwise":
+        return elements + FP32 * linear.in_features
+    if linear.precision == "blockwise":
+        return elements + FP32 * linear.in_features * -(-tokens // BLOCK)
+    return elements
+
+
+def _norm_bytes(spec: RunSpec) -> int:
+    """Return what a norm keeps: its input and FP32 statistics of each token."""
+    tokens = tokens_of(spec) // sequence_shards(spec)
+    statistics = 2 if spec.model.normalization == "layernorm" else 1
+    return tokens * (spec.model.hidden_size * residual_itemsize(spec) + FP32 * statistics)
+
+
+def _layer_input_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the residual stream of one microbatch on one rank."""
+    tokens = tokens_of(spec) // sequence_shards(spec)
+    return tokens * spec.model.hidden_size * residual_itemsize(spec)
+
+
+def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
+    """Return what attention keeps: queries, keys, values and, with `keeps_core`, its results.
+
+    The results are its output and one FP32 number for each query of each head.
+    """
+    model, tp, tokens = spec.model, spec.parallel.tp, tokens_of(spec)
+    size = compute_itemsize(spec)
+    query, pair = model.query_size // tp, 2 * max(model.kv_size // tp, model.head_size)
+    packed = query + pair
+    kept = tokens * packed * size
+    if model.position_embedding_type == "rope":
+        # The rotated queries and keys are new tensors; the values stay in the packed one.
+        kept += tokens * (query + pair // 2) * size
+    if keeps_core:
+        kept += tokens * (query * size + FP32 * (model.num_attention_heads // tp))
+    return kept
+
+
+def _layer_bytes(spec: RunSpec, layer: int) -> int:
+    """Return what one layer keeps between its forward and its backward pass."""
+    model, tp = spec.model, spec.parallel.tp
+    qkv, projection, fc1, fc2 = linears_of_layer(spec, layer)
+    tokens, between = tokens_of(spec), tokens_of(spec) // sequence_shards(spec)
+    size = compute_itemsize(spec)
+    recompute = spec.model.recompute
+    keeps_core = recompute is None or recompute.granularity != "selective"
+    kept = 2 * _norm_bytes(spec)
+    kept += _input_bytes(spec, qkv, between) + _input_bytes(spec, fc1, between)
+    kept += _attention_bytes(spec, keeps_core=keeps_core)
+    if not (keeps_core and _keeps_input_as_it_is(spec, projection)):
+        kept += _input_bytes(spec, projection, tokens)  # otherwise it is attention's output itself
+    kept += tokens * fc1.out_features * size
+    if model.is_gated:
+        kept += tokens * (model.ffn_hidden_size // tp) * size  # the activated gate
+    kept += _input_bytes(spec, fc2, tokens)
+    if model.hidden_dropout:
+        kept += 2 * between * model.hidden_size
+    if model.ffn_dropout:
+        kept += tokens * model.ffn_hidden_size // tp
+    return kept
+
+
+def _kept_bytes(spec: RunSpec, stage: int) -> int:
+    """Return what a stage keeps of one microbatch between forward and backward."""
+    model, tp, tokens = spec.model, spec.parallel.tp, tokens_of(spec)
+    layers = layers_of(spec, stage)
+    kept = 0
+    if stage == 0:
+        kept += 8 * tokens + (tokens if tp > 1 else 0)  # token numbers; which are another rank's
+        if model.hidden_dropout:
+            kept += tokens // sequence_shards(spec) * model.hidden_size
+    if model.position_embedding_type == "rope":
+        kept += 2 * FP32 * spec.data.seq_length // spec.parallel.cp * model.rotary_size
+    if model.position_embedding_type == "alibi":
+        heads = model.num_attention_heads // tp
+        kept += heads * spec.data.seq_length**2 * compute_itemsize(spec)
+    kept += sum(_recomputed_or_kept(spec, layers))
+    if stage == num_stages(spec) - 1:
+        if model.transformer_block_type != "post_ln":
+            kept += _norm_bytes(spec)
+        kept += _head_gradient_bytes(spec)
+    else:
+        kept += _layer_input_bytes(spec)  # the stage's output, until the next stage has it
+    return kept
+
+
+def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
+    recompute = spec.model.recompute
+    if recompute is None or recompute.granularity == "selective":
+        yield from (_layer_bytes(spec, layer) for layer in layers)
+    elif recompute.method == "uniform":
+        yield -(-len(layers) // recompute.num_layers) * _layer_input_bytes(spec)
+    else:
+        for place, layer in enumerate(layers):
+            is_recomputed = place < recompute.num_layers
+            yield _layer_input_bytes(spec) if is_recomputed else _layer_bytes(spec, layer)
+
+
+def _head_chunk(spec: RunSpec) -> int:
+    """Return the tokens of one chunk of the head."""
+    vocab = spec.model.vocab_size // spec.parallel.tp
+    return min(tokens_of(spec), HEAD_CHUNK_TOKENS, max(1, HEAD_CHUNK_BYTES // (FP32 * vocab)))
+
+
+def _head_gradient_bytes(spec: RunSpec) -> int:
+    """Return the gradients of the head's input and weight, which its forward pass computes."""
+    tokens, vocab = tokens_of(spec), spec.model.vocab_size // spec.parallel.tp
+    size, hidden = compute_itemsize(spec), spec.model.hidden_size
+    return tokens * hidden * size + vocab * hidden * FP32
+
+
+def _workspace_bytes(spec: RunSpec, stage: int) -> int:
+    """Return what a stage needs beyond what it keeps, at the worst moment of one microbatch.
+
+    The moments are: the last chunk of the head's forward pass, the head's backward pass on a GPU,
+    where its gradients are multiplied by the loss's, and the backward pass through FC2 and the
+    activation of a layer.
+    """
+    moments = [_layer_workspace(spec, layers_of(spec, stage))]
+    if stage == num_stages(spec) - 1:
+        vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
+        size, chunk = compute_itemsize(spec), _head_chunk(spec)
+        logits = chunk * vocab * (size + FP32 + (size if size != FP32 else 0))
+        part = vocab * hidden * FP32 if tokens_of(spec) > chunk else 0
+        moments.append(logits + part)
+        if spec.parallel.accelerator == "gpu":
+            moments.append(_head_gradient_bytes(spec))
+    return max(moments)
+
+
+def _layer_workspace(spec: RunSpec, layers: range) -> int:
+    """Return what the backward pass of one layer needs beyond what it keeps."""
+    if not layers:
+        return 0
+    model, tokens = spec.model, tokens_of(spec)
+    _, _, fc1, fc2 = linears_of_layer(spec, layers[0])
+    size = compute_itemsize(spec)
+    residual = 2 * _layer_input_bytes(spec)
+    activation = tokens * size * (fc2.in_features + fc1.out_features)
+    casts = 2 * tokens * fc1.out_features if fc1.in_fp8 else 0
+    work = residual + activation + casts
+    recompute = model.recompute
+    if recompute is not None and recompute.granularity == "full":
+        group = recompute.num_layers if recompute.method == "uniform" else 1
+        work += min(group, len(layers)) * _layer_bytes(spec, layers[0])
+    return work
+
+
+def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
+    """Return the bytes of FP8 copies of weights that last a whole step.
+
+    Tensor cores read a weight along either dimension, so there are two copies. Weights that are
+    kept in FP8 alone, and FSDP's, are cast or transposed for each use.
+    """
+    recipe = spec.precision.fp8
+    if recipe is None or recipe.params_in_fp8 or spec.parallel.fsdp is not None:
+        return 0
+    return sum(2 * linear.weight_elements for linear in linears if linear.in_fp8)
+
+
+def _gathered_bytes(spec: RunSpec, layers: Sequence[int]) -> int:
+    """Return FSDP's whole weights of two layers: one that runs and one that is being gathered."""
+    fsdp = spec.parallel.fsdp
+    if fsdp is None or not layers:
+        return 0
+    size = compute_itemsize(spec)
+    layer = sum(linear.weight_elements * size for linear in linears_of_layer(spec, layers[0]))
+    return layer * (len(layers) if fsdp.strategy == "grad" else min(2, len(layers)))
+
+
+def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:
+    parallel = spec.parallel
+    count = spec.train.num_microbatches(parallel.dp)
+    if parallel.pp == 1:
+        return max(kept.values())
+    return most_held(planned_order(parallel.pipeline, parallel.pp, pipeline_rank, count), kept)

@@ -1,0 +1,98 @@
+"""Search the layouts of a job for those that fit into memory and are predicted to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megafp8.plan.hardware import Hardware
+from megafp8.plan.memory import all_ranks
+from megafp8.plan.time import Achieved, StepTime, step_time
+from megafp8.specs import RunSpec
+from megafp8.specs.model import RecomputeSpec
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold a layout that fits, its predicted step and the bytes of its largest rank."""
+
+    spec: RunSpec
+    time: StepTime
+    num_bytes: int
+
+    def overrides(self) -> list[str]:
+        """Return the settings of the layout as overrides of a command line."""
+        parallel, model = self.spec.parallel, self.spec.model
+        settings: dict[str, object] = {
+            "model.tensor_model_parallel_size": parallel.tp,
+            "model.sequence_parallel": parallel.sequence_parallel,
+            "model.pipeline_model_parallel_size": parallel.pp,
+            "model.micro_batch_size": self.spec.train.micro_batch_size,
+        }
+        if self.spec.optim.shards_states:
+            settings["model.optim.name"] = "distributed_fused_adam"
+        if model.recompute is not None:
+            settings["model.activations_checkpoint_granularity"] = model.recompute.granularity
+            settings["model.activations_checkpoint_method"] = model.recompute.method
+            settings["model.activations_checkpoint_num_layers"] = model.recompute.num_layers
+        return [f"{key}={value}" for key, value in settings.items()]
+
+
+def search(
+    spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None, *, usable: float = 0.9
+) -> list[Found]:
+    """Return the layouts of `spec`'s job that fit, the fastest first.
+
+    Varied are tensor and sequence parallelism within a node, one pipeline stage a rank under 1F1B,
+    the micro batch, whether replicas share the optimizer's state, and recomputation of all layers.
+    The number of ranks, the global batch and context parallelism stay. A layout fits if its largest
+    rank needs at most the fraction `usable` of the memory.
+    """
+    found = []
+    for candidate in layouts(spec):
+        num_bytes = max(rank.total for rank in all_ranks(candidate))
+        if num_bytes <= usable * hardware.memory_bytes:
+            found.append(Found(candidate, step_time(candidate, hardware, achieved), num_bytes))
+    return sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
+
+
+def layouts(spec: RunSpec) -> Iterator[RunSpec]:
+    """Return the job of `spec` in every layout that divides its model, ranks and batch."""
+    model, parallel, world = spec.model, spec.parallel, spec.parallel.world_size
+    for tp in _divisors(min(parallel.devices_per_node, world)):
+        if model.num_attention_heads % tp or model.num_kv_heads % tp or model.vocab_size % tp:
+            continue
+        if (model.ffn_hidden_size % tp) or (tp > 1 and spec.data.seq_length % tp):
+            continue
+        for pp in _divisors(model.num_layers):
+            if world % (tp * pp * parallel.cp) or parallel.fsdp is not None and pp > 1:
+                continue
+            dp = world // (tp * pp * parallel.cp)
+            layout = replace(
+                parallel,
+                tp=tp,
+                sequence_parallel=tp > 1,
+                pp=pp,
+                pipeline=type(parallel.pipeline)(),
+            )
+            for micro in MICRO_BATCHES:
+                if spec.train.global_batch_size % (micro * dp):
+                    continue
+                train = replace(spec.train, micro_batch_size=micro)
+                for recompute in (None, FULL):
+                    shards = dp * parallel.cp > 1 and parallel.fsdp is None
+                    name = "distributed_fused_adam" if shards else spec.optim.name
+                    yield replace(
+                        spec,
+                        parallel=layout,
+                        train=train,
+                        model=replace(model, recompute=recompute),
+                        optim=replace(spec.optim, name=name),
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,86 @@
+"""The command that plans a job, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.cli.plan import main
+
+JOB = ["model=gpt3_5b", "model.fp8=True", "trainer.devices=8", "hardware=h200"]
+
+
+def test_a_plan_shows_memory_messages_time_and_a_verdict(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(JOB) == 0
+    out = capsys.readouterr().out
+    assert "layout: 8 x H200 SXM = tensor 1 x context 1 x data 8 x pipeline 1" in out
+    assert "vocabulary 50304 (of GPT-2; --vocab-size gives another)" in out
+    for row in ("FP32 master weights", "fits: the largest rank needs", "products of linears"):
+        assert row in out
+    assert "FP8 pays here:" in out and "(a prediction)" in out
+    assert "No time here has been measured on a GPU." in out
+
+
+def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["model=gpt3_175b", "trainer.devices=8", "hardware=h100"]) == 1
+    assert "DOES NOT FIT: the largest rank needs" in capsys.readouterr().out
+
+
+def test_the_same_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, "--json", "--search", "--vocab-size", "50257", "--tokens", "1e9"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    parts = plan["step_seconds"]
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total)
+    assert plan["days"] == pytest.approx(1e9 / plan["tokens_per_second"] / 86400)
+    assert plan["fp8_over_bf16"] == pytest.approx(plan["bf16_step_seconds"] / total)
+    assert plan["ranks"][0]["total"] < plan["usable_bytes"]
+    assert len(plan["layouts"]) == 8
+    for layout in plan["layouts"]:
+        assert main([*JOB, *layout["overrides"]]) == 0, "a listed layout is a job that runs"
+
+
+def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    assert main([*JOB, "model.pipeline_model_parallel_size=4", "--page", str(path)]) == 0
+    text = path.read_text()
+    assert text.count("<svg") == 2 and "stage rank 3" in text and ">BF16</text>" in text
+    assert "http" not in text, "the page needs no network"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hardware=mi300"], "hardware=mi300: is not known"),
+        (["hardware.memory_gb=much"], "hardware.memory_gb=much: is not a number"),
+        (["hardware="], "hardware=: has no value"),
+        (["--vocab-size", "0"], "--vocab-size=0: is not a size"),
+        (["model.hiden_size=3"], "model.hiden_size"),
+        (["trainer.devices=3", "model.tensor_model_parallel_size=2"], "is not a multiple of it"),
+        (["--page", "/nowhere/plan.html"], "--page=/nowhere/plan.html"),
+    ],
+)
+def test_bad_input_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_torch() -> None:
+    program = (
+        "import sys; from megafp8.cli.plan import main; main(['model=gpt3_5b']); "
+        "raise SystemExit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
