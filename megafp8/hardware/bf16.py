@@ -32,8 +32,12 @@ def planning_for(device_type: str) -> Iterator[None]:
 
 def fp32_products(device: torch.device) -> bool:
     """Whether BF16 products on this device run as FP32 ones."""
-    kind = _planned_type.get() if device.type == "meta" else device.type
-    return kind == "cpu" and not cpu.fast_at_bf16()
+    return _kind(device) == "cpu" and not cpu.fast_at_bf16()
+
+
+def _kind(device: torch.device) -> str:
+    """Return the type of the device that these tensors are on, or stand for."""
+    return _planned_type.get() if device.type == "meta" else device.type
 
 
 def is_widened(x: torch.Tensor) -> bool:
@@ -69,14 +73,15 @@ def mm_into(
     """
     if is_widened(a_MK):
         a_MK, b_KN = a_MK.float(), b_KN.float()
-    if a_MK.device.type == "cpu" and a_MK.dtype == torch.float32:
-        alpha = 1.0 if scale is None else scale.item()
+    on_cpu = _kind(a_MK.device) == "cpu"
+    if on_cpu and a_MK.dtype == torch.float32:
+        alpha = 1.0 if scale is None or scale.is_meta else scale.item()
         beta = 0 if is_first else 1
         return torch.addmm(total_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=total_MN)
     out_MN = total_MN if is_first else None
     if a_MK.dtype == torch.float32:
         product = torch.mm(a_MK, b_KN, out=out_MN)
-    elif a_MK.device.type == "cpu" or a_MK.dtype not in (torch.bfloat16, torch.float16):
+    elif on_cpu or a_MK.dtype not in (torch.bfloat16, torch.float16):
         return None
     elif out_MN is None:
         product = torch.mm(a_MK, b_KN, out_dtype=torch.float32)

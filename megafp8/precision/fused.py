@@ -11,7 +11,7 @@ rounded to the linear's dtype before the cast, as if the result had been stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypedDict
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,13 +23,6 @@ KINDS: dict[str, Kind] = {
     "gelu": "gelu", "gelu-tanh": "gelu_tanh", "swiglu": "swiglu", "geglu": "geglu"
 }  # fmt: skip
 """The activations that have a kernel, under the model's names."""
-
-
-class _Options(TypedDict):
-    amax: torch.Tensor | None
-    with_rows: bool
-    with_columns: bool
-    with_plain: bool
 
 
 @dataclass(frozen=True)
@@ -164,16 +157,16 @@ class ActivationProducer:
 def _activation(
     x_TX: torch.Tensor, grad_TI: torch.Tensor | None, kind: Kind, into: CastInto
 ) -> tuple[torch.Tensor | None, ...]:
-    from megafp8.precision.kernels.triton_activation import activation_cast
-    from megafp8.precision.kernels.triton_gated import gated_cast
+    from megafp8.precision.kernels.triton_cast import cast
 
-    wanted = (into.quant_scale, into.fmt)
-    options = _Options(
+    return cast(
+        x_TX,
+        into.quant_scale,
+        into.fmt,
+        activation=kind,
+        grad_MN=grad_TI,
         amax=into.amax,
         with_rows=into.with_rows,
         with_columns=into.with_columns,
         with_plain=into.with_plain,
     )
-    if kind == "swiglu" or kind == "geglu":
-        return gated_cast(x_TX, grad_TI, kind, *wanted, **options)
-    return activation_cast(x_TX, grad_TI, kind, *wanted, **options)

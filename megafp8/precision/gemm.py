@@ -25,8 +25,7 @@ from megafp8.hardware import bf16
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.grad_sink import GradSum
-from megafp8.precision.kernels.scaled_mm import ALIGNMENT, scaled_mm
-from megafp8.precision.kernels.triton_launch import transposed
+from megafp8.precision.kernels.scaled_mm import ALIGNMENT, scaled_mm, transposed
 from megafp8.precision.tensor import Fp8Tensor
 
 Fp8Backend = Literal["tensor cores", "emulated"]

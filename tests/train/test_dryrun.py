@@ -128,7 +128,7 @@ def test_one_rank_holds_what_the_dry_run_says(name: str) -> None:
     check_held(share, held, name)
     assert share.step.kept == {0: pytest.approx(kept, rel=0.01)}
     if name == "recomputed":  # tensors of a second forward pass count until their layer's end
-        assert most <= share.step.one_microbatch <= 1.5 * most
+        assert 0.99 * most <= share.step.one_microbatch <= 1.5 * most
     else:
         assert share.step.one_microbatch == pytest.approx(most, rel=0.25)
 

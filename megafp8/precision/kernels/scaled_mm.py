@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8 import torch_private
+from megafp8.precision.kernels import triton_launch
 
 BLOCK = 128
 ALIGNMENT = 16  # K and N must be multiples of it
@@ -59,6 +60,15 @@ def writes_fp32(device: torch.device, layout: Layout) -> bool:
         return False
     cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
     return cuda >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def transposed(payload_MN: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes as a contiguous [N, M], by Triton where it runs."""
+    if payload_MN.device.type == "cpu" or triton_launch.unavailable(payload_MN.device) is not None:
+        return payload_MN.t().contiguous()
+    from megafp8.precision.kernels.triton_cast import transpose_payload
+
+    return transpose_payload(payload_MN)
 
 
 def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Layout) -> None:

@@ -1,4 +1,4 @@
-"""Current scaling: one scale for a tensor, or one for each row, column or block of 128 elements.
+"""Cast with current scaling: one scale for a tensor, or for each row, column or block of 128.
 
 One scale for a tensor takes two launches before the cast: the amax, the two scales. Rows and
 columns take three launches: all amaxes from one read, all scales, both payloads from a second read.
@@ -17,15 +17,12 @@ import triton
 import triton.language as tl
 
 from megafp8.precision.formats import E4M3, Fp8Format
-from megafp8.precision.kernels.triton_cast import (
-    TILE_COLS,
-    TILE_ROWS,
-    TILE_WARPS,
-    outputs,
-    pointers,
-    tiles,
+from megafp8.precision.kernels.triton_launch import (
+    as_bytes,
+    casts_in_hardware,
+    check_matrix,
+    empty_payload,
 )
-from megafp8.precision.kernels.triton_launch import casts_in_hardware, check_matrix
 from megafp8.precision.kernels.triton_rounding import (
     dequant_of,
     fp8_codes,
@@ -34,20 +31,25 @@ from megafp8.precision.kernels.triton_rounding import (
     scales_of_amax,
     widened,
 )
+from megafp8.precision.kernels.triton_tile import TILE_COLS, TILE_ROWS, TILE_WARPS, tiles
 
 BLOCK = 128
 BLOCK_WARPS = 16
 
 
 class Scaled(NamedTuple):
-    """A payload and its FP32 `dequant_scale`."""
+    """Hold a payload and its FP32 `dequant_scale`."""
 
     payload: torch.Tensor
     dequant_scale: torch.Tensor
 
 
 class BothWays(NamedTuple):
-    """`rows`: payload [M, N], scales along N. `columns`: payload [N, M], scales along M."""
+    """Hold both orientations of a matrix; None stands for one that was not asked for.
+
+    `rows` has the payload [M, N] with scales along N, `columns` the payload [N, M] with scales
+    along M.
+    """
 
     rows: Scaled | None
     columns: Scaled | None
@@ -88,7 +90,7 @@ def cast_rowwise(
     with_rows: bool = True,
     with_columns: bool = False,
 ) -> BothWays:
-    """torchao's rule, one scale a row [M, 1] and, apart from it, one a column [N, 1]."""
+    """Cast by torchao's rule, with one scale a row [M, 1] and another one a column [N, 1]."""
     check_matrix("x_MN", x_MN)
     num_rows, num_cols = x_MN.shape
     device = x_MN.device
@@ -96,7 +98,7 @@ def cast_rowwise(
     count = num_rows + num_cols
     amax = torch.zeros(count, device=device)
     quant_scale, dequant_scale = torch.empty(2, count, device=device).unbind()
-    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
+    payload, payload_t = _payloads(num_rows, num_cols, fmt, device, with_rows, with_columns)
     grid = tiles(num_rows, num_cols)
     if x_MN.numel() > 0:
         _line_amax_kernel[grid](
@@ -107,16 +109,13 @@ def cast_rowwise(
         _scale_lines(amax, quant_scale, dequant_scale, fmt, power_2)
     if x_MN.numel() > 0:
         _line_cast_kernel[grid](
-            x_MN, num_rows, num_cols, quant_scale, *pointers((payload, payload_t), x_MN),
+            x_MN, num_rows, num_cols, quant_scale, *_pointers(payload, payload_t, x_MN),
             IS_E4M3=fmt is E4M3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
             HARDWARE=casts_in_hardware(device), TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
             num_warps=TILE_WARPS,
         )  # fmt: skip
     of_rows, of_columns = dequant_scale[:num_rows, None], dequant_scale[num_rows:, None]
-    return BothWays(
-        None if payload is None else Scaled(payload, of_rows),
-        None if payload_t is None else Scaled(payload_t, of_columns),
-    )
+    return _both_ways((payload, payload_t), of_rows, of_columns)
 
 
 def cast_blocks(
@@ -127,30 +126,16 @@ def cast_blocks(
     with_rows: bool = True,
     with_columns: bool = False,
 ) -> BothWays:
-    """Transformer Engine's rule, one scale for 1 x 128 elements.
+    """Cast by Transformer Engine's rule, with one scale for 1 x 128 elements.
 
-    Scales: [M, ceil(N / 128)] of the rows, [N, ceil(M / 128)] of the columns; both lie transposed
-    in memory, as the product on Hopper reads them.
+    The scales are [M, ceil(N / 128)] of the rows and [N, ceil(M / 128)] of the columns; both lie
+    transposed in memory, as the product on Hopper reads them.
     """
-    check_matrix("x_MN", x_MN)
-    num_rows, num_cols = x_MN.shape
-    device = x_MN.device
-    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
-    grid = (-(-num_rows // BLOCK), -(-num_cols // BLOCK))
-    of_rows = torch.empty(grid[1], num_rows, device=device)
-    of_columns = torch.empty(grid[0], num_cols, device=device)
-    if x_MN.numel() > 0:
-        _block_cast_kernel[grid](
-            x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN),
-            of_rows, of_columns,
-            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=False, WITH_ROWS=with_rows,
-            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK,
-            num_warps=BLOCK_WARPS,
-        )  # fmt: skip
-    return BothWays(
-        None if payload is None else Scaled(payload, of_rows.t()),
-        None if payload_t is None else Scaled(payload_t, of_columns.t()),
-    )
+    row_blocks, col_blocks = -(-x_MN.shape[0] // BLOCK), -(-x_MN.shape[1] // BLOCK)
+    of_rows = torch.empty(col_blocks, x_MN.shape[0], device=x_MN.device)
+    of_columns = torch.empty(row_blocks, x_MN.shape[1], device=x_MN.device)
+    payloads = _launch_blocks(x_MN, fmt, power_2, with_rows, with_columns, (of_rows, of_columns))
+    return _both_ways(payloads, of_rows.t(), of_columns.t())
 
 
 def cast_square_blocks(
@@ -161,27 +146,70 @@ def cast_square_blocks(
     with_rows: bool = True,
     with_columns: bool = False,
 ) -> BothWays:
-    """Transformer Engine's rule, one scale for 128 x 128 elements: a weight.
+    """Cast by Transformer Engine's rule for weights, with one scale for 128 x 128 elements.
 
-    Scales: [ceil(M / 128), ceil(N / 128)], and the same ones transposed.
+    The scales are [ceil(M / 128), ceil(N / 128)], and for the columns the same ones transposed.
     """
+    row_blocks, col_blocks = -(-x_MN.shape[0] // BLOCK), -(-x_MN.shape[1] // BLOCK)
+    scale = torch.empty(row_blocks, col_blocks, device=x_MN.device)
+    payloads = _launch_blocks(x_MN, fmt, power_2, with_rows, with_columns, (scale, scale))
+    return _both_ways(payloads, scale, scale.t())
+
+
+def _launch_blocks(
+    x_MN: torch.Tensor,
+    fmt: Fp8Format,
+    power_2: bool,
+    with_rows: bool,
+    with_columns: bool,
+    scales: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (payload, payload_t), and write the scales: one tensor twice for square blocks."""
     check_matrix("x_MN", x_MN)
     num_rows, num_cols = x_MN.shape
-    device = x_MN.device
-    payload, payload_t = outputs(num_rows, num_cols, fmt, device, with_rows, with_columns)
-    grid = (-(-num_rows // BLOCK), -(-num_cols // BLOCK))
-    scale = torch.empty(grid, device=device)
+    payloads = _payloads(num_rows, num_cols, fmt, x_MN.device, with_rows, with_columns)
     if x_MN.numel() > 0:
-        _block_cast_kernel[grid](
-            x_MN, num_rows, num_cols, *pointers((payload, payload_t), x_MN), scale, scale,
-            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=True, WITH_ROWS=with_rows,
-            WITH_COLUMNS=with_columns, HARDWARE=casts_in_hardware(device), BLOCK=BLOCK,
-            num_warps=BLOCK_WARPS,
+        _block_cast_kernel[-(-num_rows // BLOCK), -(-num_cols // BLOCK)](
+            x_MN, num_rows, num_cols, *_pointers(*payloads, x_MN), *scales,
+            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=scales[0] is scales[1],
+            WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
+            HARDWARE=casts_in_hardware(x_MN.device), BLOCK=BLOCK, num_warps=BLOCK_WARPS,
         )  # fmt: skip
+    return payloads
+
+
+def _both_ways(
+    payloads: tuple[torch.Tensor | None, torch.Tensor | None],
+    of_rows: torch.Tensor,
+    of_columns: torch.Tensor,
+) -> BothWays:
+    payload, payload_t = payloads
     return BothWays(
-        None if payload is None else Scaled(payload, scale),
-        None if payload_t is None else Scaled(payload_t, scale.t()),
+        None if payload is None else Scaled(payload, of_rows),
+        None if payload_t is None else Scaled(payload_t, of_columns),
     )
+
+
+def _payloads(
+    num_rows: int,
+    num_cols: int,
+    fmt: Fp8Format,
+    device: torch.device,
+    with_rows: bool,
+    with_columns: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Allocate (payload, payload_t)."""
+    payload = empty_payload(num_rows, num_cols, fmt=fmt, device=device) if with_rows else None
+    payload_t = empty_payload(num_cols, num_rows, fmt=fmt, device=device) if with_columns else None
+    return payload, payload_t
+
+
+def _pointers(
+    payload: torch.Tensor | None, payload_t: torch.Tensor | None, otherwise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a kernel gets for the payloads: bytes, or any tensor for one that is None."""
+    rows, columns = (otherwise if x is None else as_bytes(x) for x in (payload, payload_t))
+    return rows, columns
 
 
 def _scale_lines(

@@ -1,6 +1,6 @@
-"""Whether Triton's kernels can run here, and what each launch has to know about the device.
+"""Say whether Triton's kernels can run here, and what each launch has to know about the device.
 
-Nothing here imports the kernels: `unavailable` answers on machines without Triton too.
+This module does not import the kernels, so `unavailable` answers on machines without Triton too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def interpreting() -> bool:
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why the kernels cannot run on `device`; None if they can."""
+    """Return why the kernels cannot run on `device`, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu" and not interpreting():
@@ -31,19 +31,10 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def transposed(payload_MN: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a contiguous [N, M], by Triton where it runs."""
-    if payload_MN.device.type == "cpu" or unavailable(payload_MN.device) is not None:
-        return payload_MN.t().contiguous()
-    from megafp8.precision.kernels.triton_cast import transpose_payload
-
-    return transpose_payload(payload_MN)
-
-
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether the device rounds to FP8 and BF16 itself; else kernels round with integers.
+    """Whether the device rounds to FP8 and BF16 itself; otherwise kernels round with integers.
 
-    Triton's interpreter is no help: its casts to FP8 and BF16 do not round to nearest even.
+    Triton's interpreter cannot, since its casts to FP8 and BF16 do not round to nearest even.
     """
     if interpreting() or device.type != "cuda":
         return False
@@ -51,23 +42,29 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 def as_bytes(payload: torch.Tensor) -> torch.Tensor:
-    """The payload as kernels see it."""
+    """Return the payload as kernels see it."""
     return payload.view(torch.uint8)
 
 
 def empty_payload(*shape: int, fmt: Fp8Format, device: torch.device) -> torch.Tensor:
+    """Allocate a payload of this shape and format."""
     return torch.empty(shape, dtype=fmt.dtype, device=device)
 
 
 def amax_bits(amax: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
-    """The amax's bits: those of non-negative floats are ordered as the floats are.
+    """Return the amax's bits, which are ordered as the amaxes are, since no amax is negative.
 
-    `otherwise` is any tensor of the device, passed where no amax is recorded.
+    `otherwise` is any tensor of the device; it is returned where no amax is recorded.
     """
     return otherwise if amax is None else amax.view(torch.int32)
 
 
 def check_matrix(name: str, x_MN: torch.Tensor) -> None:
+    """Check that `x_MN` is a contiguous matrix of FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: It is not; the message calls it `name`.
+    """
     if x_MN.dim() != 2 or not x_MN.is_contiguous():
         raise ValueError(f"{name}: a contiguous matrix is needed, got {tuple(x_MN.shape)}")
     if x_MN.dtype not in (torch.float32, torch.bfloat16, torch.float16):

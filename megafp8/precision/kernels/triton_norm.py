@@ -1,8 +1,9 @@
-"""LayerNorm or RMSNorm with the cast to FP8 in the same pass, and the norm's backward.
+"""Compute LayerNorm or RMSNorm with the cast to FP8 in the same pass, and the norm's backward.
 
 Forward takes two launches: each row's mean and reciprocal deviation, then tiles that normalize,
 scale, round and cast in both orientations. For BF16 that moves 2 + 2 + 1 + 1 bytes an element where
-a norm and a cast apart from it move 8.
+a norm and a cast apart from it move 8. Backward takes one launch where a program holds whole rows,
+and two where rows are too wide for its registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,18 +16,17 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.precision.formats import E4M3, Fp8Format
-from megafp8.precision.kernels.triton_cast import (
+from megafp8.precision.formats import Fp8Format
+from megafp8.precision.kernels.triton_launch import casts_in_hardware, check_matrix
+from megafp8.precision.kernels.triton_rounding import rounded, widened
+from megafp8.precision.kernels.triton_tile import (
     TILE_COLS,
     TILE_ROWS,
     TILE_WARPS,
-    outputs,
-    pointers,
+    emit_tile,
+    emitted,
     tiles,
 )
-from megafp8.precision.kernels.triton_launch import amax_bits, casts_in_hardware, check_matrix
-from megafp8.precision.kernels.triton_rounding import rounded, widened
-from megafp8.precision.kernels.triton_tile import emit_tile
 
 BACKWARD_ROWS = 32  # rows whose weight gradient one program adds up
 WIDEST_ROW = 8192  # columns that one program's registers hold in backward
@@ -35,14 +35,18 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 class NormStatistics(NamedTuple):
-    """FP32 [M]; `mean` None: RMSNorm. What backward needs beside the input."""
+    """Hold what backward needs besides the input, FP32 [M] each; `mean` is None for RMSNorm."""
 
     mean: torch.Tensor | None
     rstd: torch.Tensor
 
 
 class NormCast(NamedTuple):
-    """As `triton_cast.Cast`; `plain` [M, D] are the values that were cast, in `out_dtype`."""
+    """Hold the results of a norm; None stands for one that was not asked for.
+
+    `payload` is [M, D], `payload_t` [D, M]. `plain` [M, D] are the values that were cast, in
+    `out_dtype`.
+    """
 
     payload: torch.Tensor | None
     payload_t: torch.Tensor | None
@@ -64,12 +68,22 @@ def norm_cast(
     with_columns: bool = False,
     with_plain: bool = False,
 ) -> NormCast:
-    """LayerNorm, or RMSNorm where there is no bias; computed in FP32, rounded to `out_dtype`
-    before amax and cast, as if it had been written to memory and read again."""
+    """Compute LayerNorm, or RMSNorm if there is no bias, and cast the result.
+
+    It is computed in FP32 and rounded to `out_dtype` before amax and cast, as if it had been
+    stored. Other arguments are those of `triton_cast.cast`.
+    """
     check_matrix("x_MD", x_MD)
     num_rows, num_cols = x_MD.shape
-    out = outputs(num_rows, num_cols, fmt, x_MD.device, with_rows, with_columns)
-    plain = torch.empty_like(x_MD, dtype=out_dtype) if with_plain else None
+    made = emitted(
+        num_rows,
+        num_cols,
+        fmt,
+        x_MD.device,
+        with_rows=with_rows,
+        with_columns=with_columns,
+        plain_dtype=out_dtype if with_plain else None,
+    )
     rstd = torch.empty(num_rows, device=x_MD.device)
     mean = None if bias_D is None else torch.empty_like(rstd)
     if x_MD.numel() > 0:
@@ -91,23 +105,11 @@ def norm_cast(
             rstd,
             num_rows,
             num_cols,
-            quant_scale,
-            amax_bits(amax, x_MD),
-            *pointers(out, x_MD),
-            x_MD if plain is None else plain,
             CENTRED=mean is not None,
             DTYPE=_DTYPES[out_dtype],
-            IS_E4M3=fmt is E4M3,
-            WITH_AMAX=amax is not None,
-            WITH_ROWS=with_rows,
-            WITH_COLUMNS=with_columns,
-            WITH_PLAIN=with_plain,
-            HARDWARE=casts_in_hardware(x_MD.device),
-            TILE_ROWS=TILE_ROWS,
-            TILE_COLS=TILE_COLS,
-            num_warps=TILE_WARPS,
+            **made.arguments(quant_scale, fmt, amax),
         )
-    return NormCast(*out, plain, NormStatistics(mean, rstd))
+    return NormCast(made.payload, made.payload_t, made.plain, NormStatistics(mean, rstd))
 
 
 def norm_backward(
@@ -116,7 +118,7 @@ def norm_backward(
     weight_D: torch.Tensor,
     statistics: NormStatistics,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(gradient of x in its dtype, of the weight and of the bias in FP32).
+    """Return the gradients of x in its dtype, and of the weight and the bias in FP32.
 
     Sums over rows are taken group by group and then over groups: the same bits in each run.
     """
@@ -127,9 +129,25 @@ def norm_backward(
     groups = -(-num_rows // (TILE_ROWS if is_wide else BACKWARD_ROWS))
     grad_x = torch.empty_like(x_MD)
     partial = torch.zeros(2, groups, num_cols, device=x_MD.device)
+    mean, rstd = statistics
     if x_MD.numel() > 0:
-        launch = _launch_wide_backward if is_wide else _launch_backward
-        launch(grad_MD, x_MD, weight_D, statistics, grad_x, partial)
+        shared = (grad_MD, x_MD, weight_D, rstd if mean is None else mean, rstd, num_rows, num_cols)
+        out = (grad_x, partial[0], partial[1])
+        form = {"CENTRED": mean is not None, "HARDWARE": casts_in_hardware(x_MD.device)}
+        if is_wide:  # two reads: the means of each row, then tiles, which fit the registers
+            row_means = torch.empty(2, num_rows, device=x_MD.device)
+            _row_means_kernel[(num_rows,)](
+                *shared, row_means[0], row_means[1], CENTRED=mean is not None, CHUNK=CHUNK
+            )
+            _tile_backward_kernel[tiles(num_rows, num_cols)](
+                *shared, row_means[0], row_means[1], *out, **form,
+                TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS, num_warps=TILE_WARPS,
+            )  # fmt: skip
+        else:  # one read: a program holds whole rows
+            _backward_kernel[(groups,)](
+                *shared, *out, **form, ROWS=BACKWARD_ROWS,
+                LANES=triton.next_power_of_2(num_cols), num_warps=_row_warps(num_cols),
+            )  # fmt: skip
     grad_weight, grad_bias = partial.sum(1)
     return grad_x, grad_weight, grad_bias
 
@@ -140,65 +158,29 @@ def _row_warps(num_cols: int) -> int:
     return min(16, max(4, lanes // 512))
 
 
-def _launch_backward(
-    grad_MD: torch.Tensor,
-    x_MD: torch.Tensor,
-    weight_D: torch.Tensor,
-    statistics: NormStatistics,
-    grad_x: torch.Tensor,
-    partial: torch.Tensor,
-) -> None:
-    """Take one read of the input and of the gradient; a program holds whole rows."""
-    mean, rstd = statistics
-    num_rows, num_cols = x_MD.shape
-    _backward_kernel[(partial.shape[1],)](
-        grad_MD,
-        x_MD,
-        weight_D,
-        rstd if mean is None else mean,
-        rstd,
-        num_rows,
-        num_cols,
-        grad_x,
-        partial[0],
-        partial[1],
-        CENTRED=mean is not None,
-        HARDWARE=casts_in_hardware(x_MD.device),
-        ROWS=BACKWARD_ROWS,
-        LANES=triton.next_power_of_2(num_cols),
-        num_warps=_row_warps(num_cols),
-    )
+@triton.jit
+def _normal(x, here, mask, mean, deviation, CENTRED: tl.constexpr):
+    """Return (x - mean) * deviation, or x * deviation; 0 outside of `mask`."""
+    value = widened(tl.load(x + here, mask=mask, other=0.0))
+    if CENTRED:
+        value = tl.where(mask, value - mean, 0.0)
+    return value * deviation
 
 
-def _launch_wide_backward(
-    grad_MD: torch.Tensor,
-    x_MD: torch.Tensor,
-    weight_D: torch.Tensor,
-    statistics: NormStatistics,
-    grad_x: torch.Tensor,
-    partial: torch.Tensor,
-) -> None:
-    """Take two reads: the two means of each row, then tiles; any width fits the registers."""
-    mean, rstd = statistics
-    num_rows, num_cols = x_MD.shape
-    shared = (grad_MD, x_MD, weight_D, rstd if mean is None else mean, rstd, num_rows, num_cols)
-    row_means = torch.empty(2, num_rows, device=x_MD.device)
-    _row_means_kernel[(num_rows,)](
-        *shared, row_means[0], row_means[1], CENTRED=mean is not None, CHUNK=CHUNK
-    )
-    _tile_backward_kernel[tiles(num_rows, num_cols)](
-        *shared,
-        row_means[0],
-        row_means[1],
-        grad_x,
-        partial[0],
-        partial[1],
-        CENTRED=mean is not None,
-        HARDWARE=casts_in_hardware(x_MD.device),
-        TILE_ROWS=TILE_ROWS,
-        TILE_COLS=TILE_COLS,
-        num_warps=TILE_WARPS,
-    )
+@triton.jit
+def _grad_of_row(
+    grad_x, here, mask, scaled, normal, of_product, of_scaled, deviation,
+    CENTRED: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Store deviation * (g w - mean(g w) - xhat mean(g w xhat)), given the means of the row.
+
+    `scaled` is g w, `normal` xhat, `of_product` mean(g w xhat), `of_scaled` mean(g w).
+    """
+    result = scaled - normal * of_product
+    if CENTRED:
+        result = result - of_scaled
+    dtype: tl.constexpr = grad_x.dtype.element_ty
+    tl.store(grad_x + here, rounded(result * deviation, dtype, HARDWARE).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -231,6 +213,7 @@ def _normalize_kernel(
     payload,
     payload_t,
     plain,
+    partial_sums,
     CENTRED: tl.constexpr,
     DTYPE: tl.constexpr,
     IS_E4M3: tl.constexpr,
@@ -238,6 +221,7 @@ def _normalize_kernel(
     WITH_ROWS: tl.constexpr,
     WITH_COLUMNS: tl.constexpr,
     WITH_PLAIN: tl.constexpr,
+    WITH_SUMS: tl.constexpr,
     HARDWARE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
@@ -254,28 +238,10 @@ def _normalize_kernel(
     if CENTRED:
         value = value + widened(tl.load(bias + cols, mask=cols < num_cols, other=0.0))[None, :]
     emit_tile(
-        value,
-        rows,
-        cols,
-        num_rows,
-        num_cols,
-        inside,
-        cols < num_cols,
-        quant_scale,
-        amax_bits,
-        payload,
-        payload_t,
-        plain,
-        x,
-        DTYPE=DTYPE,
-        IS_E4M3=IS_E4M3,
-        WITH_AMAX=WITH_AMAX,
-        WITH_ROWS=WITH_ROWS,
-        WITH_COLUMNS=WITH_COLUMNS,
-        WITH_PLAIN=WITH_PLAIN,
-        WITH_SUMS=False,
-        HARDWARE=HARDWARE,
-    )
+        value, rows, cols, num_rows, num_cols, inside, cols < num_cols,
+        quant_scale, amax_bits, payload, payload_t, plain, partial_sums,
+        DTYPE, IS_E4M3, WITH_AMAX, WITH_ROWS, WITH_COLUMNS, WITH_PLAIN, WITH_SUMS, HARDWARE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -295,7 +261,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """xhat = (x - mean) rstd; grad_x = rstd (g w - mean(g w) - xhat mean(g w xhat))."""
+    """Add up the rows of a group; every row fits the program's registers."""
     cols = tl.arange(0, LANES)
     inside = cols < num_cols
     scale = widened(tl.load(weight + cols, mask=inside, other=0.0))
@@ -305,21 +271,18 @@ def _backward_kernel(
         row = tl.program_id(0) * ROWS + offset + tl.arange(0, 1)  # a vector: masks broadcast
         here = row.to(tl.int64) * num_cols + cols
         mask = inside & (row < num_rows)
-        normal = widened(tl.load(x + here, mask=mask, other=0.0))
         deviation = tl.load(rstd + row, mask=row < num_rows, other=0.0)
-        if CENTRED:
-            average = tl.load(mean + row, mask=row < num_rows, other=0.0)
-            normal = tl.where(mask, normal - average, 0.0)
-        normal = normal * deviation
+        average = tl.load(mean + row, mask=row < num_rows, other=0.0)
+        normal = _normal(x, here, mask, average, deviation, CENTRED)
         of_output = widened(tl.load(grad + here, mask=mask, other=0.0))
         of_weight += of_output * normal
         of_bias += of_output
         scaled = of_output * scale
-        result = scaled - normal * (tl.sum(scaled * normal, axis=0) / num_cols)
-        if CENTRED:
-            result = result - tl.sum(scaled, axis=0) / num_cols
-        result = rounded(result * deviation, x.dtype.element_ty, HARDWARE)
-        tl.store(grad_x + here, result.to(x.dtype.element_ty), mask=mask)
+        of_product = tl.sum(scaled * normal, axis=0) / num_cols
+        of_scaled = tl.sum(scaled, axis=0) / num_cols
+        _grad_of_row(
+            grad_x, here, mask, scaled, normal, of_product, of_scaled, deviation, CENTRED, HARDWARE
+        )
     at = tl.program_id(0).to(tl.int64) * num_cols + cols
     tl.store(grad_weight + at, of_weight, mask=inside)
     tl.store(grad_bias + at, of_bias, mask=inside)
@@ -339,7 +302,7 @@ def _row_means_kernel(
     CENTRED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """mean(g w xhat) of each row and, for LayerNorm, mean(g w)."""
+    """Store mean(g w xhat) and mean(g w) of each row, g w being gradient times weight."""
     row = tl.program_id(0) + tl.arange(0, 1)
     deviation = tl.load(rstd + row)
     average = tl.load(mean + row)
@@ -349,12 +312,10 @@ def _row_means_kernel(
         cols = begin + tl.arange(0, CHUNK)
         inside = cols < num_cols
         here = row.to(tl.int64) * num_cols + cols
-        normal = widened(tl.load(x + here, mask=inside, other=0.0))
-        if CENTRED:
-            normal = tl.where(inside, normal - average, 0.0)
+        normal = _normal(x, here, inside, average, deviation, CENTRED)
         scaled = widened(tl.load(grad + here, mask=inside, other=0.0))
         scaled *= widened(tl.load(weight + cols, mask=inside, other=0.0))
-        products += scaled * (normal * deviation)
+        products += scaled * normal
         scaled_sums += scaled
     none = tl.zeros((1,), tl.float32)
     tl.store(of_product + row, none + tl.sum(products, axis=0) / num_cols)
@@ -380,24 +341,22 @@ def _tile_backward_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):
-    """`_backward_kernel`'s formula, given the two means of each row."""
+    """Do what `_backward_kernel` does, tile by tile, given the two means of each row."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     cols = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
     is_row, is_col = rows < num_rows, cols < num_cols
     inside = is_row[:, None] & is_col[None, :]
     here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
     deviation = tl.load(rstd + rows, mask=is_row, other=0.0)[:, None]
-    normal = widened(tl.load(x + here, mask=inside, other=0.0))
-    if CENTRED:
-        normal = normal - tl.load(mean + rows, mask=is_row, other=0.0)[:, None]
-    normal = normal * deviation
+    average = tl.load(mean + rows, mask=is_row, other=0.0)[:, None]
+    normal = _normal(x, here, inside, average, deviation, CENTRED)
     of_output = widened(tl.load(grad + here, mask=inside, other=0.0))
     at = tl.program_id(0).to(tl.int64) * num_cols + cols
     tl.store(grad_weight + at, tl.sum(of_output * normal, axis=0), mask=is_col)
     tl.store(grad_bias + at, tl.sum(of_output, axis=0), mask=is_col)
     scaled = of_output * widened(tl.load(weight + cols, mask=is_col, other=0.0))[None, :]
-    result = scaled - normal * tl.load(of_product + rows, mask=is_row, other=0.0)[:, None]
-    if CENTRED:
-        result = result - tl.load(of_scaled + rows, mask=is_row, other=0.0)[:, None]
-    result = rounded(result * deviation, x.dtype.element_ty, HARDWARE)
-    tl.store(grad_x + here, result.to(x.dtype.element_ty), mask=inside)
+    of_product = tl.load(of_product + rows, mask=is_row, other=0.0)[:, None]
+    of_scaled = tl.load(of_scaled + rows, mask=is_row, other=0.0)[:, None]
+    _grad_of_row(
+        grad_x, here, inside, scaled, normal, of_product, of_scaled, deviation, CENTRED, HARDWARE
+    )

@@ -1,4 +1,4 @@
-"""Rounding inside Triton kernels: to FP8 codes, to the dtype of a tensor, amaxes, scales.
+"""Round inside Triton kernels: to FP8 codes and to the dtype of a tensor; make amaxes and scales.
 
 `HARDWARE` chooses between the device's own conversions (cvt.rn.satfinite) and integer arithmetic
 that gives the same bits on anything that runs Triton, its interpreter included. Products that are
@@ -18,7 +18,10 @@ TORCHAO_SMALLEST_AMAX = tl.constexpr(1e-12)
 
 @triton.jit
 def widened(x):
-    """FP32, BF16 or FP16 -> FP32, exactly; Triton's interpreter loses BF16's subnormals."""
+    """Return FP32, BF16 or FP16 as FP32, exactly.
+
+    BF16 is widened by its bits, because Triton's interpreter loses its subnormals.
+    """
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -27,19 +30,19 @@ def widened(x):
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| as int32, a NaN as +inf: ordered as the magnitudes are."""
+    """Return the bits of |x| as int32, a NaN as +inf; they are ordered as the magnitudes are."""
     return tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, INF_BITS)
 
 
 @triton.jit
 def raise_amax(amax_bits, newest):
-    """amax = max(amax, newest), atomically; a look first spares most of the traffic."""
+    """Raise the amax to `newest`, atomically, after a plain read that spares most atomics."""
     tl.atomic_max(amax_bits, newest, mask=newest > tl.load(amax_bits))
 
 
 @triton.jit
 def fp8_codes(y, IS_E4M3: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 -> FP8 codes (uint8): clamped, nearest, ties to even; NaN gives 0x7f."""
+    """Return FP32 as FP8 codes (uint8): clamped, nearest, ties to even; a NaN gives 0x7f."""
     largest = 448.0 if IS_E4M3 else 57344.0
     y = tl.where(y > largest, largest, y)
     y = tl.where(y < -largest, -largest, y)  # a NaN passes both comparisons
@@ -71,7 +74,7 @@ def fp8_codes(y, IS_E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def rounded(y, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """FP32 -> FP32 that `dtype` (FP32, BF16, FP16) holds exactly: nearest, ties to even."""
+    """Return the FP32 number nearest to `y` that `dtype` (FP32, BF16, FP16) holds, ties to even."""
     if dtype == tl.float32:
         return y
     if HARDWARE or dtype == tl.float16:
@@ -83,10 +86,10 @@ def rounded(y, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def scales_of_amax(amax, IS_E4M3: tl.constexpr, TORCHAO: tl.constexpr, POWER_2: tl.constexpr):
-    """FP32 amaxes -> quant_scales; 1 where an amax is not finite or, by TE's rule, is 0.
+    """Return quant_scales of FP32 amaxes: 1 where an amax is not finite or, by TE's rule, is 0.
 
-    TORCHAO: fp8_max / max(amax, 1e-12) in FP64, then rounded to FP32. Else Transformer Engine's:
-    fp8_max / amax in FP32, the largest finite number where that overflows.
+    With TORCHAO a scale is fp8_max / max(amax, 1e-12) in FP64, rounded to FP32; otherwise it is
+    Transformer Engine's, fp8_max / amax in FP32, the largest finite number where that overflows.
     """
     fp8_max: tl.constexpr = 448.0 if IS_E4M3 else 57344.0
     is_good = amax < float("inf")
@@ -105,5 +108,5 @@ def scales_of_amax(amax, IS_E4M3: tl.constexpr, TORCHAO: tl.constexpr, POWER_2: 
 
 @triton.jit
 def dequant_of(quant_scale):
-    """The reciprocal, a true division."""
+    """Return the reciprocal, by a true division."""
     return tl.div_rn(tl.full(quant_scale.shape, 1.0, tl.float32), quant_scale)

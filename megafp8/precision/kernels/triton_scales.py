@@ -1,6 +1,7 @@
-"""All delayed scales of a table updated in one launch, in place: `precision/scaling.py`'s rule.
+"""Update all delayed scales of a table in one launch, in place, by `precision/scaling.py`'s rule.
 
-One program a tensor. Every division is a true one; Triton's `/` is an approximation in FP32.
+Each program updates one tensor's scale. Every division is a true one, since Triton's `/` is an
+approximation in FP32.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -26,7 +27,10 @@ def update_scales(
     recipe: Fp8Recipe,
     fmt: Fp8Format,
 ) -> None:
-    """The fields of a `ScaleTable`, all contiguous, its amaxes already reduced; amax ends as 0."""
+    """Update the fields of a `ScaleTable`, all contiguous; its amaxes must be reduced already.
+
+    `amax` is 0 afterwards.
+    """
     if amax.numel() == 0:
         return
     _update_kernel[(amax.numel(),)](

@@ -59,7 +59,7 @@ def _cast_by_triton(
     from megafp8.precision.kernels.triton_cast import cast
 
     orients, (quant_scale, dequant_scale) = engine.orients("tensor"), scales
-    payload, payload_t, total_N = cast(
+    payload, payload_t, total_N, _ = cast(
         x_MN.contiguous(),
         quant_scale,
         fmt,

@@ -88,16 +88,13 @@ class Compilations:
             return compiled
 
         JITFunction.run = run  # type: ignore[method-assign]
-        from megafp8.precision.kernels import (
-            triton_activation,
-            triton_cast,
-            triton_current,
-            triton_gated,
-            triton_norm,
-        )
+        from megafp8.precision.kernels import triton_current, triton_norm, triton_tile
 
-        modules = (triton_activation, triton_cast, triton_current, triton_gated, triton_norm)
-        for module in modules:  # what the target does, not this machine
+        for module in (
+            triton_current,
+            triton_norm,
+            triton_tile,
+        ):  # what the target does, not this machine
             module.casts_in_hardware = lambda device: capability >= 89  # type: ignore[attr-defined]
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -194,21 +191,15 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
 
 def _call_activation(say: Any, x: torch.Tensor, kind: Any) -> None:
     from megafp8.precision.formats import E4M3
-    from megafp8.precision.kernels.triton_activation import activation_cast
-    from megafp8.precision.kernels.triton_gated import gated_cast
+    from megafp8.precision.kernels.triton_cast import GATED, cast
 
     scale, amax = _scalars()
-    if kind in ("swiglu", "geglu"):
-        both = torch.zeros(x.shape[0], 2 * x.shape[1], dtype=x.dtype)
-        say(kind)
-        gated_cast(both, None, kind, scale, E4M3, amax=amax, with_columns=True)
-        say(f"{kind} backward")
-        gated_cast(both, x, kind, scale, E4M3, with_rows=False, with_plain=True)
-        return
+    width = 2 * x.shape[1] if kind in GATED else x.shape[1]
+    made_of = torch.zeros(x.shape[0], width, dtype=x.dtype)
     say(kind)
-    activation_cast(x, None, kind, scale, E4M3, amax=amax, with_columns=True)
+    cast(made_of, scale, E4M3, activation=kind, amax=amax, with_columns=True)
     say(f"{kind} backward")
-    activation_cast(x, x, kind, scale, E4M3, with_rows=False, with_plain=True)
+    cast(made_of, scale, E4M3, activation=kind, grad_MN=x, with_rows=False, with_plain=True)
 
 
 def _call_norm(say: Any, x: torch.Tensor, is_layernorm: bool) -> None:

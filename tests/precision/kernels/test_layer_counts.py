@@ -121,7 +121,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     tally = Tally()
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        tally.add(f"triton {kernel.fn.__name__}", list(args))
+        tally.add(f"triton {kernel.fn.__name__}", [*args, *options.values()])
 
     monkeypatch.setattr(JITFunction, "run", launched)
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launched)

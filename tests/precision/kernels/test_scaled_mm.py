@@ -1,7 +1,7 @@
 """The layouts, paddings and refusals around `torch._scaled_mm`.
 
 torch's CPU version multiplies with scales of tensors and rows; for blocks a float64 product stands
-in, which checks shapes and strides as torch's CUDA version documents them.
+in, which makes the demands of torch's CUDA version and of cuBLASLt.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megafp8.precision.kernels.scaled_mm import Layout, check_scales, scaled_mm, unsupported
+from tests.precision.kernels.tensor_cores import TensorCores, exact
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -20,48 +21,6 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(m + n + k)
     a, b = (torch.randn(rows, k, generator=generator) for rows in (m, n))
     return a.to(E5M2), b.to(E4M3)
-
-
-def spread(scale: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
-    scale = scale.double().reshape(-1, 1) if scale.dim() < 2 else scale.double()
-    for dim, size in enumerate((rows, inner)):
-        if scale.shape[dim] not in (1, size):
-            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, size)
-    return scale.expand(rows, inner)
-
-
-def exact(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product in float64, and that of the magnitudes."""
-    a64 = a.double() * spread(a_scale, *a.shape)
-    b64 = b.double() * spread(b_scale, *b.shape)
-    return a64 @ b64.t(), a64.abs() @ b64.abs().t()
-
-
-def tensorcore_double(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> torch.Tensor:
-    """torch's documented demands on block scales, and a float64 product."""
-    k, n = b.shape
-    assert a.stride() == (k, 1) and b.stride() == (1, k), "row-major times column-major"
-    assert k % 16 == 0 and n % 16 == 0
-    for payload, scale in ((a, scale_a), (b.t(), scale_b.t())):
-        rows = payload.shape[0]
-        if scale.shape == (rows, -(-k // 128)):
-            assert scale.stride() == (1, rows)
-        else:
-            assert scale.shape == (-(-rows // 128), -(-k // 128))
-            assert scale.stride() == (-(-k // 128), 1) and scale.shape[1] % 4 == 0
-    product, _ = exact(a, b.t(), scale_a, scale_b.t())
-    return (product if bias is None else product + bias.double()).to(out_dtype)
 
 
 def assert_close(got: torch.Tensor, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any) -> None:
@@ -102,7 +61,7 @@ def test_blocks(shape: tuple[int, int, int], kinds: tuple[Layout, Layout]) -> No
     bias = torch.randn(n).bfloat16()
     got = scaled_mm(
         a, b, a_scale, b_scale, layouts=kinds, out_dtype=torch.bfloat16, bias_N=bias,
-        matmul=tensorcore_double,
+        matmul=TensorCores(),
     )  # fmt: skip
     assert_close(got, a, b, a_scale, b_scale, bias)
 
@@ -165,7 +124,7 @@ def test_a_short_row_is_what_it_is_said_to_be(inner: int) -> None:
     assert_close(by_row, a, b, scale, scale, None)
     by_block = scaled_mm(
         a, b, scale, square, layouts=("block", "square"), out_dtype=torch.bfloat16,
-        matmul=tensorcore_double,
+        matmul=TensorCores(),
     )  # fmt: skip
     assert_close(by_block, a, b, scale, square, None)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.precision.formats import FORMATS
-from megafp8.precision.kernels.triton_activation import activation_cast
+from megafp8.precision.kernels.triton_cast import cast
 from tests.precision.kernels.helpers import assert_payload, codes, floats
 from tests.spec.delayed import amax_of
 
@@ -28,8 +28,8 @@ def test_values_and_their_cast(
     grad = torch.randn(67, 131, generator=generator).to(dtype).to(device)
     amax, scale = torch.zeros((), device=device), torch.tensor(37.0, device=device)
     name = "e5m2" if backward else "e4m3"
-    result = activation_cast(
-        x, grad if backward else None, kind, scale, FORMATS[name],
+    result = cast(
+        x, scale, FORMATS[name], activation=kind, grad_MN=grad if backward else None,
         amax=amax, with_columns=True, with_sums=True, with_plain=True,
     )  # fmt: skip
     payload, payload_t, column_sum, plain = result

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megafp8.precision.formats import FORMATS
-from megafp8.precision.kernels.triton_gated import GatedActivation, gated_cast
+from megafp8.precision.kernels.triton_cast import cast
 from tests.precision.kernels.helpers import assert_payload, codes, floats
 from tests.spec.delayed import amax_of
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 def test_values_and_their_cast(
     device: torch.device,
     shape: tuple[int, int],
-    kind: GatedActivation,
+    kind: Literal["swiglu", "geglu"],
     dtype: torch.dtype,
     backward: bool,
 ) -> None:
@@ -32,8 +34,8 @@ def test_values_and_their_cast(
     grad = torch.randn(rows, cols).to(dtype).to(device)
     amax, scale = torch.zeros((), device=device), torch.tensor(37.0, device=device)
     name = "e5m2" if backward else "e4m3"
-    payload, payload_t, column_sum, plain = gated_cast(
-        x, grad if backward else None, kind, scale, FORMATS[name],
+    payload, payload_t, column_sum, plain = cast(
+        x, scale, FORMATS[name], activation=kind, grad_MN=grad if backward else None,
         amax=amax, with_columns=True, with_sums=True, with_plain=True,
     )  # fmt: skip
     assert payload is not None and payload_t is not None
@@ -57,6 +59,6 @@ def test_values_and_their_cast(
 def test_an_empty_matrix(device: torch.device) -> None:
     one = torch.ones((), device=device)
     x = torch.empty(0, 8, device=device)
-    result = gated_cast(x, None, "swiglu", one, FORMATS["e4m3"], with_sums=True)
+    result = cast(x, one, FORMATS["e4m3"], activation="swiglu", with_sums=True)
     assert result.payload is not None and result.payload.shape == (0, 4)
     assert result.column_sum is not None and not result.column_sum.any()
