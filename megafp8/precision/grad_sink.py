@@ -80,6 +80,19 @@ class AutogradSink:
         return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
 
 
+class DotGradSink(AutogradSink):
+    """Add each gradient to `.grad` itself, where the operation of a graph returns none.
+
+    It is for linears of compiled layers whose gradients autograd would keep otherwise: those under
+    FSDP, which reads `.grad` of the gathered parameters after a layer's backward pass.
+    """
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> None:
+        """Add the gradient, rounded to the weight's dtype, to `weight.grad`."""
+        grad = compute(None).to(weight.dtype)
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
 class MainGradSink:
     """Accumulate gradients over microbatches in FP32, whatever the weights' dtype.
 

@@ -37,7 +37,9 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     sinks = make_sinks(spec, mesh)
     backend = choose.make(spec, mesh, streams, sinks.outer, counter)
     model = make_model(spec, mesh, backend)
-    compiled = compile_layers(model, mesh.device) if spec.train.compile == "block" else None
+    compiled = None
+    if spec.train.compile == "block":
+        compiled = compile_layers(model, mesh.device, is_sharded=spec.parallel.fsdp is not None)
     masters = make_masters(spec, mesh, model)
     connect_gradients(spec, sinks, masters)
     scale = spec.precision.loss_scale

@@ -29,7 +29,7 @@ from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.grad_sink import DeferringSink
+from megafp8.precision.grad_sink import DeferringSink, DotGradSink
 from megafp8.precision.kernels import triton_launch
 from megafp8.precision.linear import Linear
 
@@ -78,11 +78,14 @@ def cannot_trace() -> str | None:
     return f"torch {torch.__version__} cannot trace linears, {needed} can: each breaks the graph"
 
 
-def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
+def compile_layers(
+    model: nn.Module, device: torch.device, *, is_sharded: bool = False
+) -> CompileCounter:
     """Compile each layer's training pass in place; layers of equal shapes share their graphs.
 
-    The scaling state must be on `device` already, since the kernels that cast on that device
-    determine the memory layout of FP8 tensors.
+    `is_sharded` says that FSDP will gather the layers' parameters, outside of the graphs, and reads
+    their gradients from `.grad`. The scaling state must be on `device` already, since the kernels
+    that cast on that device determine the memory layout of FP8 tensors.
 
     Raises:
         ConfigError: Torch cannot compile here, or the backend has layers of its own.
@@ -102,6 +105,8 @@ def compile_layers(model: nn.Module, device: torch.device) -> CompileCounter:
             counter.stay_eager(linear, "forward", f"linears: {untraced}")
         else:
             _trace(linear)
+            if is_sharded:
+                linear.sink = DotGradSink()
     for module in model.modules():
         if isinstance(module, Dropout) and module.p > 0:
             if untraced is not None:

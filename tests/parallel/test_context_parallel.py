@@ -288,7 +288,7 @@ def test_the_key_reaches_the_layout() -> None:
         ),
         (["model.data.reset_attention_mask=True"], "model.context_parallel_size", "documents"),
         (["model.position_embedding_type=alibi"], "model.context_parallel_size", "rope"),
-        (["model.compile=block"], "model.context_parallel_size", "model.compile=off"),
+        (["model.compile=block"], "model.context_parallel_size", "compiles no such messages"),
         (["model.fp8=True", "model.fp8_backend=te"], "model.context_parallel_size", "native"),
         (["model.fp8=True", "model.fp8_backend=torchao"], "model.context_parallel_size", "native"),
     ],

@@ -202,7 +202,6 @@ def test_the_key_reaches_the_layout() -> None:
         (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
         (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
-        (["model.compile=block"], "model.sequence_parallel", "no test proves yet"),
         (
             ["model.fp8=True", "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"],
             "model.sequence_parallel",

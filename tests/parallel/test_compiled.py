@@ -1,0 +1,85 @@
+"""Compiled layers under each kind of parallelism do what eager ones do on the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.train.compile import cannot_trace, unavailable
+from tests.ranks import run_ranks
+
+if reason := unavailable(torch.device("cpu")) or cannot_trace():
+    pytest.skip(reason, allow_module_level=True)
+
+DELAYED = Fp8Recipe(amax_history_len=4)
+TENSORWISE = Fp8Recipe(name="tensorwise")
+FSDP = ParallelSpec(devices_per_node=2, fsdp=FsdpSpec())
+CASES: dict[str, dict[str, Any]] = {
+    "FSDP, tensorwise": {"fp8": TENSORWISE, "parallel": FSDP},
+    "FSDP, torchao": {"fp8": TENSORWISE, "parallel": FSDP, "backend": "torchao"},
+    "tensor parallel": {"fp8": DELAYED, "parallel": ParallelSpec(devices_per_node=2, tp=2)},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "FSDP, BF16": {"fp8": None, "parallel": FSDP},
+    "FSDP, delayed": {"fp8": DELAYED, "parallel": FSDP},
+    "FSDP, FP8 weights": {"fp8": replace(DELAYED, params_in_fp8=True), "parallel": FSDP},
+    "sequence parallel": {
+        "fp8": DELAYED,
+        "parallel": ParallelSpec(devices_per_node=2, tp=2, sequence_parallel=True),
+    },
+    "pipeline": {"fp8": DELAYED, "parallel": ParallelSpec(devices_per_node=2, pp=2)},
+}
+RING = ParallelSpec(devices_per_node=2, cp=2)
+
+
+def compared(cases: dict[str, dict[str, Any]], *, with_inductor: bool = False) -> dict[str, Any]:
+    of_bf16 = {name: {"compute": "bf16", **case} for name, case in cases.items()}
+    arguments = {"cases": of_bf16, "with_inductor": with_inductor}
+    ranks = run_ranks("tests.parallel.rank_compile:compare", 2, arguments, timeout=900)
+    assert ranks[0].keys() == ranks[1].keys() == cases.keys()
+    for name in cases:
+        assert "error" not in ranks[0][name], (name, ranks[0][name])
+        assert ranks[0][name]["compiled"] == ranks[1][name]["compiled"], name
+    return dict(ranks[0])
+
+
+def check(cases: dict[str, dict[str, Any]]) -> None:
+    """Without fusion the bits are the same, and a layer with our linears is one graph."""
+    for name, found in compared(cases).items():
+        assert found["compiled"] == found["eager"], (name, found)
+        if cases[name].get("backend", "native") == "native":
+            assert found["graphs"] == 1 and found["breaks"] == [], (name, found)
+
+
+@pytest.mark.timeout(900)
+def test_two_ranks_that_compile_are_the_eager_ones() -> None:
+    check(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_more_layouts_of_two_ranks() -> None:
+    check(MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_why_context_parallelism_is_refused() -> None:
+    """torch compiles no messages between two ranks, so that a layer is many graphs."""
+    found = compared({"ring": {"fp8": DELAYED, "parallel": RING}})["ring"]
+    assert found["compiled"] == found["eager"]
+    assert found["graphs"] > 1 and any("P2P" in reason for reason in found["breaks"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_inductor_on_two_ranks_stays_near() -> None:
+    """A last bit of BF16 may change an FP8 code to its neighbour."""
+    for name, found in compared(CASES, with_inductor=True).items():
+        eager, fused = ([loss for loss, _ in found[how]] for how in ("eager", "compiled"))
+        assert fused == pytest.approx(eager, rel=2e-3), (name, found)
+        assert found["graphs"] >= 1, (name, found)
