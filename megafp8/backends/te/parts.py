@@ -194,7 +194,8 @@ class TransformerEngineParts(NativeParts):
             "bias": spec.bias,
             "activation": ACTIVATIONS[spec.activation],
             "normalization": NORMALIZATIONS[spec.normalization],
-            "device": self.device,
+            # It compares this with the text "meta", and then makes no values.
+            "device": "meta" if self.device.type == "meta" else self.device,
             # Its linears gather and scatter along the first dim, so parts of sequences lead there.
             "attn_input_format": "sbhd" if self.sequence_parallel else "bshd",
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,8 +119,14 @@ def install() -> None:
 
 
 def _asked_by_transformer_engine() -> bool:
-    """Whether the caller's caller is in one of Transformer Engine's files."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    """Whether the caller's caller is in one of Transformer Engine's files.
+
+    Other function modes that are active, as in a dry run, pass a call on; they did not ask.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.startswith("transformer_engine")
 
 
