@@ -172,16 +172,15 @@ TOGETHER = (
         f"Use model.fp8_health=auto or off, {NATIVE}",
     ),
     Row(
-        {BACKEND: "te"}, {OPTIMIZER: "distributed_fused_adam"},
-        "no test proves yet that Transformer Engine's weights are right in flat buffers",
-        "Use model.optim.name=fused_adam, or model.fp8_backend=native",
-        UNPROVEN,
+        {BACKEND: "te", OPTIMIZER: "distributed_fused_adam"}, {PARAMS: True},
+        "Transformer Engine's FP8 weights are not gathered as bytes in megafp8",
+        "Leave it out, or use model.optim.name=fused_adam, or model.fp8_backend=native",
     ),
     Row(
-        {PP: above(1)}, {BACKEND: "te"},
-        "no test proves yet that Transformer Engine's FP8 state is right on pipeline stages",
-        "Use model.fp8_backend=native, or model.pipeline_model_parallel_size=1",
-        UNPROVEN,
+        {PP: above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "te"},
+        "Transformer Engine's layers compute both gradients at once, and "
+        "{model.pipeline_schedule} needs them one after the other",
+        "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
     ),
     Row(
         {BACKEND: "te"}, {FSDP: True},

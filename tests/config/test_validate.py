@@ -204,9 +204,10 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
             ["at least 16", "GPipe"],
         ),
         (
-            [FP8, *TWO_STAGES, "model.fp8_backend=te"],
+            [FP8, *TWO_STAGES, "model.fp8_backend=te",
+             "model.pipeline_schedule=InterleavedZeroBubble"],
             "model.fp8_backend",
-            ["native"],
+            ["native", "1F1B"],
         ),
         (
             [FP8, *TWO_STAGES, "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise",

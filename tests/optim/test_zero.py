@@ -360,9 +360,9 @@ def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
         assert_loaded([rank[name] for rank in ranks], two.before["sharded"], same_losses=False)
 
 
-def test_transformer_engine_is_refused_by_name() -> None:
-    values, _ = read_values(load_config(["model.data.data_prefix=builtin"]))
+def test_transformer_engine_s_fp8_weights_are_refused_by_name() -> None:
+    values, _ = read_values(load_config(["model.data.data_prefix=builtin", "model.fp8=True"]))
     values["model.optim.name"] = "distributed_fused_adam"
-    assert not check_values(values)
-    problems = check_values(values | {"model.fp8_backend": "te"})
-    assert [p for p in problems if p.key == "model.optim.name" and "flat buffers" in p.reason]
+    assert not check_values(values | {"model.fp8_backend": "te"})
+    problems = check_values(values | {"model.fp8_backend": "te", "model.fp8_params": True})
+    assert [p for p in problems if p.key == "model.fp8_params" and "as bytes" in p.reason]

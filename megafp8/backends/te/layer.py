@@ -61,7 +61,8 @@ class TeLayer(nn.Module):
 
     def _arguments(self, context: AttentionContext) -> dict[str, Any]:
         """Return what the layer is called with besides the input."""
-        arguments: dict[str, Any] = {"is_first_microbatch": self.region.is_first_microbatch}
+        is_first = self.region.is_first_microbatch(self.index)
+        arguments: dict[str, Any] = {"is_first_microbatch": is_first}
         if context.rotary is not None:
             angles_SR = context.rotary.angles
             if angles_SR.dim() != 2:  # `backends.check` refuses the settings that lead here
@@ -118,6 +119,7 @@ class TeLayer(nn.Module):
 
             def begin_backward(grad: torch.Tensor) -> None:
                 self.products.counter = self.counter
+                self.region.backward_ran.add(self.index)
                 self.count_attention_flops((3 if is_recomputed else 2) * causal)
 
             out_BSD.register_hook(begin_backward)

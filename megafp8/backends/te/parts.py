@@ -159,7 +159,7 @@ class TransformerEngineParts(NativeParts):
             for name, path, number, num_gemms in LINEARS:
                 module = layer.get_submodule(path)
                 gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
-                self.te_scaling.register(gemm)
+                self.te_scaling.register(gemm, index)
         slopes = self.alibi_slopes
         return TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
 

@@ -34,24 +34,51 @@ class TeGemm:
 
 
 class TeRegion:
-    """Open and close the FP8 region, and say to modules which microbatch runs.
+    """Open and close the FP8 region, and say to layers whether to cast their weights.
 
-    One region spans a microbatch's whole forward pass, so that delayed scaling reduces and updates
-    once, at its exit; the backward pass updates itself when the first module's backward is done.
+    One region spans a microbatch's whole forward pass on a pipeline stage, so that delayed scaling
+    reduces and updates once, at its exit; the backward pass updates itself when the first module's
+    backward is done.
+
+    `cast` has the layers whose weights were cast in this step, `forward_ran` those that have run in
+    this region, with whether they cast weights, and `backward_ran` those whose backward pass has
+    begun since the last one that was counted.
     """
 
     def __init__(self, names: TeNames, recipe: object | None, group: object) -> None:
         self.names, self.recipe, self.group = names, recipe, group
-        self.is_first_microbatch: bool | None = None  # None if weights are cast where they are used
         self.in_fp8 = recipe is not None
+        self.cast: set[int] = set()
+        self.forward_ran: dict[int, bool] = {}
+        self.backward_ran: set[int] = set()
+        self._caches = False  # whether weights are cast once in a step; else where they are used
+        self._is_again = False  # whether a backward pass recomputes
         self._open = ExitStack()
 
     def begin(self, index: int) -> None:
-        """Open the region for microbatch `index` of a step."""
+        """Open the region for forward pass `index` of a step; number 0 makes cast weights stale."""
         self.end()
         if self.recipe is not None:
-            self.is_first_microbatch = index == 0
+            self._caches = True
+            if index == 0:
+                self.cast.clear()
+            self.forward_ran.clear()
             self._open.enter_context(self._autocast(enabled=True))
+
+    def is_first_microbatch(self, layer: int) -> bool | None:
+        """Whether layer `layer`, which runs now, casts its weights; None if it does not keep them.
+
+        A rank may hold several pipeline stages, so each layer's first forward pass in a step
+        counts.
+        """
+        if not self._caches:
+            return None
+        if self._is_again:
+            return False
+        is_first = layer not in self.cast
+        self.cast.add(layer)
+        self.forward_ran[layer] = is_first
+        return is_first
 
     def end(self) -> None:
         """Close the region, if it is open."""
@@ -64,33 +91,26 @@ class TeRegion:
         if self.recipe is None:
             yield
             return
-        before = self.is_first_microbatch
-        self.is_first_microbatch, self.in_fp8 = None, in_fp8
+        before, self._caches, self.in_fp8 = self._caches, False, in_fp8
         try:
             with self._autocast(enabled=in_fp8):
                 yield
         finally:
-            self.is_first_microbatch, self.in_fp8 = before, True
-
-    def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context for recomputing, in a backward pass, what runs now.
-
-        Weights are not cast again where this microbatch has cached them. Transformer Engine opens
-        a region of its own in there; one around it, which is off, keeps it from reducing and
-        updating the forward tensors once more.
-        """
-        then = None if self.is_first_microbatch is None else False
-        return self._recomputation(then)
+            self._caches, self.in_fp8 = before, True
 
     @contextmanager
-    def _recomputation(self, is_first_microbatch: bool | None) -> Iterator[None]:
-        before = self.is_first_microbatch
-        self.is_first_microbatch = is_first_microbatch
+    def recomputation(self) -> Iterator[None]:
+        """Open a region for recomputing, in a backward pass, what a forward pass has computed.
+
+        Weights are not cast again. Transformer Engine opens a region of its own in there; this one
+        around it, which is off, keeps it from reducing and updating the forward tensors once more.
+        """
+        self._is_again = True
         try:
             with nullcontext() if self.recipe is None else self._autocast(enabled=False):
                 yield
         finally:
-            self.is_first_microbatch = before
+            self._is_again = False
 
     def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
         """Return the context for one layer, which switches FP8 off for one in high precision."""
@@ -134,10 +154,10 @@ class TeScaling(ScalingState):
         super().__init__(recipe)
         self.region = region
         self._slots: list[tuple[Slot, Any, Direction, int]] = []  # table row, module, column
-        self._weights: set[str] = set()
+        self._rows: dict[Direction, list[tuple[int, bool]]] = {"forward": [], "backward": []}
 
-    def register(self, gemm: TeGemm) -> None:
-        """Add rows for the three tensors of one linear, in the order of our own linears."""
+    def register(self, gemm: TeGemm, layer: int) -> None:
+        """Add rows for the three tensors of one linear of `layer`, in the order of our linears."""
         names = self.region.names
         columns: list[tuple[str, Direction, int]] = [
             ("input", "forward", int(getattr(names.forward_index, f"GEMM{gemm.number}_INPUT"))),
@@ -151,7 +171,7 @@ class TeScaling(ScalingState):
         for role, direction, column in columns:
             slot = self._own(direction).register(f"{gemm.name}.{role}")
             self._slots.append((slot, gemm.module, direction, column))
-        self._weights.add(f"{gemm.name}.weight")
+            self._rows[direction].append((layer, role == "weight"))
         self._prepare(gemm)
 
     def _prepare(self, gemm: TeGemm) -> None:
@@ -208,13 +228,20 @@ class TeScaling(ScalingState):
     def end_forward(self) -> None:
         """Close the region, which updates the forward tensors, and count the update."""
         self.region.end()
-        is_first = self.region.is_first_microbatch
-        counted = [name not in self._weights or bool(is_first) for name in self.forward.names]
+        ran = self.region.forward_ran
+        counted = [
+            layer in ran and (not is_weight or ran[layer])
+            for layer, is_weight in self._rows["forward"]
+        ]
         self.forward.num_updates += torch.tensor(counted)
 
     def end_backward(self) -> None:
         """Count the update that Transformer Engine's backward pass made."""
-        self.backward.num_updates += 1
+        ran = self.region.backward_ran
+        self.backward.num_updates += torch.tensor(
+            [layer in ran for layer, _ in self._rows["backward"]]
+        )
+        ran.clear()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

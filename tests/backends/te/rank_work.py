@@ -5,24 +5,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
+from megafp8.data.loader import Microbatch
+from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.train.build import build
 from megafp8.train.state import TrainState
+from megafp8.train.step import train_step
 from tests.ranks import Rank
+from tests.tiny import microbatch
 
 
 @dataclass
 class Found:
-    """Of one engine: (loss, gradient norm) of each step, tables after the first, FLOPs counted, the
-    sizes of the groups over which Transformer Engine took a MAX in the first step."""
+    """Of one engine: (loss, gradient norm) of each step, tables after the first, and their rows by
+    the name of the tensor (scale, number of updates, history), FLOPs counted, the sizes
+    of the groups over which Transformer Engine took a MAX in the first step."""
 
     results: list[tuple[float, float]] = field(default_factory=list)
     tables: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
     flops: dict[Any, int] = field(default_factory=dict)
     maxima: list[int] = field(default_factory=list)
 
@@ -32,41 +42,168 @@ def train(rank: Rank, tp: int, steps: int) -> dict[str, dict[str, Found]]:
     mesh = join(ParallelSpec(devices_per_node=rank.size, tp=tp))
     from tests.backends.te.real import DELAYED
 
-    found = {"delayed": _engines(mesh, rank, DELAYED, tp, False, steps)}
+    plain = ParallelSpec(devices_per_node=rank.size, tp=tp)
+    found = {"delayed": _engines(mesh, DELAYED, plain, steps)}
     if tp == 1:
-        own = join(ParallelSpec(devices_per_node=rank.size, tp_only_amax_red=True))
-        found["own amaxes"] = _engines(own, rank, DELAYED, tp, False, steps)
+        own = join(replace(plain, tp_only_amax_red=True))
+        found["own amaxes"] = _engines(own, DELAYED, plain, steps)
     else:
-        found["sequence parallel"] = _engines(mesh, rank, DELAYED, tp, True, steps)
-        tensorwise = Fp8Recipe(name="tensorwise")
-        found["tensorwise"] = _engines(mesh, rank, tensorwise, tp, False, steps)
+        shared = replace(plain, sequence_parallel=True)
+        found["sequence parallel"] = _engines(mesh, DELAYED, shared, steps)
+        found["tensorwise"] = _engines(mesh, Fp8Recipe(name="tensorwise"), plain, steps)
+    return found
+
+
+SCHEDULES = {
+    "GPipe": PipelineSpec(schedule="GPipe"),
+    "1F1B": PipelineSpec(),
+    "interleaved": PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2),
+}
+LLAMA = {
+    "num_query_groups": 2,
+    "bias": False,
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "position_embedding_type": "rope",
+}
+
+
+def pipelines(rank: Rank, steps: int) -> dict[str, dict[str, Found]]:
+    """Two stages by each schedule, four microbatches a step; the last one recomputes layers too."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size, pp=rank.size))
+    from tests.backends.te.real import DELAYED
+
+    found = {}
+    for name, pipeline in SCHEDULES.items():
+        parallel = ParallelSpec(devices_per_node=rank.size, pp=rank.size, pipeline=pipeline)
+        changes: dict[str, Any] = {"num_layers": 4}
+        if name == "interleaved":
+            full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+            changes |= LLAMA | {"recompute": full, "hidden_dropout": 0.1}
+        found[name] = _engines(mesh, DELAYED, parallel, steps, microbatches=4, **changes)
+        found[name]["one process"] = _alone(DELAYED, steps, 4, 1, **changes)
+    return found
+
+
+def together(rank: Rank, steps: int, **axes: Any) -> dict[str, dict[str, Found]]:
+    """A layout with recomputation, rotary positions and grouped queries, in BF16 and FP32."""
+    parallel = ParallelSpec(devices_per_node=rank.size, **axes)
+    mesh = join(parallel)
+    from tests.backends.te.real import DELAYED
+
+    full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    changes: dict[str, Any] = LLAMA | {"num_layers": 4, "recompute": full}
+    found = _engines(mesh, DELAYED, parallel, steps, microbatches=4, **changes)
+    found["one process"] = _alone(DELAYED, steps, 4, mesh.dp.size, **changes)
+    return {"fp32": found}
+
+
+def _alone(
+    recipe: Fp8Recipe, steps: int, microbatches: int, replicas: int, **changes: Any
+) -> Found:
+    """Transformer Engine without any parallelism, on every rank by itself.
+
+    A microbatch holds the samples of all replicas' microbatches, so that amaxes are the same. All
+    ranks compute the same, so a MAX over all of them, which a group of None means, changes nothing.
+    """
+    from tests.backends.te.real import run_of, te
+
+    te.module.base.FP8GlobalStateManager.reset()
+    state, found = run_of("te", recipe, "fp32", **changes), Found()
+    for number in range(steps):
+        firsts = [microbatches * (number * replicas + replica) for replica in range(replicas)]
+        one = train_step(
+            state,
+            [
+                merged([microbatch(first + index) for first in firsts])
+                for index in range(microbatches)
+            ],
+        )
+        state.step += 1
+        found.results.append((one.loss, one.grad_norm))
+        if number == 0:
+            found.rows = rows_of(state)
+    return found
+
+
+def rows_of(state: TrainState) -> dict[str, torch.Tensor]:
+    """Scale, number of updates and history of each tensor, by its name."""
+    return {
+        f"{direction}/{name}": torch.cat(
+            [
+                table.quant_scale[row, None],
+                table.num_updates[row, None].float(),
+                table.history[row],
+            ]
+        )
+        for direction, table in state.scaling.tables.items()
+        for row, name in enumerate(table.names)
+    }
+
+
+def merged(batches: list[Microbatch]) -> Microbatch:
+    """One microbatch of the samples of several."""
+    return replace(
+        batches[0],
+        tokens_BS=np.concatenate([batch.tokens_BS for batch in batches]),
+        targets_BS=np.concatenate([batch.targets_BS for batch in batches]),
+    )
+
+
+def zero(rank: Rank, steps: int) -> dict[str, tuple[list[tuple[float, float]], dict[str, Any]]]:
+    """ZeRO-1 beside the replicated optimizer on the same replicas: losses and norms, all weights
+    and tables, by the name of the optimizer."""
+    parallel = ParallelSpec(devices_per_node=rank.size)
+    mesh = join(parallel)
+    from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
+
+    found = {}
+    for name in ("fused_adam", "distributed_fused_adam"):
+        te.module.base.FP8GlobalStateManager.reset()
+        spec = spec_of("te", DELAYED, "bf16", parallel, **LLAMA)
+        state = build(replace(spec, optim=replace(spec.optim, name=name)), mesh)
+        results = []
+        for number in range(steps):
+            one = step(state, number, replica=rank.index, replicas=rank.size)
+            results.append((one.loss, one.grad_norm))
+        weights = {pieces_of(p)[0].name: p.detach().clone() for p in state.model.parameters()}
+        found[name] = results, weights | tables_of(state)
     return found
 
 
 def _engines(
-    mesh: Mesh, rank: Rank, recipe: Fp8Recipe, tp: int, sequence_parallel: bool, steps: int
+    mesh: Mesh,
+    recipe: Fp8Recipe,
+    parallel: ParallelSpec,
+    steps: int,
+    microbatches: int = 2,
+    **changes: Any,
 ) -> dict[str, Found]:
     from tests.backends.te.real import run_of, te
 
-    parallel = ParallelSpec(devices_per_node=rank.size, tp=tp, sequence_parallel=sequence_parallel)
     found = {}
     for backend in ("te", "native"):
         te.module.base.FP8GlobalStateManager.reset()
-        state = run_of(backend, recipe, "fp32", parallel, mesh=mesh)
-        found[backend] = _train(state, mesh, recipe, steps)
+        state = run_of(backend, recipe, "fp32", parallel, mesh=mesh, **changes)
+        found[backend] = _train(state, mesh, recipe, steps, microbatches)
     return found
 
 
-def _train(state: TrainState, mesh: Mesh, recipe: Fp8Recipe, steps: int) -> Found:
+def _train(
+    state: TrainState, mesh: Mesh, recipe: Fp8Recipe, steps: int, microbatches: int
+) -> Found:
     from tests.backends.te.real import step, tables_of
 
     found = Found()
     with counted_maxima(found.maxima):
         for number in range(steps):
-            one = step(state, number, replica=mesh.dp.rank, replicas=mesh.dp.size)
+            one = step(
+                state, number, replica=mesh.dp.rank, replicas=mesh.dp.size, count=microbatches
+            )
             found.results.append((one.loss, one.grad_norm))
             if number == 0 and recipe.name == "delayed":
                 found.tables, maxima = tables_of(state), list(found.maxima)
+                found.rows = rows_of(state)
     found.flops = dict(state.counter.flops)
     found.maxima = maxima if found.tables else []
     return found

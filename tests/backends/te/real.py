@@ -55,10 +55,12 @@ def run_of(
     return build(spec_of(backend, fp8, *args, **changes), mesh or single_rank())
 
 
-def step(state: TrainState, number: int, *, replica: int = 0, replicas: int = 1) -> StepResult:
+def step(
+    state: TrainState, number: int, *, replica: int = 0, replicas: int = 1, count: int = 2
+) -> StepResult:
     """Two microbatches a replica: so an update of scales is in between."""
-    first = 2 * (number * replicas + replica)
-    result = train_step(state, [microbatch(first), microbatch(first + 1)])
+    first = count * (number * replicas + replica)
+    result = train_step(state, [microbatch(first + index) for index in range(count)])
     state.step += 1
     return result
 

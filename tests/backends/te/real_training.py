@@ -158,6 +158,7 @@ def test_presets_build(preset: str) -> None:
                 "model.fp8=True",
                 f"model.fp8_backend={backend}",
                 "trainer.accelerator=cpu",
+                *([f"model.te_version={VERSION}"] if backend == "te" else []),
                 "model.tensor_model_parallel_size=1",
             ]
         )

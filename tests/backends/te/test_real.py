@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megafp8.backends.te.cpu import DEFAULT_VERSION
+from tests.backends.te.rank_work import Found
 from tests.backends.te.sources import need_sources
 from tests.ranks import run_ranks
 
@@ -27,7 +28,7 @@ VERSIONS = [
 ]
 
 
-@pytest.mark.parametrize("file", ["real_layers.py", "real_training.py"])
+@pytest.mark.parametrize("file", ["real_calls.py", "real_layers.py", "real_training.py"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_in_its_own_process(version: str, file: str) -> None:
     """Warnings are errors there as here, and no test is skipped for another reason than that the
@@ -78,6 +79,67 @@ def test_two_ranks_train_as_ours_do(tp: int) -> None:
             )
     for name, found in ranks[0].items():
         assert found["te"].results == ranks[1][name]["te"].results
+
+
+def assert_layout_is_right(found: dict[str, Found], group: int, updates: int) -> None:
+    """Two steps of a layout: losses, norms, scales and histories as Transformer Engine's in one
+    process; the FLOPs that our engine counts in the same layout; the number of MAX over ranks, and
+    over how many."""
+    theirs, ours, alone = found["te"], found["native"], found["one process"]
+    assert theirs.results[0] == pytest.approx(alone.results[0], rel=1e-6)
+    assert theirs.results[1] == pytest.approx(alone.results[1], rel=1e-4)
+    assert theirs.flops == ours.flops
+    assert theirs.maxima == ([group] * updates if group > 1 else [])
+    assert theirs.rows.keys() == ours.rows.keys() and theirs.rows
+    for name, row in theirs.rows.items():
+        torch.testing.assert_close(row, alone.rows[name], rtol=1e-4, atol=1e-9, msg=name)
+
+
+def assert_losses_are_near(found: dict[str, Found]) -> None:
+    """Those of our engine, where roundings to FP8 may fall the other way."""
+    for one, other in zip(found["te"].results, found["native"].results, strict=True):
+        assert one == pytest.approx(other, rel=5e-3)
+
+
+def test_two_pipeline_stages_train_as_ours_do() -> None:
+    """GPipe, 1F1B and interleaved stages, with recomputation, dropout and rotary positions in the
+    last: one region a microbatch and stage, amaxes never leave a stage."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks("tests.backends.te.rank_work:pipelines", 2, {"steps": 2})
+    for by_run in ranks:
+        for name, found in by_run.items():
+            assert_layout_is_right(found, 1, 0)
+            if name != "interleaved":  # there, dropout draws other numbers in the two engines
+                assert_losses_are_near(found)
+    for name, found in ranks[0].items():
+        assert found["te"].results == ranks[1][name]["te"].results
+        stages = [set(rank[name]["te"].rows) for rank in ranks]
+        assert not stages[0] & stages[1] and stages[0] | stages[1] == set(found["one process"].rows)
+
+
+@pytest.mark.slow
+def test_all_kinds_of_parallelism_together() -> None:
+    """Tensor, sequence, pipeline and data parallelism over 8 ranks, with FP8, recomputation, rotary
+    positions and grouped queries: one MAX a direction and microbatch over the stage's 4 ranks."""
+    need_sources(DEFAULT_VERSION)
+    given = {"steps": 2, "tp": 2, "pp": 2, "sequence_parallel": True}
+    for found in run_ranks("tests.backends.te.rank_work:together", 8, given):
+        assert_layout_is_right(found["fp32"], 4, 8)
+        assert_losses_are_near(found["fp32"])
+
+
+def test_zero_is_the_replicated_optimizer() -> None:
+    """BF16 and FP8 on two replicas: weights, scales and histories of three steps bit for bit; the
+    norm is summed in another order."""
+    need_sources(DEFAULT_VERSION)
+    for found in run_ranks("tests.backends.te.rank_work:zero", 2, {"steps": 3}):
+        (results, state), (sharded_results, sharded) = found.values()
+        assert [loss for loss, _ in results] == [loss for loss, _ in sharded_results]
+        for (_, norm), (_, other) in zip(results, sharded_results, strict=True):
+            assert norm == pytest.approx(other, rel=1e-6)
+        assert state.keys() == sharded.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, sharded[name]), name
 
 
 def test_without_sources_a_run_ends_with_the_command(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.cpu import wheel
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
+from tests.backends.te.recipe_signatures import VERSIONS, MMParams, QParams, recipe_classes
 from tests.backends.te.sources import need_sources
-from tests.backends.te.te_double import VERSIONS, MMParams, QParams, recipe_classes
 
 ROOT = Path(__file__).parents[3]
 DELAYED = Fp8Recipe(

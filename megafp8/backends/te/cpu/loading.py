@@ -24,8 +24,14 @@ from megafp8.errors import ConfigError
 
 EXTENSION = "transformer_engine_torch"
 NEEDED = ("einops", "packaging", "pydantic")
-# What decides how attention runs: plain torch operations, which a CPU has.
-LASTING = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_TORCH_COMPILE": "0"}
+# What decides how attention runs: plain torch operations, which a CPU has. The last one only keeps
+# tensor-parallel layers from warning about the order of CUDA's queues.
+LASTING = {
+    "NVTE_FLASH_ATTN": "0",
+    "NVTE_FUSED_ATTN": "0",
+    "NVTE_TORCH_COMPILE": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 # Transformer Engine's own switches against looking for compiled libraries while it is imported.
 WHILE_IMPORTING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FRAMEWORK": "none"}
 # Imported at the top of files that are not needed here: kernels in Triton, export to ONNX.

@@ -1,0 +1,111 @@
+"""What the `te` backend refuses before Transformer Engine is loaded, and parts that need none."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.backends import choose
+from megafp8.backends.te import names as te_names
+from megafp8.backends.te import parts as te_parts
+from megafp8.backends.te.layer import HeadDropout
+from megafp8.errors import ConfigError
+from megafp8.models.random import RandomStreams
+from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.precision import HIGH_PRECISION, BackendName, ModuleRule
+from tests.tiny import gpt_spec, run_spec
+
+MODEL = gpt_spec(activation="gelu-tanh")
+DELAYED = Fp8Recipe(amax_history_len=4)
+
+
+def spec_of(backend: BackendName, fp8: Fp8Recipe | None, **changes: Any) -> RunSpec:
+    spec = run_spec(fp8=fp8, model=dataclasses.replace(MODEL, **changes))
+    precision = dataclasses.replace(spec.precision, backend=backend)
+    return dataclasses.replace(spec, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"activation": "gelu"}, "tanh"),
+        ({"activation": "geglu"}, "geglu"),
+        ({"transformer_block_type": "post_ln"}, "pre-norm"),
+        ({"fp32_residual_connection": True}, "residual"),
+        ({"apply_query_key_layer_scaling": True}, "scaling"),
+        ({"ffn_dropout": 0.1}, "dropout"),
+    ],
+)
+def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) -> None:
+    assert word in str(te_parts.why_not(dataclasses.replace(MODEL, **changes), DELAYED))
+
+
+def test_rotary_positions_that_begin_again_are_refused() -> None:
+    """It has one position for each place of a sequence, and this is told before it is loaded."""
+    spec = spec_of("te", DELAYED, position_embedding_type="rope")
+    spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, reset_position_ids=True))
+    with pytest.raises(ConfigError, match="begin again at 0"):
+        choose.check(spec, torch.device("cpu"))
+
+
+def test_a_layer_is_in_fp8_as_a_whole_or_not_at_all() -> None:
+    part = dataclasses.replace(DELAYED, modules=(ModuleRule("*.mlp.fc2", HIGH_PRECISION),))
+    assert "layer 0 is in FP8 in part" in str(te_parts.why_not(MODEL, part))
+    assert te_parts.why_not(MODEL, DELAYED) is None
+
+
+@pytest.mark.parametrize(("version", "reason"), [
+    ("1.13.0", "is too old: it must be 2.4 or later"), ("2.3.0", "is too old"), ("2.4.0", None),
+    ("2.20.2", None), ("2.31.0", None), ("3.0.0", "is too new to be known"),
+])  # fmt: skip
+def test_versions_that_are_not_known_are_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
+) -> None:
+    """2.2 and 2.3 keep the MLP's gradient quantizers elsewhere: scales would be others'."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(te_names, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = te_names.why_not(torch.device("cuda"), fp8=True)
+    assert (found is None) if reason is None else (f"{version} {reason}" in str(found))
+    is_newer = version in ("2.31.0", "3.0.0")
+    assert ("newer than 2.20" in te_names.describe(version)) is is_newer
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    reason = str(te_names.why_not(torch.device("cuda"), fp8=False))
+    assert "transformer-engine is not installed" in reason and "pytorch]" in reason
+
+
+def test_torchao_without_fp8_is_refused() -> None:
+    """The configuration refuses it; a program that makes its own specs meets this."""
+    with pytest.raises(ConfigError, match="FP8 alone"):
+        choose.check(spec_of("torchao", None), torch.device("cpu"))
+
+
+def test_attention_dropout_differs_by_rank_and_leaves_the_generator() -> None:
+    """What Transformer Engine forks around attention's dropout under tensor parallelism, and the
+    position that its recomputation gets back."""
+    draws = []
+    for rank in (0, 1):
+        streams = RandomStreams(1234, rank)
+        streams.begin_microbatch(3, 5)
+        tracker = HeadDropout(streams, "site", torch.device("cpu"))
+        with streams.keyed("layers.0.dropout", torch.device("cpu")):
+            states = tracker.get_states()
+            with tracker.fork():
+                inside = torch.rand(4)
+            draws.append((inside, torch.rand(4)))
+        streams.begin_microbatch(4, 6)
+        tracker.set_states(states)
+        with tracker.fork():
+            assert torch.equal(torch.rand(4), inside)
+    assert not torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1], draws[1][1])
