@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megafp8.parallel.simulated import simulated_rank
 
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
@@ -23,7 +22,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.parallel.mesh import Mesh, single_rank
+from megafp8.parallel.mesh import Mesh, simulated_rank, single_rank
 from megafp8.precision.formats import E4M3
 from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe, RunSpec
