@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megafp8 import torch_private
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters
 from megafp8.parallel.collectives import Axis
@@ -22,7 +21,7 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     """
     squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
     if masters.grads:  # a shard may be all padding
-        of_each = torch.stack(torch_private.norms_of(masters.grads)).double().square()
+        of_each = masters.squared_norms()
         whole: list[int] = []
         parts: list[int] = []
         for row, segment in enumerate(masters.segments):

@@ -82,6 +82,15 @@ class Masters:
         both = zip(self.segments, self.grads, strict=True)
         return [grad for segment, grad in both if segment.param is param]
 
+    def squared_norms(self) -> torch.Tensor:
+        """Return the squared L2 norm of each segment's gradient, FP64 [segments]."""
+        return torch.stack(torch_private.norms_of(self.grads)).double().square()
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """Whether the gradient of `param` on this rank holds neither NaN nor infinity."""
+        both = zip(self.params, self.param_grads, strict=True)
+        return all(bool(grad.isfinite().all()) for own, grad in both if own is param)
+
     @contextmanager
     def lend_grads(self) -> Iterator[None]:
         """Set the `.grad` of each master to its gradient inside the context, and to None after it.

@@ -86,6 +86,13 @@ def update(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS
         update_torch(tensors, constants, dithers)
 
 
+def kernel_name(device: torch.device) -> str:
+    """Return what `update` runs on a device, for the log."""
+    if device.type == "cpu" and _kernel_reproduces_torch():
+        return "our C kernel over stored tensors"
+    return "torch operations over stored tensors"
+
+
 def update_torch(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
     """Run `update` with torch operations, which keep three FP32 tensors for a moment."""
     param, m, v, grad = (

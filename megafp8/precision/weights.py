@@ -5,6 +5,7 @@
     RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
     StoredFp8       the parameter is the FP8 payload alone; the optimizer has the master weight
     GatheredFp8     FSDP gathers FP8 parts, cast by a scale that ranks have agreed on
+    StoredFew       the parameter is the master weight itself, in few bits with a scale (FP8-LM)
 
 A linear gets one of these when it is built. The weight itself is an argument of `operands`, since
 FSDP puts another parameter in the module's place while a layer runs.
@@ -25,6 +26,7 @@ from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Operands
+from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.tensor import Fp8Tensor
 
 KEEP_NUMBERS_BELOW = 4096
@@ -81,11 +83,15 @@ class CachedFp8:
         """Return the FP8 copy, which is made at its first use after `weights_version` changed."""
         version = self._quantizer.state.weights_version
         if self._kept is None or self._version != version:
-            self._kept = self._quantizer.operands("weight", weight_OI.detach())
+            self._kept = self._quantizer.operands("weight", self._read(weight_OI))
             self._version = version
         if num_tokens >= KEEP_NUMBERS_BELOW:
             self._kept = _without_numbers(self._kept)
         return self._kept
+
+    def _read(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Return the values of the module's parameter."""
+        return weight_OI.detach()
 
 
 class RecastFp8:
@@ -219,6 +225,36 @@ class GatheredFp8:
         self._agreed = AgreedScale.of(*self._quantizer.store_scale(amax), state.engine)
         if state.recording and state.observers:
             self._quantizer.observe_part(part, self._agreed.quantized(part))
+
+
+class StoredFew(CachedFp8):
+    """Read a weight that is its own master and is stored in few bits; quantize it once a step.
+
+    The values are rounded to `compute_dtype` before they are quantized, as any weight's are.
+    """
+
+    def __init__(
+        self, stored_OI: ScaledTensor, quantizer: LinearQuantizer, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(quantizer)
+        self._stored_OI, self._compute_dtype = stored_OI, compute_dtype
+
+    def _read(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        return self._stored_OI.values().to(self._compute_dtype)
+
+
+class StoredFewPlain:
+    """Read a weight that is stored in few bits for products in high precision, at each use."""
+
+    is_saved_for_backward = False
+
+    def __init__(self, stored_OI: ScaledTensor, compute_dtype: torch.dtype) -> None:
+        self._stored_OI, self._compute_dtype = stored_OI, compute_dtype
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the values in the compute dtype, in a tensor of their own."""
+        values_OI = self._stored_OI.values().to(self._compute_dtype)
+        return Operands(values_OI, values_OI)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from megafp8.backends import choose
 from megafp8.backends.te.parts import stores_of as te_stores
 from megafp8.models.gpt import GPT
@@ -12,6 +14,7 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.fsdp import FsdpMasters
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
+from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.optim.zero import ShardedMasters
 from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.fsdp import shard_model
@@ -21,8 +24,9 @@ from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink
+from megafp8.precision.scaled_grads import ScaledGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
-from megafp8.precision.weights import StoredFp8
+from megafp8.precision.weights import StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
@@ -46,7 +50,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     return TrainState(
         model=model,
         masters=masters,
-        optimizer=AdamW(masters, spec.optim),
+        optimizer=make_optimizer(spec, masters),
         scaling=backend.scaling,
         streams=streams,
         sink=sinks.main,
@@ -58,6 +62,13 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         loss_scale=None if scale is None else LossScale(scale),
         compiled=compiled,
     )
+
+
+def make_optimizer(spec: RunSpec, masters: Masters) -> AdamW:
+    """Return Adam over master weights in FP32, or over stored ones."""
+    if isinstance(masters, StoredMasters):
+        return StoredAdamW(masters, spec.optim, spec.train.seed)
+    return AdamW(masters, spec.optim)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,10 @@ class Sinks:
 
 def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     """Return the sinks that `spec` needs. `connect_gradients` gives them their buffers later."""
+    storage = spec.optim.storage
     main = MainGradSink()
+    if storage.main_grads != "fp32":
+        main = ScaledGradSink(sums_in_fp32=storage.sums_in_fp32)
     outer: GradSink = main
     reducer: GradReducer | None = None
     deferring: DeferringSink | None = None
@@ -119,10 +133,29 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Master
             alone=[] if tied is None else [tied],
         )
     else:
-        stores = {weight: form.store for weight, form in in_fp8.items()}
-        masters = Masters(model.parameters(), stores | te_stores(model))
+        stores = {weight: form.store for weight, form in in_fp8.items()} | te_stores(model)
+        storage = spec.optim.storage
+        if storage.is_plain:
+            masters = Masters(model.parameters(), stores)
+        else:
+            weights = [linear.weight for linear in linears_of(model)]
+            masters = StoredMasters(model.parameters(), storage, weights, stores)
+            read_stored_weights(model, masters, DTYPES[spec.precision.compute])
     masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
+
+
+def read_stored_weights(
+    model: GPT | PipelinedGPT, masters: StoredMasters, compute_dtype: torch.dtype
+) -> None:
+    """Let linears read weights that are their own masters in few bits."""
+    for linear in linears_of(model):
+        if (stored := masters.own_weights.get(linear.weight)) is None:
+            continue
+        if linear.quantizer is None:
+            linear.weight_form = StoredFewPlain(stored, compute_dtype)
+        else:
+            linear.weight_form = StoredFew(stored, linear.quantizer, compute_dtype)
 
 
 def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
@@ -130,7 +163,11 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
 
     With FSDP the sinks have no buffers, since autograd and FSDP fill the gradients.
     """
-    if spec.parallel.fsdp is None:
+    if isinstance(masters, StoredMasters):
+        sinks.main.attach(masters.plain_grads())
+        if isinstance(sinks.main, ScaledGradSink):
+            sinks.main.attach_scaled(masters.scaled_grads())
+    elif spec.parallel.fsdp is None:
         sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
     if sinks.reducer is not None:
         sinks.reducer.attach(

@@ -190,7 +190,7 @@ def held_bytes(state: TrainState) -> HeldBytes:
         weights=own(state.model.parameters()),
         masters=own(masters.masters),
         moments=own(tensor for tensors in moments for tensor in tensors),
-        gradients=own([masters.flat_grad]),
+        gradients=own([*masters.own_grads, *masters.param_grads]),
         scaling=own(tensor for table in tables.values() for tensor in table.tensors().values()),
     )
 

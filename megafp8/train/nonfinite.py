@@ -72,10 +72,8 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
 
 def _first_gradient(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:
     """Return the first gradient in the backward pass, which begins with the last modules."""
-    masters = state.masters
-    grads = dict(zip(masters.params, masters.param_grads, strict=True))
     for param in reversed(params):
-        if not torch.isfinite(grads[param]).all():
+        if not state.masters.is_finite(param):
             return f"gradient of {_name(param)}"
     return None
 

@@ -1,0 +1,235 @@
+"""Hold gradients, master weights and moments in few bits, and update them (FP8-LM).
+
+`StorageSpec` says in which formats. The weights of linears may have gradients and masters in few
+bits; embeddings, norms and biases have FP32 ones. Moments in few bits are those of all parameters,
+or of the linears alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megafp8 import torch_private
+from megafp8.models.init import key_of, pieces_of
+from megafp8.optim.adamw import STATES, AdamW
+from megafp8.optim.kernels import choose_kernel, prepare_state, set_count
+from megafp8.optim.masters import Masters, Segment, Store, initial_master
+from megafp8.optim.scaled_adam import Constants, Dithers, Tensors, kernel_name, update
+from megafp8.optim.schedules import learning_rate
+from megafp8.parallel.collectives import Axis
+from megafp8.precision.formats import STORAGE_FORMATS
+from megafp8.precision.scaled import Dither, ScaledTensor
+from megafp8.specs import OptimSpec, StorageSpec
+
+
+class StoredMasters(Masters):
+    """Hold master weights and gradients as a `StorageSpec` says, on one rank.
+
+    A linear's weight whose master is below FP32 is that master itself: the parameter becomes its
+    payload, and the linear reads it through a `StoredFew`. A weight that is kept in FP8 alone
+    (`stores` has how its master gets into it) has a master beside it.
+
+        stored         the master weight of each segment, of FP32 ones too
+        stored_grads   the gradient of each segment, of FP32 ones too
+        own_weights    the parameters that are their own masters in few bits
+        linears        the weights of linears
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        storage: StorageSpec,
+        linears: Collection[nn.Parameter],
+        stores: Mapping[nn.Parameter, Store] | None = None,
+    ) -> None:
+        """Take the initial values of `params`; `linears` are the linears' weights among them."""
+        self.shards, self._stores = Axis("shards"), dict(stores or {})
+        self.params = list(params)
+        self.device = device = self.params[0].device
+        self.segments = [Segment(param, 0, param.numel()) for param in self.params]
+        self.linears = in_linears = frozenset(linears)
+        self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
+        self.stored, self.masters = [], []
+        for param in self.params:
+            name = storage.main_params if param in in_linears else "fp32"
+            self._take(param, storage if name != "fp32" else None)
+        in_fp8 = [p for p in self.params if p in in_linears and storage.main_grads != "fp32"]
+        plain = [param for param in self.params if param not in set(in_fp8)]
+        sizes = [param.numel() for param in plain]
+        self.flat_grad = torch.zeros(sum(sizes), device=device)
+        fmt, one = STORAGE_FORMATS[storage.main_grads], torch.ones((), device=device)
+        scales = torch.ones(len(in_fp8), device=device)
+        grads = {
+            param: ScaledTensor(view.view_as(param), one, STORAGE_FORMATS["fp32"])
+            for param, view in zip(plain, self.flat_grad.split(sizes), strict=True)
+        }
+        for param, scale in zip(in_fp8, scales.unbind(), strict=True):
+            payload = torch.zeros(param.shape, dtype=fmt.dtype, device=device)
+            grads[param] = ScaledTensor(payload, scale, fmt)
+        self.stored_grads = [grads[param] for param in self.params]
+        self.param_grads = self.grads = [stored.payload for stored in self.stored_grads]
+        self.own_grads = [self.flat_grad, scales]  # dividing a scale divides its gradient
+        self.replicated_grads = []
+
+    def _take(self, param: nn.Parameter, storage: StorageSpec | None) -> None:
+        """Append the master weight of `param`; `storage` None keeps it in FP32."""
+        master = initial_master(param)
+        if storage is None:
+            one = torch.ones((), device=self.device)
+            stored = ScaledTensor(master.detach(), one, STORAGE_FORMATS["fp32"])
+        else:
+            stored = ScaledTensor.of(master.detach(), STORAGE_FORMATS[storage.main_params])
+            if param in self._stores:
+                master = nn.Parameter(stored.payload)
+            else:
+                param.data = stored.payload
+                self.own_weights[param], master = stored, param
+        self.stored.append(stored)
+        self.masters.append(master)
+
+    def scaled_grads(self) -> Iterator[tuple[nn.Parameter, ScaledTensor]]:
+        """Yield the parameters whose gradients are in few bits, with these."""
+        for param, stored in zip(self.params, self.stored_grads, strict=True):
+            if stored.fmt.name != "fp32":
+                yield param, stored
+
+    def plain_grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters whose gradients are in FP32, with these."""
+        for param, stored in zip(self.params, self.stored_grads, strict=True):
+            if stored.fmt.name == "fp32":
+                yield param, stored.payload
+
+    def squared_norms(self) -> torch.Tensor:
+        """Return the squared L2 norm of each gradient, of its values, FP64 [segments]."""
+        plain = iter(torch_private.norms_of(grad for _, grad in self.plain_grads()))
+        return torch.stack(
+            [
+                next(plain).double().square() if g.fmt.name == "fp32" else g.sum_of_squares()
+                for g in self.stored_grads
+            ]
+        )
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """Whether the gradient of `param` holds neither NaN nor infinity."""
+        both = zip(self.params, self.stored_grads, strict=True)
+        return all(bool(grad.values().isfinite().all()) for own, grad in both if own is param)
+
+    @contextmanager
+    def lend_grads(self) -> Iterator[None]:
+        """Set the `.grad` of the masters whose gradient is FP32 like them, inside the context."""
+        lent = []
+        for master, stored, grad in zip(self.masters, self.stored, self.stored_grads, strict=True):
+            if stored.fmt.name == grad.fmt.name == "fp32":
+                master.grad = grad.payload
+                lent.append(master)
+        yield
+        for master in lent:
+            master.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the masters into the weights that the model computes with, where these differ."""
+        rows = list(zip(self.params, self.masters, self.stored, strict=True))
+        pairs = [(p, m) for p, m, _ in rows if p is not m and p not in self._stores]
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch_private.copy_all_(params, masters)
+        for param, _, stored in rows:
+            if store := self._stores.get(param):
+                store(stored.values())
+
+
+class StoredAdamW(AdamW):
+    """Update stored master weights with Adam; the moments have the formats of `spec.storage`.
+
+    A parameter of which everything is FP32 is updated by the same kernel as without storage in few
+    bits, with the same bits. `seed` seeds stochastic rounding.
+    """
+
+    masters: StoredMasters
+
+    def __init__(self, masters: StoredMasters, spec: OptimSpec, seed: int) -> None:
+        self.masters, self.spec, self._seed = masters, spec, seed
+        self._num_updates = 0
+        storage = spec.storage
+        self._stored: dict[nn.Parameter, Tensors] = {}
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        rows = zip(
+            masters.segments, masters.masters, masters.stored, masters.stored_grads, strict=True
+        )
+        for segment, master, stored, grad in rows:
+            few = not storage.linears_only or segment.param in masters.linears
+            names = (storage.exp_avg, storage.exp_avg_sq) if few else ("fp32", "fp32")
+            if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
+                groups[segment.param.dim() > 1].append(master)
+                continue
+            shape, device = segment.param.shape, masters.device
+            moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[n], device) for n in names]
+            self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
+        self._kernel, name = choose_kernel(spec, masters.device)
+        self.kernel_name = kernel_name(masters.device)
+        self._torch = None
+        if plain := groups[True] + groups[False]:
+            self.kernel_name += f"; where all is FP32, {name}"
+            both = ((groups[True], spec.weight_decay), (groups[False], 0.0))
+            made = [{"params": group, "weight_decay": decay} for group, decay in both if group]
+            self._torch = self._kernel.make(made, spec)
+            prepare_state(self._kernel, self._torch, plain)
+
+    def step(self, step: int) -> None:
+        """Apply the gradients as optimizer step `step`, counted from 1, and write the weights."""
+        lr, spec = learning_rate(self.spec, step), self.spec
+        self._num_updates += 1
+        if self._torch is not None:
+            for group in self._torch.param_groups:
+                group["lr"] = lr
+            with self.masters.lend_grads():
+                self._torch.step()
+        for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
+            if (tensors := self._stored.get(master)) is not None:
+                decay = spec.weight_decay if segment.param.dim() > 1 else 0.0
+                is_l2 = spec.name == "adam"
+                constants = Constants(lr, spec.betas, spec.eps, decay, is_l2, self._num_updates)
+                update(tensors, constants, self._dithers(segment.param, step))
+        self.masters.write_back()
+
+    def _dithers(self, param: nn.Parameter, step: int) -> Dithers:
+        if not self.spec.storage.stochastic_rounding:
+            return None, None, None
+        name = pieces_of(param)[0].name
+        keys = (key_of("round", self._seed, step, name, what) for what in ("model", *STATES))
+        param_key, first, second = (Dither(key) for key in keys)
+        return param_key, first, second
+
+    @property
+    def num_updates(self) -> int:
+        """Return how many updates were applied, which is Adam's t; skipped steps do not count."""
+        return self._num_updates
+
+    def set_num_updates(self, count: int) -> None:
+        """Set Adam's t to `count`, when training continues from a checkpoint."""
+        self._num_updates = count
+        if self._torch is not None:
+            set_count(self._kernel, self._torch, count)
+
+    def stored_states(self, name: str) -> list[ScaledTensor]:
+        """Return the moments `exp_avg` or `exp_avg_sq` in the order of the masters."""
+        assert name in STATES
+        found = []
+        for master in self.masters.masters:
+            if (tensors := self._stored.get(master)) is not None:
+                found.append(getattr(tensors, name))
+            else:
+                assert self._torch is not None
+                one = torch.ones((), device=self.masters.device)
+                moment = self._torch.state[master][name]
+                found.append(ScaledTensor(moment, one, STORAGE_FORMATS["fp32"]))
+        return found
+
+    def state_tensors(self, name: str) -> list[torch.Tensor]:
+        """Return the moments' payloads in the order of the masters."""
+        return [stored.payload for stored in self.stored_states(name)]
