@@ -27,6 +27,8 @@ from megafp8.checkpoint.step_directories import step_of
 from megafp8.errors import CheckpointError
 from megafp8.specs.geometry import Box
 
+SCALES = "scales/"
+"""`scales/NAME` is the factor (FP32, 0-d) of the tensor NAME, if that is stored in few bits."""
 _CHUNK_BYTES = 4 << 20
 
 
@@ -126,6 +128,7 @@ class _Copy(NamedTuple):
     piece: PieceEntry
     placement: Placement
     overlap: Box
+    factor: torch.Tensor | None  # of a tensor in few bits that is read as FP32
 
 
 class Reader:
@@ -155,7 +158,7 @@ class Reader:
         return self._pieces_of(name)[0][1].global_shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor is stored; loading never converts it."""
+        """Return the dtype in which a tensor is stored."""
         return DTYPES[self._pieces_of(name)[0][1].dtype]
 
     def read(self, name: str) -> torch.Tensor:
@@ -164,6 +167,13 @@ class Reader:
         tensor = torch.empty(shape, dtype=self.dtype(name))
         self.load_into([Placement(name, shape, (0,) * len(shape), tensor)])
         return tensor
+
+    def read_values(self, name: str) -> torch.Tensor:
+        """Return the values of a logical tensor in FP32 on the CPU, however it is stored."""
+        shape = self.global_shape(name)
+        values = torch.empty(shape)
+        self.load_into([Placement(name, shape, (0,) * len(shape), values)])
+        return values
 
     def load_into(self, placements: Sequence[Placement], strict: bool = True) -> tuple[str, ...]:
         """Copy stored elements into every placement's tensor, in place and bit for bit.
@@ -208,21 +218,34 @@ class Reader:
             reason = f"{name} is {stored} in the checkpoint and {tensor.dtype} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         wanted = Box(placement.offset, tuple(tensor.shape))
-        covered = 0
+        factor, covered = self._factor(name, tensor.dtype), 0
         for file_name, piece in self._pieces_of(name):
             if overlap := piece.box.overlap(wanted):
-                by_file.setdefault(file_name, []).append(_Copy(piece, placement, overlap))
+                by_file.setdefault(file_name, []).append(_Copy(piece, placement, overlap, factor))
                 covered += overlap.volume
         assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
+
+    def _decodes(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor that is stored in few bits is asked for in FP32, which holds it."""
+        is_stored_so = SCALES + name in self._pieces or self.dtype(name) == torch.bfloat16
+        return dtype == torch.float32 and is_stored_so
+
+    def _factor(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the factor of a tensor that is decoded, or None."""
+        if self.dtype(name) == dtype or SCALES + name not in self._pieces:
+            return None
+        return self.read(SCALES + name)
 
     def _copy(self, path: Path, copies: list[_Copy]) -> None:
         try:
             with safe_open(str(path), framework="pt") as file:
-                for piece, placement, overlap in copies:
+                for piece, placement, overlap, factor in copies:
                     inside = overlap.slices_within(piece.box)
                     wanted = Box(placement.offset, tuple(placement.tensor.shape))
                     target = placement.tensor.detach()[overlap.slices_within(wanted)]
                     target.copy_(file.get_slice(piece.key)[inside])
+                    if factor is not None:
+                        target.mul_(factor.to(target.device))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(path, f"cannot be read ({error})", USE_ANOTHER) from error
 

@@ -201,6 +201,12 @@ GROUPS = (
         ),
     ),
     Group(
+        "States in few bits (FP8-LM)",
+        "Gradients, master weights and moments in FP8 and FP16. See [fp8_lm.md](fp8_lm.md).",
+        "model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
+        ("model.optim.fp8_opt_level", "model.optim.*"),
+    ),
+    Group(
         "Learning rate",
         "The schedule of the learning rate over the run, as in NeMo.",
         "model.optim.sched.name=WarmupAnnealing model.optim.sched.warmup_steps=100",

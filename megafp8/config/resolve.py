@@ -16,6 +16,7 @@ from megafp8.config.schema import (
     ExpManager,
     Model,
     NsysProfile,
+    Optim,
     Sched,
     Trainer,
     all_keys,
@@ -32,6 +33,7 @@ from megafp8.config.values import (
     parse_modules,
     parse_splits,
     steps_or_ratio,
+    storage_of,
 )
 from megafp8.specs import (
     CheckpointSpec,
@@ -50,6 +52,7 @@ from megafp8.specs import (
     RampupSpec,
     RunSpec,
     ScheduleSpec,
+    StorageSpec,
     TokenizerSpec,
     TrainSpec,
 )
@@ -131,6 +134,8 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
     if values["trainer.precision"] == 32:
         values["model.megatron_amp_O2"] = True  # weights are FP32 with True and with False
+    if values["model.optim.fp8_opt_level"] == "O3":
+        values["model.fp8_params"] = True
     is_e4m3 = values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES
     if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
@@ -302,6 +307,18 @@ def _optim(model: Model, trainer: Trainer) -> OptimSpec:
         clip_grad_norm=trainer.gradient_clip_val or None,
         clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]  # validated
         schedule=_schedule(optim.sched, trainer.max_steps, model.hidden_size),
+        storage=_storage(optim),
+    )
+
+
+def _storage(optim: Optim) -> StorageSpec:
+    prefix = "model.optim."
+    formats = storage_of({prefix + name: value for name, value in vars(optim).items()})
+    return StorageSpec(
+        **formats,
+        linears_only=optim.low_precision_moments_of == "linears",
+        sums_in_fp32=optim.main_grads_sum_dtype == "fp32",
+        stochastic_rounding=optim.stochastic_rounding,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding
-from megafp8.config.values import compute_dtypes, recipes_in, schedule_of
+from megafp8.config.values import compute_dtypes, recipes_in, schedule_of, storage_of
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.specs.precision import RECIPES
 
@@ -81,7 +81,18 @@ def _fp16(_: Any, values: Values) -> bool:
     return compute_dtypes(values) == (16,)
 
 
+def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
+    return lambda _, values: any(storage_of(values)[part] != "fp32" for part in parts)
+
+
 FP16 = Condition("=16", _fp16)
+_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
+FEW_BITS = Condition(
+    " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
+)
+FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
+FEW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
 HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
 ZERO_BUBBLE = Condition(
     f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
@@ -95,6 +106,7 @@ TP, CP = "model.tensor_model_parallel_size", "model.context_parallel_size"
 SP, PP = "model.sequence_parallel", "model.pipeline_model_parallel_size"
 FSDP, GATHER = "model.fsdp", "model.enable_fsdp_float8_all_gather"
 HEALTH, PARAMS = "model.fp8_health", "model.fp8_params"
+LEVEL = "model.optim.fp8_opt_level"
 OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
 SAVES = "exp_manager.checkpoint_callback_params"
 NO_FSDP = f"or leave {FSDP} out"
@@ -102,6 +114,8 @@ ALL_IN_FP8 = (
     "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
     "first forward pass"
 )
+NO_LEVEL = "leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out"
+IN_FEW_BITS = "gradients, weights and moments in few bits (FP8-LM) have been built for"
 OUTSIDE_FP16 = "weights that were sent in FP8 can be outside FP16's range"
 
 TOGETHER = (
@@ -317,6 +331,65 @@ TOGETHER = (
         {FSDP: True}, {"model.optim.grad_sync_dtype": not_("fp32")},
         f"with {FSDP}=True, FSDP sums the gradients and has its own dtype for the sums",
         "Use model.fsdp_grad_reduce_dtype",
+    ),
+    # --- FP8-LM: gradients, master weights and moments in few bits -----------------------------
+    Row(
+        {LEVEL: FEW_BITS}, {"trainer.devices": above(1)},
+        f"{IN_FEW_BITS} one rank alone: gradients are not reduced in FP8 yet",
+        f"Use trainer.devices=1, or {NO_LEVEL}",
+    ),
+    Row(
+        {LEVEL: FEW_BITS}, {"trainer.num_nodes": above(1)},
+        f"{IN_FEW_BITS} one rank alone: gradients are not reduced in FP8 yet",
+        f"Use trainer.num_nodes=1, or {NO_LEVEL}",
+    ),
+    Row(
+        {LEVEL: FEW_BITS}, {FSDP: True},
+        f"{IN_FEW_BITS} whole tensors, and FSDP shards FP32 ones",
+        f"Leave it out, or {NO_LEVEL}",
+    ),
+    Row(
+        {LEVEL: FEW_BITS}, {OPTIMIZER: "distributed_fused_adam"},
+        f"{IN_FEW_BITS} whole tensors, and ZeRO-1 shards FP32 ones",
+        f"Use model.optim.name=adamw, or {NO_LEVEL}",
+    ),
+    Row(
+        {LEVEL: FEW_BITS}, {BACKEND: one_of("te", "torchao")},
+        f"{IN_FEW_BITS} our own linears; those of {{model.fp8_backend}} have not been shown to be "
+        "right with it",
+        f"Use model.fp8_backend=native, or {NO_LEVEL}",
+        UNPROVEN,
+    ),
+    Row(
+        {"model.optim.main_params_dtype": FEW_PARAMS}, {COMPILE: not_("off")},
+        "{model.compile} has not been shown to be right with weights that are stored in few bits",
+        "Use model.compile=off, or model.optim.main_params_dtype=fp32",
+        UNPROVEN,
+    ),
+    Row(
+        {LEVEL: one_of("O1", "O2")}, {PARAMS: True},
+        "{model.optim.fp8_opt_level} keeps a linear's weight once, in FP16",
+        "Leave it out, or use model.optim.fp8_opt_level=O3, which keeps weights in FP8",
+    ),
+    Row(
+        {RECIPE: some_recipe("rowwise", "rowwise_with_gw_hp")}, {LEVEL: "O3"},
+        "O3 keeps weights in FP8 once, and {model.fp8_recipe} quantizes a weight once for each of "
+        "its two products",
+        "Use model.optim.fp8_opt_level=O2, or model.fp8_recipe=delayed, tensorwise or blockwise",
+    ),
+    Row(
+        {"model.override_linear_precision": Condition(
+            " with a product of the weight", lambda value, _: any((value or [])[:2])
+        )},
+        {LEVEL: "O3"},
+        "O3 keeps weights in FP8, and {model.override_linear_precision} asks for products with "
+        "weights in high precision",
+        "Use model.optim.fp8_opt_level=O2, or leave one of the two out",
+    ),
+    Row(
+        {"model.optim.main_grads_dtype": FP8_GRADS}, {"trainer.gradient_clip_algorithm": "value"},
+        "gradients in FP8 are clipped by their scale, which multiplies all elements alike",
+        "Use trainer.gradient_clip_algorithm=norm, or model.optim.main_grads_dtype=fp32",
     ),
     # --- a run's length, checkpoints and restarts ----------------------------------------------
     Row(

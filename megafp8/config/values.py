@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from megafp8.specs.data import SeparateSplits, Weighted
+from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
 from megafp8.specs.precision import BLOCK, HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
 
@@ -25,6 +26,14 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
 
 OPTIMIZERS = ("adam", "adamw", "fused_adam", "distributed_fused_adam")
 """The optimizers. NeMo's fused ones are Apex's with `adam_w_mode=True`, the same as `adamw`."""
+
+STATES_OF_LEVEL: dict[str, dict[str, StorageName]] = {
+    "O0": {},
+    "O1": {"main_grads": "fp8", "main_params": "fp16"},
+    "O2": {"main_grads": "fp8", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"},
+    "O3": {"main_grads": "fp8", "main_params": "fp16", "exp_avg": "fp8", "exp_avg_sq": "fp16"},
+}
+"""What FP8-LM's levels store below FP32. O3 keeps the linears' weights in FP8 besides."""
 
 LATER_OPTIMIZERS = (
     "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
@@ -201,6 +210,15 @@ def spell_exp_dir(value: str | None) -> str:
 def compute_dtypes(values: Mapping[str, Any]) -> tuple[int | str]:
     """Return the dtype of products, bf16, 16 or 32, in a tuple, as `needs(reads=...)` takes it."""
     return (spell_precision(values["trainer.precision"]),)
+
+
+def storage_of(values: Mapping[str, Any]) -> dict[str, StorageName]:
+    """Return in which format gradients, master weights and both moments are stored."""
+    of_level = STATES_OF_LEVEL.get(values.get("model.optim.fp8_opt_level", ""), {})
+    return {
+        part: values.get(f"model.optim.{part}_dtype") or of_level.get(part, "fp32")
+        for part in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+    }
 
 
 def recipes_in(values: Mapping[str, Any]) -> set[str]:

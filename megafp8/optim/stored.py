@@ -53,7 +53,8 @@ class StoredMasters(Masters):
         self.segments = [Segment(param, 0, param.numel()) for param in self.params]
         self.linears = in_linears = frozenset(linears)
         self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
-        self.stored, self.masters = [], []
+        self.stored: list[ScaledTensor] = []
+        self.masters = []
         for param in self.params:
             name = storage.main_params if param in in_linears else "fp32"
             self._take(param, storage if name != "fp32" else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class ScheduleSpec:
 
 StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
 """In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
+
+STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def shape_of(reader: Reader) -> GPTSpec:
 
 def read_tensor(reader: Reader, name: str) -> torch.Tensor:
     """Return one logical tensor of the model in FP32; `name` is its name in the model."""
-    return reader.read(MODEL + name)
+    return reader.read_values(MODEL + name)
 
 
 def load_model(reader: Reader, dtype: torch.dtype, device: torch.device) -> GPT:
@@ -179,7 +179,7 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
     reader = Reader(found)
     for line in check_fits(spec.model, reader):
         notify(line)
-    reader.load_into(list(state_dict.model_placements(state)))
+    state_dict.load_weights(reader, state, notify)
     if isinstance(state.scaling, ScalingState):
         state.scaling.forget_staged()  # amaxes of the initial weights, which nothing has read
     state.masters.write_back()

@@ -25,6 +25,7 @@ from megafp8 import torch_private
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.reader import SCALES
 from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import os_errors_reported
@@ -148,8 +149,9 @@ def _set_aside_after(found: Path | None) -> None:
 
 def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
     for placement in pieces:
-        if placement.name.startswith(("model/", "optimizer/")):
+        if placement.name.startswith(("model/", "optimizer/", SCALES)):
             flat = placement.tensor.detach().flatten()
+            flat = flat.float() if flat.itemsize == 1 else flat  # torch has no test for FP8
             parts = flat.split(_ELEMENTS_OF_ONE_THREAD) if flat.device.type == "cpu" else (flat,)
             if not all(torch.isfinite(part).all() for part in parts):
                 return placement.name

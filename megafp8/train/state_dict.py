@@ -2,6 +2,7 @@
 
     model/<name>                     FP32 master weights, logical tensors
     optimizer/<state>/<name>         AdamW's moments
+    scales/<any of both>             the factor of a tensor that is stored in few bits, FP32
     scaling/<direction>/<field>/<tensor>[/shards]
     rng/torch                        torch's default generator (our own generators have no state)
 
@@ -10,7 +11,8 @@ The manifest's meta has the scalars: step, samples, updates, configuration, data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ import torch
 
 from megafp8.backends.te.state import TeScaling
 from megafp8.checkpoint.manifest import Placement
-from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
+from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs.geometry import boxes_of_run
 from megafp8.train.state import TrainState
@@ -68,9 +72,8 @@ def placements(state: TrainState) -> Iterator[Placement]:
 
 def _fixed_placements(state: TrainState) -> Iterator[Placement]:
     """Yield the placements of tensors that training changes in place: weights and moments."""
-    yield from model_placements(state)
-    for name in STATES:
-        yield from _pieces(f"optimizer/{name}/", state, state.optimizer.state_tensors(name))
+    for prefix, tensors in _states(state):
+        yield from _pieces(prefix, state, tensors)
 
 
 def _passing_placements(state: TrainState) -> Iterator[Placement]:
@@ -112,7 +115,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
         CheckpointError: The checkpoint lacks a tensor, or a loss scale that `state` needs.
     """
     reader = Reader(step_dir)
-    reader.load_into([p for p in placements(state) if not p.name.startswith("scaling/")])
+    for line in _load_states(reader, state, _states(state)):
+        notify(line)
     if isinstance(state.scaling, ScalingState):
         _load_scaling(reader, state, notify)
         if isinstance(state.scaling, TeScaling):
@@ -134,16 +138,97 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     return meta
 
 
-def model_placements(state: TrainState) -> Iterator[Placement]:
-    """Yield the placements of the master weights."""
-    return _pieces("model/", state, state.masters.masters)
+def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
+    """Fill the master weights alone from a checkpoint of any layout."""
+    for line in _load_states(reader, state, itertools.islice(_states(state), 1)):
+        notify(line)
 
 
-def _pieces(prefix: str, state: TrainState, tensors: Sequence[torch.Tensor]) -> Iterator[Placement]:
+States = Iterable[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]
+
+
+def _states(state: TrainState) -> Iterator[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]:
+    """Yield the master weights, then each kind of moments, with the prefix of their names.
+
+    The tensors are those of the masters' segments.
+    """
+    masters, optimizer = state.masters, state.optimizer
+    if isinstance(masters, StoredMasters) and isinstance(optimizer, StoredAdamW):
+        yield "model/", masters.stored
+        for name in STATES:
+            yield f"optimizer/{name}/", optimizer.stored_states(name)
+    else:
+        yield "model/", masters.masters
+        for name in STATES:
+            yield f"optimizer/{name}/", optimizer.state_tensors(name)
+
+
+def _pieces(
+    prefix: str, state: TrainState, tensors: Sequence[torch.Tensor | ScaledTensor]
+) -> Iterator[Placement]:
     """Yield the placements of `tensors`, one for each segment of the masters."""
-    num_shards = state.masters.shards.size
     for segment, tensor in zip(state.masters.segments, tensors, strict=True):
-        yield from placements_of(prefix, segment, tensor, state.mesh, num_shards=num_shards)
+        yield from _pieces_of_segment(prefix, state, segment, tensor)
+
+
+def _pieces_of_segment(
+    prefix: str, state: TrainState, segment: Segment, tensor: torch.Tensor | ScaledTensor
+) -> Iterator[Placement]:
+    """Yield the placements of one segment's tensor, and those of its scale where it has one."""
+    num_shards = state.masters.shards.size
+    payload = tensor.payload if isinstance(tensor, ScaledTensor) else tensor
+    for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
+        yield placement
+        if isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
+            name, scale = SCALES + placement.name, tensor.dequant_scale
+            yield Placement(name, (), (), scale, placement.replica)
+
+
+def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[str]:
+    """Load master weights or moments, and yield a message for each kind that was converted.
+
+    A tensor that the checkpoint stores in the same format is loaded bit for bit. FP32 tensors hold
+    the values of any format. All others are stored anew, which rounds them.
+    """
+    same: list[Placement] = []
+    others: list[tuple[str, Segment, ScaledTensor]] = []
+    for prefix, tensors in states:
+        for segment, tensor in zip(state.masters.segments, tensors, strict=True):
+            pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
+            is_fp32 = not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32"
+            if is_fp32 or _is_stored_so(reader, pieces):
+                same += pieces
+            else:
+                assert isinstance(tensor, ScaledTensor)
+                others.append((prefix, segment, tensor))
+    reader.load_into(same)
+    converted: dict[tuple[str, str, str], float] = {}
+    for prefix, segment, tensor in others:
+        values = torch.empty(tensor.payload.shape, device=tensor.payload.device)
+        pieces = list(_pieces_of_segment(prefix, state, segment, values))
+        reader.load_into(pieces)
+        tensor.store(values)
+        lost = (tensor.values() - values).norm() / values.norm().clamp(min=1e-30)
+        was = str(reader.dtype(pieces[0].name)).removeprefix("torch.")
+        kind = (prefix.strip("/"), was, tensor.fmt.name)
+        converted[kind] = max(converted.get(kind, 0.0), lost.item())
+    for (what, was, now), error in converted.items():
+        yield (
+            f"{what}: stored in {was} there and in {now} here; converted, with a relative error "
+            f"of at most {error:.1e} in a tensor"
+        )
+
+
+def _is_stored_so(reader: Reader, pieces: Sequence[Placement]) -> bool:
+    """Whether the checkpoint has these pieces of one tensor in its format, with one scale."""
+    names = set(reader.names())
+    scales = [p.name for p in pieces if p.name.startswith(SCALES)]
+    if not all(name in names for name in scales):
+        return False
+    factors = {reader.read(name).item() for name in scales}
+    return len(factors) <= 1 and all(
+        reader.dtype(piece.name) == piece.tensor.dtype for piece in pieces
+    )
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:

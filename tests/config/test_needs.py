@@ -37,6 +37,9 @@ VALUES: dict[str, Any] = {
     "model.tokenizer.merge_file": "m",
     "trainer.gradient_clip_algorithm": "value",
     "model.rotary_percentage": 0.5,
+    "model.optim.fp8_opt_level": "O2",
+    "model.optim.low_precision_moments_of": "linears",
+    "model.optim.main_grads_sum_dtype": "fp32",
     "model.optim.sched.constant_ratio": 0.5,
     "model.optim.sched.hold_ratio": 0.5,
 }

@@ -242,6 +242,18 @@ def nan_gradient(name: str, steps: list[int], times: int | None = None) -> None:
     _after_backward(steps, spoil)
 
 
+def killed_in_microbatch(at_step: int, index: int) -> None:
+    """SIGKILL this process before the microbatch `index` (from 0) of a step; a step has two."""
+    left = 2 * (at_step - 1) + index + 1
+
+    def is_due() -> bool:
+        nonlocal left
+        left -= 1
+        return left == 0
+
+    _killed_before(step, "local_batch")(is_due)
+
+
 def infinite_weight(name: str, at_step: int) -> None:
     """Make a weight infinite in an optimizer step whose gradients are finite."""
     train_step = loop.train_step

@@ -178,6 +178,14 @@ EFFECTS: dict[str, Effect] = {
     "model.tp_only_amax_red": ShownBy(
         "tests/parallel/test_data_parallel.py::test_tp_only_amax_red_leaves_replicas_their_own_scales"
     ),
+    "model.optim.fp8_opt_level": Trains("O2"),
+    "model.optim.main_grads_dtype": Trains("fp8"),
+    "model.optim.main_params_dtype": Trains("fp16"),
+    "model.optim.exp_avg_dtype": Trains("bf16"),
+    "model.optim.exp_avg_sq_dtype": Trains("fp8_e5m2"),
+    "model.optim.low_precision_moments_of": Trains("linears", ("model.optim.exp_avg_dtype=fp8",)),
+    "model.optim.main_grads_sum_dtype": Trains("fp32", ("model.optim.main_grads_dtype=fp8",)),
+    "model.optim.stochastic_rounding": Trains(True, ("model.optim.exp_avg_dtype=fp8",)),
     "model.optim.grad_sync_dtype": ShownBy(
         "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
     ),

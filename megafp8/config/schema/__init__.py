@@ -27,6 +27,7 @@ __all__ = [
     "ExpManager",
     "Model",
     "NsysProfile",
+    "Optim",
     "Sched",
     "Trainer",
     "all_keys",

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from megafp8.config.keys import (
     Need,
     Valid,
+    Values,
     above,
     at_least,
     between,
@@ -17,7 +18,15 @@ from megafp8.config.keys import (
     one_of,
     or_null,
 )
-from megafp8.config.values import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS, SCHEDULES
+from megafp8.config.values import (
+    LATER_OPTIMIZERS,
+    LATER_SCHEDULES,
+    OPTIMIZERS,
+    SCHEDULES,
+    STATES_OF_LEVEL,
+    storage_of,
+)
+from megafp8.specs.optim import STORAGE_NAMES
 
 
 def read_by(name: str) -> Need | None:
@@ -28,6 +37,16 @@ def read_by(name: str) -> Need | None:
 
 def _are_betas(value: list[float]) -> bool:
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)
+
+
+def _stores(*parts: str) -> Need:
+    """Return the need for one of `parts` of the states to be stored below FP32."""
+
+    def holds(values: Values) -> bool:
+        return any(storage_of(values)[part] != "fp32" for part in parts)
+
+    first = f"model.optim.{parts[0]}_dtype"
+    return Need(first, f"{first} below fp32, or model.optim.fp8_opt_level", holds)
 
 
 @dataclass
@@ -167,5 +186,66 @@ class Optim:
         "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
         kind="optim",
         valid=one_of("fp32", "bf16"),
+    )
+    fp8_opt_level: str = key(
+        "O0",
+        "FP8-LM's level: what is stored in few bits, with one scale a tensor. `O1`: the linears' "
+        "gradients in FP8, their weights in FP16, without another master. `O2`: the moments of all "
+        "parameters too, in FP8 and FP16. `O3`: also the linears' weights in FP8, beside FP16 "
+        "masters. See [fp8_lm.md](fp8_lm.md).",
+        kind="layout",
+        valid=one_of(*STATES_OF_LEVEL),
+        needs=needs("model.fp8", True),
+    )
+    main_grads_dtype: str | None = key(
+        None,
+        "In which format the gradients of the linears' weights are stored; null as "
+        "`fp8_opt_level` says.",
+        kind="layout",
+        valid=or_null(one_of("fp32", "fp8", later=("bf16",), suggestion="Use fp32 or fp8")),
+    )
+    main_params_dtype: str | None = key(
+        None,
+        "In which format the linears' master weights are stored; null as `fp8_opt_level` says. "
+        "Below fp32 a weight is its own master, unless `model.fp8_params` keeps it in FP8.",
+        kind="layout",
+        valid=or_null(one_of("fp32", "fp16", "bf16", "fp8")),
+    )
+    exp_avg_dtype: str | None = key(
+        None,
+        "In which format the first moments are stored (`fp8` is E4M3); null as `fp8_opt_level` "
+        "says.",
+        kind="layout",
+        valid=or_null(one_of(*STORAGE_NAMES)),
+    )
+    exp_avg_sq_dtype: str | None = key(
+        None,
+        "In which format the second moments are stored (`fp8` is E4M3); null as `fp8_opt_level` "
+        "says.",
+        kind="layout",
+        valid=or_null(one_of(*STORAGE_NAMES)),
+    )
+    low_precision_moments_of: str = key(
+        "all",
+        "Whose moments are stored so: those of all parameters, or of the weights of `linears` "
+        "alone.",
+        kind="layout",
+        valid=one_of("all", "linears"),
+        needs=_stores("exp_avg", "exp_avg_sq"),
+    )
+    main_grads_sum_dtype: str = key(
+        "fp8",
+        "In which format the gradients of a step's microbatches are added up where they are stored "
+        "in FP8: `fp8` rounds after each microbatch, `fp32` once, and needs 4 bytes a weight "
+        "during the step.",
+        kind="layout",
+        valid=one_of("fp8", "fp32"),
+        needs=_stores("main_grads"),
+    )
+    stochastic_rounding: bool = key(
+        False,
+        "Round master weights and moments below FP32 stochastically.",
+        kind="layout",
+        needs=_stores("main_params", "exp_avg", "exp_avg_sq"),
     )
     sched: Sched = field(default_factory=Sched)

@@ -14,6 +14,7 @@ from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
+from megafp8.optim.stored import StoredMasters
 from megafp8.precision.formats import DTYPES
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
@@ -50,6 +51,7 @@ def describe(
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
         *shares_of(spec, state),
+        *storage_of(spec, state),
         *smoke_options(spec),
         *_fp8_share(spec, state, share),
     ]
@@ -78,6 +80,32 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
         f"{name} over {plural(state.masters.shards.size, 'rank')}: this one keeps {kept} of FP32 "
         f"weights and moments, {gradients}"
     ]
+
+
+def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
+    """Return a line about gradients, masters and moments that are stored below FP32, if any are.
+
+    The bytes are counted from the live tensors, each memory once.
+    """
+    storage, masters = spec.optim.storage, state.masters
+    if not isinstance(masters, StoredMasters):
+        return []
+    total = num_params = 0
+    moments = [state.optimizer.state_tensors(name) for name in STATES]
+    for row, param in enumerate(masters.params):
+        if param in masters.linears:
+            held = [param, masters.masters[row], masters.param_grads[row]]
+            total += storage_bytes_of_views([*held, *(each[row] for each in moments)])
+            num_params += param.numel()
+    grads = f"gradients of linears in {storage.main_grads}"
+    grads += ", summed in fp32" if storage.sums_in_fp32 else ""
+    whose = " of linears" if storage.linears_only else ""
+    line = (
+        f"FP8-LM: {grads}, their masters in {storage.main_params}; "
+        f"first moments{whose} in {storage.exp_avg}, second in {storage.exp_avg_sq}"
+    )
+    line += ", rounded stochastically" if storage.stochastic_rounding else ""
+    return [f"{line}: {total / num_params:.1f} bytes a parameter of the linears"]
 
 
 def _rampup(train: TrainSpec) -> str:
@@ -174,6 +202,11 @@ def bytes_of(state: TrainState) -> StateBytes:
         moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
         gradients=storage_bytes([*masters.own_grads, *masters.param_grads]),
     )
+
+
+def storage_bytes_of_views(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors that may be parts of larger memory, equal ones once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
