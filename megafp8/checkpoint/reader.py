@@ -213,7 +213,7 @@ class Reader:
             have, want = self.global_shape(name), placement.global_shape
             reason = f"{name} has shape {have} in the checkpoint and {want} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
-        if self.dtype(name) != tensor.dtype:
+        if self.dtype(name) != tensor.dtype and not self._decodes(name, tensor.dtype):
             stored = self.dtype(name)
             reason = f"{name} is {stored} in the checkpoint and {tensor.dtype} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)

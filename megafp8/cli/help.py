@@ -203,8 +203,11 @@ GROUPS = (
     Group(
         "States in few bits (FP8-LM)",
         "Gradients, master weights and moments in FP8 and FP16. See [fp8_lm.md](fp8_lm.md).",
-        "model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
-        ("model.optim.fp8_opt_level", "model.optim.*"),
+        "model.fp8=True model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
+        (
+            "model.optim.fp8_opt_level", "model.optim.main_*", "model.optim.exp_avg*",
+            "model.optim.low_precision_moments_of", "model.optim.stochastic_rounding",
+        ),
     ),
     Group(
         "Learning rate",
