@@ -188,7 +188,7 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
     """Load master weights or moments, and yield a message for each kind that was converted.
 
     A tensor that the checkpoint stores in the same format is loaded bit for bit. FP32 tensors hold
-    the values of any format. All others are stored again in the format of this run, which rounds them.
+    the values of any format. All others are rounded to the format of this run.
     """
     same: list[Placement] = []
     others: list[tuple[str, Segment, ScaledTensor]] = []
