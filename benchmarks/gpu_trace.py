@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_trace.py --engine te --steps 200 --out tests/precision/traces/te_h100
 
-A small GPT is trained on random tokens. megafp8/precision/traces.py describes the file. Without
+A small GPT is trained on random tokens. benchmarks/traces.py describes the file. Without
 `--engine te`, the trace is of our own engine on the same model.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +19,19 @@ import torch
 import megafp8
 from megafp8.backends import choose
 from megafp8.backends.te.state import TeScaling
-from megafp8.backends.te.trace import RecordedTeScaling, cast_sample
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import ConfigError
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.formats import FORMATS
-from megafp8.precision.traces import RecordedScaling, Trace, replay
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the two files beside this one
+from benchmarks.te_trace import RecordedTeScaling, cast_sample
+from benchmarks.traces import RecordedScaling, Trace, replay
 
 
 def spec_of(args: argparse.Namespace) -> RunSpec:

@@ -42,8 +42,8 @@ TOP_FLOOR = 9  # pretrain_gpt.py, examples/ and benchmarks/ may import all packa
 WITHOUT_TORCH = ("specs", "errors", "files", "config", "plan")
 BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8
 OWN_FILE_ONLY = {
-    "transformer_engine": ("megafp8/backends/te/*",),
-    "transformer_engine_torch": ("megafp8/backends/te/*",),
+    "transformer_engine": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
+    "transformer_engine_torch": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
     "torchao": ("megafp8/backends/torchao/*",),
 }
 OF_TE_ITSELF = "examples/07_transformer_engine_on_a_laptop.py"  # may import Transformer Engine

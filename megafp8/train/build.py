@@ -11,9 +11,8 @@ from megafp8.backends.te.parts import stores_of as te_stores
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
-from megafp8.optim.fsdp import FsdpMasters
 from megafp8.optim.loss_scale import LossScale
-from megafp8.optim.masters import Masters
+from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.optim.zero import ShardedMasters
 from megafp8.parallel.data import GradReducer, NotingSink, buckets_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megafp8
+from benchmarks.traces import RecordedScaling, Trace, replay
 from megafp8.errors import DataError
 from megafp8.precision.scaling import ScalingState
-from megafp8.precision.traces import RecordedScaling, Trace, replay
 from megafp8.specs import Fp8Recipe
 from megafp8.train.step import train_step
 from megafp8.train.validate import evaluate

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.te_trace import RecordedTeScaling
 from megafp8.backends import choose
 from megafp8.backends.te import environment as te_environment
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
-from megafp8.backends.te.trace import RecordedTeScaling
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.te_trace import RecordedTeScaling, cast_sample
+from benchmarks.traces import replay
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.parts import is_kept_in_fp8
 from megafp8.backends.te.state import TeScaling
-from megafp8.backends.te.trace import RecordedTeScaling, cast_sample
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.models.gpt import GPT
@@ -24,7 +25,6 @@ from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.mesh import Mesh, simulated_rank, single_rank
 from megafp8.precision.formats import E4M3
-from megafp8.precision.traces import replay
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import HIGH_PRECISION, AutoBackend, ModuleRule

@@ -1,4 +1,4 @@
-"""Record Transformer Engine's delayed scaling, for `precision.traces` to replay."""
+"""Record Transformer Engine's delayed scaling, for `traces` to replay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.traces import Sample, Trace
 from megafp8.backends.te.state import TeScaling
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.scaling import Direction, ScaleTable
-from megafp8.precision.traces import Sample, Trace
 
 UPDATE = (
     "reduce_and_update_fp8_tensors"  # Transformer Engine's method; its one argument is forward=True
