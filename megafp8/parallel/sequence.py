@@ -86,8 +86,13 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
     if not isinstance(x_TF, Fp8Tensor):
         return tp.gather_rows(x_TF)
     assert x_TF.block is None, "scales of blocks are not gathered"
-    payload = tp.gather_rows(x_TF.payload.view(torch.uint8)).view(x_TF.payload.dtype)
-    return replace(x_TF, payload=payload, grid=None)
+    payload_TF = x_TF.payload.view(torch.uint8)
+    if payload_TF.is_contiguous():
+        whole_TF = tp.gather_rows(payload_TF)
+    else:  # it lies in memory as [F, T], for tensor cores: it is sent and kept so
+        blocks_RFT = tp.gather_rows(payload_TF.t().contiguous()).unflatten(0, (tp.size, -1))
+        whole_TF = blocks_RFT.transpose(0, 1).flatten(1).t()
+    return replace(x_TF, payload=whole_TF.view(x_TF.payload.dtype), grid=None)
 
 
 def in_order(x_BSF: torch.Tensor, size: int) -> torch.Tensor:

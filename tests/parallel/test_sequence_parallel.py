@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.sequence import by_rank, in_order
+from megafp8.parallel.sequence import by_rank, gather_tokens, in_order
+from megafp8.precision.formats import E4M3
+from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
@@ -212,3 +214,26 @@ def test_the_key_reaches_the_layout() -> None:
 def test_refusals(settings: list[str], key: str, message: str) -> None:
     found = load_problems(*ON_TWO, *settings)
     assert [p for p in found if p.key == key and message in str(p)], found
+
+
+class _TwoRanks:
+    """An axis of two ranks; the other rank's rows are this rank's, each byte plus one."""
+
+    size = 2
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        return torch.cat([x, x + 1])
+
+
+def test_bytes_that_lie_transposed_are_gathered_and_kept_so() -> None:
+    """The tensor that tensor cores read is the same one, without a copy byte by byte."""
+    rows = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    found = []
+    for payload in (rows, rows.t().contiguous().t()):
+        part = Fp8Tensor(payload.view(torch.float8_e4m3fn), torch.ones(()), E4M3)
+        whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+        assert isinstance(whole, Fp8Tensor)
+        found.append(whole.payload.view(torch.uint8))
+    assert torch.equal(found[0], torch.cat([rows, rows + 1])) and torch.equal(*found)
+    assert found[0].is_contiguous() and found[1].t().is_contiguous()

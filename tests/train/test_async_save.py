@@ -11,7 +11,7 @@ import torch
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.errors import CheckpointError, NonFiniteError
-from megafp8.train import state_dict
+from megafp8.train import saver, state_dict
 from megafp8.train.saver import BackgroundSaver, Placement, Saver, Snapshot, store
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
@@ -175,3 +175,30 @@ def test_two_ranks_agree_apart_from_training(place: Place) -> None:
     assert place.steps() == [2, 6, 8, 10, 12]
     for step in place.steps():
         store.verify(place.checkpoint(step))
+
+
+def test_pages_are_locked_as_they_are_and_unlocked_when_they_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A double of CUDA's runtime: exactly the block's bytes, and no power of two above them."""
+    locked: dict[int, int] = {}
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            del locked[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    block = torch.ones(3000, dtype=torch.uint8)
+    saver._lock_pages(block)
+    assert locked == {block.data_ptr(): 3000}
+    view = block[10:20].view(torch.int16)
+    del block
+    assert locked, "a view keeps the memory"
+    del view
+    assert not locked
