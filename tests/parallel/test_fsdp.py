@@ -417,7 +417,7 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
     [
         ({"trainer.devices": 1}, "model.fsdp", "one replica"),
         ({"model.pipeline_model_parallel_size": 2}, "model.fsdp", "pipeline stage"),
-        ({"model.fp8_backend": "te"}, "model.fsdp", "model.fp8_backend=te"),
+        (FP8_WEIGHTS | {"model.fp8_backend": "te"}, "model.fp8_params", "as bytes"),
         ({"model.optim.name": "distributed_fused_adam"}, "model.optim.name", "already"),
         ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP sums"),
         ({"model.megatron_amp_O2": False}, "model.megatron_amp_O2", "one dtype"),

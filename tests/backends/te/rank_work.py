@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ import torch.distributed as dist
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
+from megafp8.parallel.agreement import gather
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.train import state_dict
 from megafp8.train.build import build
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.ranks import Rank
@@ -169,6 +173,80 @@ def zero(rank: Rank, steps: int) -> dict[str, tuple[list[tuple[float, float]], d
         weights = {pieces_of(p)[0].name: p.detach().clone() for p in state.model.parameters()}
         found[name] = results, weights | tables_of(state)
     return found
+
+
+def fsdp(rank: Rank, steps: int) -> dict[str, Any]:
+    """Sharded weights and replicas, by strategy and precision: losses and norms, and the tables."""
+    from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
+
+    found = {}
+    full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    runs = [("replicas", "fp32"), ("full", "fp32"), ("grad", "fp32"), ("replicas", "bf16")]
+    for name, compute in [*runs, ("full", "bf16")]:
+        changes = LLAMA | ({"recompute": full} if name == "full" else {})
+        te.module.base.FP8GlobalStateManager.reset()
+        sharded = None if name == "replicas" else FsdpSpec(strategy=name)  # type: ignore[arg-type]
+        parallel = ParallelSpec(devices_per_node=rank.size, fsdp=sharded)
+        mesh = join(parallel)
+        state = build(spec_of("te", DELAYED, compute, parallel, **changes), mesh)
+        results = []
+        for number in range(steps):
+            one = step(state, number, replica=rank.index, replicas=rank.size)
+            results.append((one.loss, one.grad_norm))
+        found[f"{name} {compute}"] = results, tables_of(state)
+    return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp, sp": {"tp": 2, "sequence_parallel": True},
+    "ZeRO-1": {},
+    "FSDP": {"fsdp": FsdpSpec()},
+    "native, pp": {"pp": 2},
+    "pp again": {"pp": 2},
+}
+
+
+def continued(rank: Rank, root: str) -> tuple[float, dict[str, Any]]:
+    """The loss of step 3 of a run over two stages; for each layout that continues it after step 2:
+    its rows, those that were saved, and its loss of step 3, of the same samples."""
+    from tests.backends.te.real import DELAYED, spec_of, te
+
+    def state_of(name: str) -> tuple[TrainState, Mesh]:
+        te.module.base.FP8GlobalStateManager.reset()
+        parallel = ParallelSpec(devices_per_node=rank.size, **LAYOUTS[name])
+        mesh = join(parallel)
+        backend = "native" if name.startswith("native") else "te"
+        spec = spec_of(backend, DELAYED, "bf16", parallel, **LLAMA)
+        zero = "distributed_fused_adam" if name == "ZeRO-1" else "fused_adam"
+        return build(replace(spec, optim=replace(spec.optim, name=zero)), mesh), mesh
+
+    def one_step(state: TrainState, mesh: Mesh) -> float:
+        share = 4 // mesh.dp.size
+        first = 4 * state.step + share * mesh.dp.rank
+        loss = train_step(state, [microbatch(first + index) for index in range(share)]).loss
+        state.step += 1
+        return loss
+
+    def save(state: TrainState, name: str) -> Path:
+        return Saver(Path(root) / name, 2, {"config": {}, "data_fingerprint": ""}).save(state)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    state, mesh = state_of("pp again")
+    for _ in range(2):
+        one_step(state, mesh)
+    path, saved = save(state, "begun"), {}
+    for rows in gather(mesh, rows_of(state)):
+        saved |= rows
+    loss, found = one_step(state, mesh), {}
+    for name in LAYOUTS:
+        state, mesh = state_of(name)
+        state_dict.load(path, state, refuse)
+        rows = rows_of(state)
+        path = save(state, name.replace(" ", "").replace(",", "-"))
+        found[name] = rows, saved, one_step(state, mesh)
+    return loss, found
 
 
 def _engines(

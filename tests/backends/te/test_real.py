@@ -142,6 +142,38 @@ def test_zero_is_the_replicated_optimizer() -> None:
             assert torch.equal(tensor, sharded[name]), name
 
 
+def test_fsdp_is_replicas() -> None:
+    """Weights that are gathered for each microbatch, by both strategies, beside replicas: losses
+    and norms of three steps, and the scales that they leave; `full` recomputes layers too. In BF16
+    the gradients of the embedding and the head are rounded before they are summed, which our
+    replicas do in FP32."""
+    need_sources(DEFAULT_VERSION)
+    for found in run_ranks("tests.backends.te.rank_work:fsdp", 2, {"steps": 3}):
+        bounds = {"full fp32": (1e-5, 1e-4), "grad fp32": (1e-5, 1e-4), "full bf16": (1e-3, 5e-2)}
+        for name, (rel, table_rel) in bounds.items():
+            (results, tables), (wanted, replicated) = found[name], found[f"replicas {name[-4:]}"]
+            for one, other in zip(results, wanted, strict=True):
+                assert one == pytest.approx(other, rel=rel), name
+            for key, tensor in tables.items():
+                torch.testing.assert_close(tensor, replicated[key], rtol=table_rel, atol=1e-6)
+
+
+def test_a_run_continues_in_every_other_layout(tmp_path: Path) -> None:
+    """Two pipeline stages save after two steps; tensor parallelism, ZeRO-1, FSDP and stages again
+    each load what the last one has saved: the same scales and histories all the way, and the next
+    step is that of the run that went on."""
+    need_sources(DEFAULT_VERSION)
+    work = "tests.backends.te.rank_work:continued"
+    for loss, found in run_ranks(work, 2, {"root": str(tmp_path)}):
+        assert len(found) == 5
+        for name, (rows, wanted, next_loss) in found.items():
+            assert rows.keys() <= wanted.keys() and rows, name
+            for key, row in rows.items():
+                assert torch.equal(row, wanted[key]), (name, key)
+            assert next_loss == pytest.approx(loss, rel=1e-3), name
+        assert found["pp again"][2] == loss
+
+
 def test_without_sources_a_run_ends_with_the_command(tmp_path: Path) -> None:
     """No cache and no index: one error, exit code 2, and no traceback."""
     environment = os.environ | {
