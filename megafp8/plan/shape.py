@@ -41,6 +41,7 @@ class Parameter:
     elements: int
     itemsize: int  # bytes of an element of the parameter itself
     is_sharded: bool  # whether tensor-parallel ranks hold different parts
+    is_linear: bool = False  # whether it is the weight of a layer's linear
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _parameters(
     in_fp8 = spec.precision.fp8 is not None and spec.precision.fp8.params_in_fp8
     for linear in linears:
         itemsize = 1 if in_fp8 and linear.in_fp8 else compute
-        yield Parameter(linear.weight_elements, itemsize, True)
+        yield Parameter(linear.weight_elements, itemsize, True, is_linear=True)
         if linear.has_bias:
             is_column = linear.name.endswith(("qkv", "fc1"))
             yield Parameter(linear.out_features, compute, is_column)

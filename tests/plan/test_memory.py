@@ -14,6 +14,7 @@ from megafp8.plan.memory import rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.train.dryrun import RankShare, rank_share
 from tests.tiny import gpt_spec, optim_spec, run_spec
@@ -45,6 +46,10 @@ DELAYED = Fp8Recipe(amax_history_len=16)
 IN_FP8_ALONE = replace(DELAYED, params_in_fp8=True)
 SKIPPING = replace(DELAYED, modules=(ModuleRule("layers.0.*", "high_precision"),))
 ZERO = optim_spec(name="distributed_fused_adam")
+
+
+O1 = StorageSpec(main_grads="fp8", main_params="fp16")
+O3 = replace(O1, exp_avg="fp8", exp_avg_sq="fp16")
 
 
 def recompute(granularity: str, method: str = "uniform", num_layers: int = 1) -> dict[str, Any]:
@@ -90,6 +95,8 @@ JOBS: dict[str, RunSpec] = {
     "tp 2, sequence": job(ranks=2, tp=2, sequence_parallel=True, fp8=DELAYED),
     "tp 2 x cp 2, llama": job(ranks=4, tp=2, cp=2, shape=LLAMA),
     "zero": job(ranks=4, fp8=IN_FP8_ALONE, optim=ZERO),
+    "FP8-LM, O1": job(fp8=DELAYED, optim=optim_spec(storage=O1)),
+    "FP8-LM, O3": job(fp8=IN_FP8_ALONE, optim=optim_spec(storage=O3)),
     "selective": job(fp8=DELAYED, shape=recompute("selective")),
     "full": job(fp8=DELAYED, shape=recompute("full", num_layers=2)),
     "block": job(fp8=DELAYED, shape=recompute("full", "block", 2)),
@@ -99,7 +106,7 @@ JOBS: dict[str, RunSpec] = {
     "pp 2, zero bubble": job(ranks=2, pp=2, pipeline=pipeline("InterleavedZeroBubble", 2)),
     "pp 4, V": job(ranks=4, pp=4, pipeline=pipeline("ZBVZeroBubble", 2), shape={"num_layers": 8}),
 }
-QUICK = ("fp8", "llama", "tp 2, sequence", "zero", "full", "pp 4, V")
+QUICK = ("FP8-LM, O3", "fp8", "llama", "tp 2, sequence", "zero", "full", "pp 4, V")
 
 
 @pytest.mark.parametrize(
