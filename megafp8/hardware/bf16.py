@@ -32,11 +32,11 @@ def planning_for(device_type: str) -> Iterator[None]:
 
 def fp32_products(device: torch.device) -> bool:
     """Whether BF16 products on this device run as FP32 ones."""
-    return _kind(device) == "cpu" and not cpu.fast_at_bf16()
+    return device_kind(device) == "cpu" and not cpu.fast_at_bf16()
 
 
-def _kind(device: torch.device) -> str:
-    """Return the type of the device that these tensors are on, or stand for."""
+def device_kind(device: torch.device) -> str:
+    """Return the type of a device; for meta, that of the device which its tensors stand for."""
     return _planned_type.get() if device.type == "meta" else device.type
 
 
@@ -73,7 +73,7 @@ def mm_into(
     """
     if is_widened(a_MK):
         a_MK, b_KN = a_MK.float(), b_KN.float()
-    on_cpu = _kind(a_MK.device) == "cpu"
+    on_cpu = device_kind(a_MK.device) == "cpu"
     if on_cpu and a_MK.dtype == torch.float32:
         alpha = 1.0 if scale is None or scale.is_meta else scale.item()
         beta = 0 if is_first else 1

@@ -21,6 +21,7 @@ from megafp8.specs.data import IGNORE
 
 CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
 CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
+GPU_FACTOR = 8  # a GPU's chunks are larger: reading and writing the weight's gradient takes longer
 
 
 class Matmul(Protocol):
@@ -131,7 +132,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
-        chunk = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab)))
+        factor = 1 if bf16.device_kind(hidden_TD.device) == "cpu" else GPU_FACTOR
+        chunk = max(1, min(factor * CHUNK_TOKENS, factor * CHUNK_BYTES // (4 * vocab)))
         work = _sum_dtype(hidden_TD)
         loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None

@@ -38,7 +38,9 @@ STORED_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each of `StorageSpec`'s formats; a scale takes 4 bytes a tensor more."""
 HEAD_CHUNK_TOKENS = 1024
 HEAD_CHUNK_BYTES = 256 << 20
-"""The head works on chunks of at most so many tokens, and bytes of FP32 logits (models/loss.py)."""
+HEAD_CHUNK_GPU_FACTOR = 8
+"""The head works on chunks of at most so many tokens, and bytes of FP32 logits; a GPU's limits are
+this factor higher (models/loss.py)."""
 SCALE_TABLE_BYTES = 20
 """Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
 
@@ -305,7 +307,9 @@ def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
 def _head_chunk(spec: RunSpec) -> int:
     """Return the tokens of one chunk of the head."""
     vocab = spec.model.vocab_size // spec.parallel.tp
-    return min(tokens_of(spec), HEAD_CHUNK_TOKENS, max(1, HEAD_CHUNK_BYTES // (FP32 * vocab)))
+    factor = HEAD_CHUNK_GPU_FACTOR if spec.parallel.accelerator == "gpu" else 1
+    limit = max(1, factor * HEAD_CHUNK_BYTES // (FP32 * vocab))
+    return min(tokens_of(spec), factor * HEAD_CHUNK_TOKENS, limit)
 
 
 def _head_gradient_bytes(spec: RunSpec) -> int:

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.hardware import bf16
 from megafp8.models import loss as loss_module
 from megafp8.models.loss import HeadLoss
+from megafp8.plan import memory
 from megafp8.specs.data import IGNORE
 
 TOKENS, WIDTH, VOCAB = 37, 24, 101
@@ -31,6 +33,18 @@ def test_chunks_are_limited_in_tokens_too(monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         HeadLoss(matmul)(hidden, weight, targets)
     assert sizes == [10, 10, 10, 7]
+    sizes.clear()
+    with torch.no_grad(), bf16.planning_for("cuda"):
+        on_gpu = (hidden.to("meta"), nn.Parameter(weight.to("meta")), targets.to("meta"))
+        monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 4)
+        HeadLoss(matmul)(*on_gpu)
+    assert sizes == [32, 5], "a GPU's chunks are larger"
+
+
+def test_the_plan_knows_the_chunks() -> None:
+    ours = (loss_module.CHUNK_TOKENS, loss_module.CHUNK_BYTES, loss_module.GPU_FACTOR)
+    theirs = (memory.HEAD_CHUNK_TOKENS, memory.HEAD_CHUNK_BYTES, memory.HEAD_CHUNK_GPU_FACTOR)
+    assert ours == theirs
 
 
 def inputs(
