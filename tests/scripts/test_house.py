@@ -1,0 +1,47 @@
+"""The counts of `scripts/house.py` on small sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import house
+
+SOURCE = '''"""A docstring
+of two lines."""
+
+# a comment
+import os  # counts once
+
+
+def first(x: int) -> str:
+    """One line."""
+    text = """not a
+    docstring"""
+
+    return text * x
+'''
+
+
+def test_lines_of_code_leave_out_docstrings_comments_and_blank_lines() -> None:
+    assert house.code_lines(SOURCE) == 5
+    assert list(house.function_lengths(SOURCE)) == [6]
+
+
+def test_counts_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "megafp8").mkdir()
+    (tmp_path / "megafp8" / "one.py").write_text(SOURCE)
+    (tmp_path / "megafp8" / "two.py").write_text("x = 1\n" * 501)
+    house.print_counts(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        "files 2, of less than 60 lines 1, of more than 500 ['megafp8/two.py (501)']",
+        "lines 514, of code 506",
+        "lines of a file: median 257, most 501",
+        "lines of a function: median 6, 90 % up to 6, most 6",
+    ]
+
+
+def test_the_whole_settings_are_told_from_parts_of_them() -> None:
+    assert house.is_settings([house.JOB[0], "model.fp8=True"])
+    assert not house.is_settings(["model.fp8=True"]) and not house.is_settings({"a": 1})
