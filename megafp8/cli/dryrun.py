@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
             raise SettingError(
                 "model.fp8_backend",
                 "te",
-                "cannot be simulated, since Transformer Engine's layers allocate memory when they "
-                "are made",
+                "cannot be simulated, since the kernels that stand in for its own on a CPU read "
+                "values, which a dry run does not have",
                 "Use model.fp8_backend=native, which has the same shapes",
             )
         choose.check(spec, torch.device("cpu"))

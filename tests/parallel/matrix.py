@@ -81,12 +81,26 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "BF16": ("bf16", None),
     "FP8 delayed": ("bf16", Fp8Recipe(amax_history_len=16)),
     "FP8 tensorwise": ("bf16", Fp8Recipe(name="tensorwise")),
+    "FP8 delayed, te": ("bf16", Fp8Recipe(amax_history_len=16)),
 }
+
+
+TE = "FP8 delayed, te"
+"""The layers of Transformer Engine, its own Python over emulated kernels."""
+NOT_TE = {name for name, (_, spec) in LAYOUTS.items() if spec.cp > 1 or "zero bubble" in name}
+"""Layouts that are refused with Transformer Engine."""
+
+
+def precisions_of(layout: str) -> list[str]:
+    """The precisions in which a layout runs."""
+    return [name for name in PRECISIONS if name != TE or layout not in NOT_TE]
 
 
 def case_of(precision: str, spec: ParallelSpec = ParallelSpec(), **changes: object) -> Case:  # noqa: B008
     compute, fp8 = PRECISIONS[precision]
     case = Case(compute, fp8, MODEL, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
+    if precision == TE:  # its GELU is the tanh form
+        case = replace(case, backend="te", model=replace(MODEL, activation="gelu-tanh"))
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
@@ -132,9 +146,9 @@ Bounds = dict[tuple[str, int], float]  # by precision and number of replicas
 
 
 def table(
-    names: list[str], bounds: Bounds, tell: Callable[[str], None]
+    names: list[str], bounds: Bounds, tell: Callable[[str], None], only: str | None = None
 ) -> tuple[list[list[str]], bool]:
-    """`bounds` are known already."""
+    """`bounds` are known already; `only` one precision is run, if it is given."""
     torch.set_num_threads(1)
     ones: dict[tuple[str, int], tuple[Outcome, float]] = {}
     rows, all_good = [], True
@@ -142,15 +156,18 @@ def table(
         size, spec = LAYOUTS[name]
         replicas = replicas_of(name)
         optim = ZERO if name.endswith("ZeRO-1") else optim_spec()
-        cases = {precision: case_of(precision, spec, optim=optim) for precision in PRECISIONS}
+        chosen = [p for p in precisions_of(name) if only in (None, p)]
+        cases = {precision: case_of(precision, spec, optim=optim) for precision in chosen}
         results = run_ranks(
             "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
         )
-        for precision in PRECISIONS:
+        for precision in chosen:
             key = (precision, replicas)
             if key not in ones:
                 one = run_case(case_of(precision, merged=replicas), single_rank())
                 bound = 1e-5 if precision == "FP32" else bounds.get(key)
+                if precision == TE and bound is None:  # that of our own engine, where it is known
+                    bound = bounds.get(("FP8 delayed", replicas))
                 ones[key] = (one, bound or 3 * spread(precision, replicas, one))
             ranks = [result[precision] for result in results]
             line, good = row(name, precision, ranks, *ones[key])
@@ -173,16 +190,16 @@ def replicas_of(name: str) -> int:
 
 def bounds_of(page: Path) -> Bounds:
     """Those that the page has."""
-    rows = others(page, [])
+    rows = others(page, [], None)
     return {(row[1], replicas_of(row[0])): float(row[5]) for row in rows if row[0] in LAYOUTS}
 
 
-def others(page: Path, names: list[str]) -> list[list[str]]:
-    """The page's rows of other layouts than `names`."""
+def others(page: Path, names: list[str], only: str | None) -> list[list[str]]:
+    """The page's rows of other layouts than `names`, and of theirs but for the precision `only`."""
     _, _, rest = page.read_text().partition(BEGIN)
     lines = rest.partition(END)[0].strip().splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows if row[0] not in names]
+    return [row for row in rows if row[0] not in names or only not in (None, row[1])]
 
 
 def write(page: Path, text: str) -> None:
@@ -194,11 +211,17 @@ def write(page: Path, text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("layouts", nargs="*", help=f"of {', '.join(LAYOUTS)}; none: all")
+    parser.add_argument("--only", choices=list(PRECISIONS), help="this precision alone")
     parser.add_argument("--bounds-of-page", action="store_true", help="not measured again")
     args = parser.parse_args()
     names, known = args.layouts, bounds_of(PAGE) if args.bounds_of_page else {}
-    rows, good = table(names or list(LAYOUTS), known, lambda text: print(text, flush=True))
-    write(PAGE, markdown([*others(PAGE, names), *rows] if names else rows))
+    if args.only:
+        names = [name for name in names or LAYOUTS if args.only in precisions_of(name)]
+    rows, good = table(
+        names or list(LAYOUTS), known, lambda text: print(text, flush=True), args.only
+    )
+    kept = others(PAGE, names, args.only) if names else []
+    write(PAGE, markdown([*kept, *rows]))
     return 0 if good else 1
 
 

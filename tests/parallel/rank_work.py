@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.backends.te import cpu
 from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import FsdpMasters
@@ -17,13 +18,15 @@ from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, LossScaleSpec, OptimSpec, ParallelSpec
+from megafp8.specs.precision import BackendName
+from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
 from megafp8.train.validate import evaluate
 from tests.parallel import bugs
 from tests.ranks import Rank
-from tests.tiny import SEQ, build_run, gpt_spec, microbatch, optim_spec
+from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 
 Tables = dict[str, dict[str, torch.Tensor]]  # by direction and field
 
@@ -45,10 +48,10 @@ class Case:
     perturbed: int | None = None  # seed of a last-bit change of the word embedding
     loss_scale: LossScaleSpec | None = None
     documents: bool = False  # attention and positions begin anew after each
+    backend: BackendName = "native"
 
     def build(self, mesh: Mesh) -> TrainState:
-        state = build_run(
-            mesh,
+        spec = run_spec(
             compute=self.compute,
             fp8=self.fp8,
             model=self.model,
@@ -56,6 +59,10 @@ class Case:
             optim=self.optim,
             loss_scale=self.loss_scale,
         )
+        if self.backend == "te":  # it updates the scales of all models of a process together
+            cpu.load().module.base.FP8GlobalStateManager.reset()
+        precision = replace(spec.precision, backend=self.backend)
+        state = build(replace(spec, precision=precision), mesh)
         if self.bug is not None:
             bugs.plant(self.bug, state)
         if self.perturbed is not None:
@@ -153,6 +160,10 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
         state.step += 1
         losses.append(result.loss)
         norms.append(result.grad_norm)
+    if case.backend == "te":  # its updates are its own: their result is compared
+        for direction, table in state.scaling.tables.items():
+            after = {name: tensor.clone() for name, tensor in table.tensors().items()}
+            updates[direction].append({"staged": table.amax.clone(), **after})
     named = state.model.named_parameters()
     validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
     state.model.eval()
