@@ -9,8 +9,8 @@ The order of the operations, each of them in FP32:
     p''      = p' - (m' / (sqrt(v') * (1 / sqrt(1 - beta2^t)) + eps)) * (lr / (1 - beta1^t))
 
 The update reads the fresh moments, from before they are stored. Constants are computed in FP64 and
-rounded once. On CPUs one C kernel reads the stored tensors twice (for the amaxes, then to write)
-and keeps nothing in FP32; elsewhere torch operations compute the same bits.
+rounded once. On CPUs one C kernel makes one pass over memory, and a second one over a parameter of
+which a scale changes; elsewhere torch operations compute the same bits.
 """
 
 from __future__ import annotations
@@ -77,11 +77,19 @@ NO_DITHERS: Dithers = (None, None, None)
 
 
 @torch.no_grad()
-def update(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
-    """Run one step of Adam on one parameter, in place, by the fastest way that there is."""
+def update(
+    tensors: Tensors,
+    constants: Constants,
+    dithers: Dithers = NO_DITHERS,
+    backup: torch.Tensor | None = None,
+) -> None:
+    """Run one step of Adam on one parameter, in place, by the fastest way that there is.
+
+    `backup` is memory of `backup_bytes` (uint8) that several updates may share.
+    """
     on_cpu = tensors.param.payload.device.type == "cpu"
     if on_cpu and _kernel_reproduces_torch():
-        update_c(tensors, constants, dithers)
+        update_c(tensors, constants, dithers, backup)
     else:
         update_torch(tensors, constants, dithers)
 
@@ -130,14 +138,29 @@ class _AdamInC(ctypes.Structure):
         ("decay", ctypes.c_float),
         ("is_l2", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("backup", ctypes.c_void_p),
     )
 
 
-def update_c(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
+def backup_bytes(tensors: Tensors) -> int:
+    """Return how many bytes the C kernel needs to keep what a step overwrites."""
+    param, *moments = tensors.written
+    kept = [param, *(moment for moment in moments if moment.fmt.name != "fp32")]
+    return sum(stored.payload.nbytes for stored in kept)
+
+
+def update_c(
+    tensors: Tensors,
+    constants: Constants,
+    dithers: Dithers = NO_DITHERS,
+    backup: torch.Tensor | None = None,
+) -> None:
     """Run `update` with the C kernel, which there must be."""
     lib, c = library().lib, constants
     assert lib is not None, library().note
     beta1, beta2 = c.betas
+    if backup is None or backup.numel() < backup_bytes(tensors):
+        backup = torch.empty(backup_bytes(tensors), dtype=torch.uint8)
     written = zip(tensors.written, dithers, strict=True)
     asked = _AdamInC(
         *(stored.in_c(dither) for stored, dither in written),
@@ -147,6 +170,7 @@ def update_c(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHE
         *(c.inverse_root, c.eps, c.step_size, c.decay),
         int(c.is_l2),
         torch.get_num_threads(),
+        backup.data_ptr(),
     )
     lib.megafp8_scaled_adam(ctypes.byref(asked))
 

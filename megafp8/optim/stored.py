@@ -18,7 +18,14 @@ from megafp8.models.init import key_of, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import choose_kernel, prepare_state, set_count
 from megafp8.optim.masters import Masters, Segment, Store, initial_master
-from megafp8.optim.scaled_adam import Constants, Dithers, Tensors, kernel_name, update
+from megafp8.optim.scaled_adam import (
+    Constants,
+    Dithers,
+    Tensors,
+    backup_bytes,
+    kernel_name,
+    update,
+)
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.precision.formats import STORAGE_FORMATS
@@ -190,12 +197,15 @@ class StoredAdamW(AdamW):
                 group["lr"] = lr
             with self.masters.lend_grads():
                 self._torch.step()
+        largest = max(map(backup_bytes, self._stored.values()), default=0)
+        on_cpu = self.masters.device.type == "cpu"
+        backup = torch.empty(largest, dtype=torch.uint8) if on_cpu else None  # for this step alone
         for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
             if (tensors := self._stored.get(master)) is not None:
                 decay = spec.weight_decay if segment.param.dim() > 1 else 0.0
                 is_l2 = spec.name == "adam"
                 constants = Constants(lr, spec.betas, spec.eps, decay, is_l2, self._num_updates)
-                update(tensors, constants, self._dithers(segment.param, step))
+                update(tensors, constants, self._dithers(segment.param, step), backup)
         self.masters.write_back()
 
     def _dithers(self, param: nn.Parameter, step: int) -> Dithers:

@@ -1,16 +1,18 @@
 /* Tensors stored in few bits with one scale: Adam's update over them, and sums of gradients.
  *
  * The value of a stored element is number * dequant_scale. A tensor is read and written in blocks
- * that lie in the first-level cache as FP32, one vectorized loop for each number format. Where a
- * scale must be found, the arithmetic runs twice: once for the amaxes, once to write. So nothing is
- * kept in FP32 between, and memory is read twice and written once.
+ * that lie in the first-level cache as FP32, one vectorized loop for each number format. Nothing is
+ * kept in FP32 beyond a block.
  *
  * The order of the operations is that of optim/scaled_adam.py's torch path, whose bits are the same.
  */
 #include <math.h>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 enum { S_F32 = 0, S_BF16 = 1, S_F16 = 2, S_E4M3 = 3, S_E5M2 = 4 };
-#define BLOCK 1024
+#define BLOCK 512
 
 /* One stored tensor. `dequant_scale` is read, and written where `writes` is set; `key` seeds
  * stochastic rounding, which `stochastic` switches on. */
@@ -28,6 +30,7 @@ struct adam {
     float inverse_root; /* 1 / sqrt(1 - beta2^t) */
     float eps, step_size, decay; /* AdamW: the weight's factor; Adam: the gradient's share of it */
     int32_t is_l2, threads;
+    void *backup; /* see backup_of */
 };
 
 /* 32 random bits of a key and an element's index: two rounds of MurmurHash3's finalizer. */
@@ -100,10 +103,25 @@ INLINE void load_span(const void *restrict data, size_t begin, size_t n, int kin
     }
 }
 
+/* FP16 by the instructions of most x86 CPUs: the same bits, several times faster. */
+#ifdef __F16C__
+INLINE void load_f16(const uint16_t *data, size_t n, float scale, float *out) {
+    const __m256 factor = _mm256_set1_ps(scale);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(data + i)));
+        _mm256_storeu_ps(out + i, _mm256_mul_ps(x, factor));
+    }
+    load_span(data, i, n - i, S_F16, scale, out + i);
+}
+#else
+#define load_f16(data, n, scale, out) load_span(data, 0, n, S_F16, scale, out)
+#endif
+
 static void load_block(const struct stored *x, size_t begin, size_t n, float scale, float *out) {
     if (x->kind == S_F32) load_span(x->data, begin, n, S_F32, scale, out);
     else if (x->kind == S_BF16) load_span(x->data, begin, n, S_BF16, scale, out);
-    else if (x->kind == S_F16) load_span(x->data, begin, n, S_F16, scale, out);
+    else if (x->kind == S_F16) load_f16((const uint16_t *)x->data + begin, n, scale, out);
     else if (x->kind == S_E4M3) load_span(x->data, begin, n, S_E4M3, scale, out);
     else load_span(x->data, begin, n, S_E5M2, scale, out);
 }
@@ -121,13 +139,31 @@ INLINE void store_span(void *restrict data, size_t begin, size_t n, int kind, in
     }
 }
 
+#ifdef __F16C__
+INLINE void store_f16(uint16_t *data, size_t n, float scale, const float *in) {
+    const __m256 factor = _mm256_set1_ps(scale);
+    const __m256 high = _mm256_set1_ps(65504.0f), low = _mm256_set1_ps(-65504.0f);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) { /* of a NaN min and max return their second operand */
+        __m256 x = _mm256_mul_ps(_mm256_loadu_ps(in + i), factor);
+        x = _mm256_max_ps(low, _mm256_min_ps(high, x));
+        _mm_storeu_si128((__m128i *)(data + i), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    store_span(data, i, n - i, S_F16, 0, 0, scale, in + i);
+}
+#else
+#define store_f16(data, n, scale, in) store_span(data, 0, n, S_F16, 0, 0, scale, in)
+#endif
+
 static void store_block(const struct stored *x, size_t begin, size_t n, float scale,
                         const float *in) {
 #define STORE(K, S) store_span(x->data, begin, n, K, S, x->key, scale, in)
 #define EITHER(K) (x->stochastic ? STORE(K, 1) : STORE(K, 0))
     if (x->kind == S_F32) STORE(S_F32, 0);
     else if (x->kind == S_BF16) EITHER(S_BF16);
-    else if (x->kind == S_F16) EITHER(S_F16);
+    else if (x->kind == S_F16 && !x->stochastic)
+        store_f16((uint16_t *)x->data + begin, n, scale, in);
+    else if (x->kind == S_F16) STORE(S_F16, 1);
     else if (x->kind == S_E4M3) EITHER(S_E4M3);
     else EITHER(S_E5M2);
 #undef EITHER
@@ -163,14 +199,16 @@ static float new_scale(const struct stored *x, int32_t amax) {
     return as_float(bits);
 }
 
+/* `fresh`: the moments in m and v are those of this step already. */
 INLINE void update(float *restrict p, float *restrict m, float *restrict v,
-                   const float *restrict g, size_t n, const struct adam *a, int is_l2) {
+                   const float *restrict g, size_t n, const struct adam *a, int is_l2,
+                   int fresh_m, int fresh_v) {
 #pragma GCC ivdep
     for (size_t i = 0; i < n; i++) {
         float param = is_l2 ? p[i] : p[i] * a->decay;
         float grad = is_l2 ? g[i] + a->decay * p[i] : g[i];
-        m[i] = m[i] * a->beta1 + grad * a->one_minus_beta1;
-        v[i] = v[i] * a->beta2 + (grad * grad) * a->one_minus_beta2;
+        m[i] = fresh_m ? m[i] : m[i] * a->beta1 + grad * a->one_minus_beta1;
+        v[i] = fresh_v ? v[i] : v[i] * a->beta2 + (grad * grad) * a->one_minus_beta2;
         float divisor = sqrtf(v[i]) * a->inverse_root + a->eps;
         p[i] = param - (m[i] / divisor) * a->step_size;
     }
@@ -178,42 +216,86 @@ INLINE void update(float *restrict p, float *restrict m, float *restrict v,
 
 struct block { float p[BLOCK], m[BLOCK], v[BLOCK], g[BLOCK]; };
 
-/* scale: of param, exp_avg, exp_avg_sq and grad, as they were before this step. */
-static void fresh_block(struct block *b, const struct adam *a, const float *scale, size_t begin,
-                        size_t n) {
-    load_block(&a->param, begin, n, scale[0], b->p);
-    load_block(&a->exp_avg, begin, n, scale[1], b->m);
-    load_block(&a->exp_avg_sq, begin, n, scale[2], b->v);
-    load_block(&a->grad, begin, n, scale[3], b->g);
-    if (a->is_l2) update(b->p, b->m, b->v, b->g, n, a, 1);
-    else update(b->p, b->m, b->v, b->g, n, a, 0);
+static void update_block(struct block *b, const struct adam *a, size_t n, int fresh) {
+#define UPDATE(L2, M, V) update(b->p, b->m, b->v, b->g, n, a, L2, M, V)
+#define OF(L2) \
+    (fresh == 0 ? UPDATE(L2, 0, 0) : fresh == 1 ? UPDATE(L2, 1, 0) \
+     : fresh == 2 ? UPDATE(L2, 0, 1) : UPDATE(L2, 1, 1))
+    if (a->is_l2) OF(1);
+    else OF(0);
+#undef OF
+#undef UPDATE
 }
 
+static size_t width(const struct stored *x) {
+    return x->kind == S_F32 ? 4 : x->kind == S_BF16 || x->kind == S_F16 ? 2 : 1;
+}
+
+/* The backup holds the parameter's and the moments' bytes from before the step, [n] each: those of
+ * FP32 moments are not needed, as what is written in FP32 is the fresh moment itself. */
+static int is_backed_up(const struct adam *a, const struct stored *x) {
+    int has_scales = has_scale(&a->param) || has_scale(&a->exp_avg) || has_scale(&a->exp_avg_sq);
+    return has_scales && (x == &a->param || x->kind != S_F32);
+}
+
+struct backup { struct stored of[3]; };
+
+static struct backup backup_of(const struct adam *a, const struct stored *const *all) {
+    struct backup kept;
+    char *at = a->backup;
+    for (int k = 0; k < 3; k++) {
+        kept.of[k] = *all[k];
+        if (!is_backed_up(a, all[k])) continue;
+        kept.of[k].data = at;
+        at += a->n * width(all[k]);
+    }
+    return kept;
+}
+
+/* Adam in one pass: the new scales are taken to be the old ones, and the old bytes are kept while
+ * new ones are written. A scale changes only when an amax passes a power of two times the largest
+ * number; then what has that scale is computed again from the old bytes. */
 void megafp8_scaled_adam(const struct adam *a) {
     const struct stored *all[4] = {&a->param, &a->exp_avg, &a->exp_avg_sq, &a->grad};
-    float scale[4], quant[3];
-    int threads = a->n < SERIAL_BELOW ? 1 : a->threads;
+    const struct backup kept = backup_of(a, all);
+    float scale[4], guess[3], quant[3];
+    int threads = a->n < SERIAL_BELOW ? 1 : a->threads, fresh = 0, is_wrong = 0;
     int32_t p_max = 0, m_max = 0, v_max = 0;
     for (int k = 0; k < 4; k++) scale[k] = *all[k]->dequant_scale;
-    if (has_scale(all[0]) || has_scale(all[1]) || has_scale(all[2])) {
+    for (int k = 0; k < 3; k++) guess[k] = has_scale(all[k]) ? 1.0f / scale[k] : 1.0f;
 #pragma omp parallel for num_threads(threads) reduction(max : p_max, m_max, v_max) \
     schedule(static, 1)
-        for (int t = 0; t < threads; t++) {
-            struct block b;
-            size_t begin, end;
-            share(a->n, threads, t, &begin, &end);
-            for (; begin < end; begin += BLOCK) {
-                size_t n = end - begin < BLOCK ? end - begin : BLOCK;
-                fresh_block(&b, a, scale, begin, n);
-                p_max = amax_bits(b.p, n, p_max);
-                m_max = amax_bits(b.m, n, m_max);
-                v_max = amax_bits(b.v, n, v_max);
+    for (int t = 0; t < threads; t++) {
+        struct block b;
+        size_t begin, end;
+        share(a->n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t n = end - begin < BLOCK ? end - begin : BLOCK;
+            for (int k = 0; k < 3; k++) {
+                size_t size = width(all[k]);
+                if (is_backed_up(a, all[k]))
+                    memcpy((char *)kept.of[k].data + begin * size,
+                           (const char *)all[k]->data + begin * size, n * size);
             }
+            load_block(all[0], begin, n, scale[0], b.p);
+            load_block(all[1], begin, n, scale[1], b.m);
+            load_block(all[2], begin, n, scale[2], b.v);
+            load_block(all[3], begin, n, scale[3], b.g);
+            update_block(&b, a, n, 0);
+            if (has_scale(all[0])) p_max = amax_bits(b.p, n, p_max);
+            if (has_scale(all[1])) m_max = amax_bits(b.m, n, m_max);
+            if (has_scale(all[2])) v_max = amax_bits(b.v, n, v_max);
+            store_block(all[0], begin, n, guess[0], b.p);
+            store_block(all[1], begin, n, guess[1], b.m);
+            store_block(all[2], begin, n, guess[2], b.v);
         }
     }
     quant[0] = new_scale(all[0], p_max);
     quant[1] = new_scale(all[1], m_max);
     quant[2] = new_scale(all[2], v_max);
+    for (int k = 0; k < 3; k++) is_wrong |= !(quant[k] == guess[k]);
+    if (!is_wrong) return;
+    fresh = !is_backed_up(a, all[1]) | !is_backed_up(a, all[2]) << 1;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int t = 0; t < threads; t++) {
         struct block b;
@@ -221,10 +303,14 @@ void megafp8_scaled_adam(const struct adam *a) {
         share(a->n, threads, t, &begin, &end);
         for (; begin < end; begin += BLOCK) {
             size_t n = end - begin < BLOCK ? end - begin : BLOCK;
-            fresh_block(&b, a, scale, begin, n);
-            store_block(all[0], begin, n, quant[0], b.p);
-            store_block(all[1], begin, n, quant[1], b.m);
-            store_block(all[2], begin, n, quant[2], b.v);
+            load_block(&kept.of[0], begin, n, scale[0], b.p);
+            load_block(&kept.of[1], begin, n, scale[1], b.m);
+            load_block(&kept.of[2], begin, n, scale[2], b.v);
+            load_block(all[3], begin, n, scale[3], b.g);
+            update_block(&b, a, n, fresh);
+            if (!(quant[0] == guess[0])) store_block(all[0], begin, n, quant[0], b.p);
+            if (!(quant[1] == guess[1])) store_block(all[1], begin, n, quant[1], b.m);
+            if (!(quant[2] == guess[2])) store_block(all[2], begin, n, quant[2], b.v);
         }
     }
 }
