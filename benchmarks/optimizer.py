@@ -12,6 +12,7 @@ optimizers, so that other load on the machine falls on all of them. The result i
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import statistics
@@ -31,6 +32,9 @@ from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.geometry import whole
+
+WARM_UP = 20
+"""Steps that are not measured: in the first ones the scales of the moments still change."""
 
 LEVELS = {
     "O1": StorageSpec(main_grads="fp8", main_params="fp16"),
@@ -142,11 +146,8 @@ def cases(count: int, size: int, with_torchao: bool) -> dict[str, Case]:
     }
     made |= {level: level_case(level, count, size) for level in ("O0", *LEVELS)}
     if with_torchao:
-        from torchao.optim import AdamWFp8
-
-        made["torchao AdamWFp8"] = plain_case(
-            lambda params: AdamWFp8(params, **choices), count, size
-        )
+        kind = importlib.import_module("torchao.optim").AdamWFp8
+        made["torchao AdamWFp8"] = plain_case(lambda params: kind(params, **choices), count, size)
     return made
 
 
@@ -162,11 +163,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     made = cases(args.matrices, args.size, not args.no_torchao)
     seconds: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(args.rounds + 2):
+    for number in range(WARM_UP + args.rounds):
         for name, case in made.items():
             began = time.perf_counter()
             case.step()
-            if number >= 2:
+            if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
     num_params = args.matrices * args.size**2
     fused = statistics.median(seconds["torch fused AdamW, FP32"])

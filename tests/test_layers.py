@@ -44,7 +44,7 @@ BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import meg
 OWN_FILE_ONLY = {
     "transformer_engine": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
     "transformer_engine_torch": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
-    "torchao": ("megafp8/backends/torchao/*",),
+    "torchao": ("megafp8/backends/torchao/*", "benchmarks/optimizer.py"),
 }
 OF_TE_ITSELF = "examples/07_transformer_engine_on_a_laptop.py"  # may import Transformer Engine
 
