@@ -501,8 +501,9 @@ def _nemo_part() -> list[str]:
     parts += ["| key | NeMo's default | accepted here | what megafp8 does |", "|---|---|---|---|"]
     for key in nemo_keys().values():
         nemo = _code(key.nemo) if key.in_megatron_gpt_config else "—"
-        passes = "any text" if key.any_text else ", ".join(_code(value) for value in key.accepts)
-        if key.same_as is not None:
+        accepted = [_code(value) for value in key.accepts]
+        passes = key.free.text if key.free is not None else ", ".join(accepted)
+        if key.same_as is not None or key.where is not None:
             passes += ", and what follows from other keys"
         here = (
             key.note

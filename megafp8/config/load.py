@@ -22,12 +22,13 @@ from megafp8.config.layers import (
     find_source,
     layers_of,
 )
-from megafp8.config.nemo import nemo_keys
+from megafp8.config.nemo import launcher_paths_once, nemo_keys
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.rules import Unused, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.settings import Setting, is_interpolation, put_in, read_value, read_values
+from megafp8.config.spellings import Translated, translate
 from megafp8.config.values import one_line
 
 
@@ -41,15 +42,25 @@ class Loaded:
         inert: The given keys of NeMo that have no effect in megafp8, and Hydra's section.
         unused: The given keys that have no effect with the other settings, where this is no
             mistake: a preset or a NeMo file set them, or a stronger layer switched them off.
+        translated: The given values that NeMo spells in another way.
     """
 
     cfg: DictConfig
     origins: Mapping[str, Origin]
     inert: tuple[Setting, ...]
     unused: tuple[tuple[Setting, Unused], ...] = ()
+    translated: tuple[Translated, ...] = ()
 
     def inert_lines(self) -> list[str]:
-        """Return lines about the settings without effect; those of one reason share a line."""
+        """Return lines about settings that were translated or have no effect.
+
+        Those without effect for the same reason share a line.
+        """
+        lines = [
+            f"translated: {t.setting.key}={one_line(t.setting.value)} ({t.setting.origin}): "
+            f"{one_line(t.value)}"
+            for t in self.translated
+        ]
         groups: dict[tuple[str, str], list[str]] = {}
         for s in self.inert:
             if s.key == HYDRA:
@@ -60,7 +71,9 @@ class Loaded:
         for s, found in self.unused:
             text, note = f"{s.key}={one_line(s.value)}", f"has no effect with {found.setting}"
             groups.setdefault((s.origin, note), []).append(text)
-        return [f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()]
+        return lines + [
+            f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()
+        ]
 
 
 def load(
@@ -97,6 +110,11 @@ def load_all(
     except SettingError as problem:
         raise_if_any([*problems, problem])
         raise
+    translations = [translate(layer.settings) for layer in layers]
+    layers = [
+        Layer(layer.origin, tuple(settings))
+        for layer, (settings, _) in zip(layers, translations, strict=True)
+    ]
     tree, origins, in_layers = merge(layers)
     problems += in_layers
     values, unreadable = read_values(tree, origins)
@@ -104,14 +122,21 @@ def load_all(
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
     inert, refused = _nemo_settings(tree, values, origins)
-    raise_if_any(problems + check_values(good, origins) + refused)
+    found = problems + check_values(good, origins) + refused
+    raise_if_any(launcher_paths_once(found))
     inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
     idle = [  # the default job's own settings, which have no origin, are not reported
         (Setting(found.key, values[found.key], origins[found.key]), found)
         for found in unused(values)
         if found.key in origins
     ]
-    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle))
+    translated = tuple(
+        t
+        for _, of_layer in translations
+        for t in of_layer
+        if origins.get(t.setting.key) == t.setting.origin  # no stronger layer replaced it
+    )
+    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), translated)
 
 
 def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:
@@ -205,7 +230,7 @@ def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     for path in nemo_keys():
         _delete(tree, path)
     for path in all_keys():  # an interpolation of a key that was removed becomes that key's value
-        if not is_interpolation(tree, path):
+        if not (is_interpolation(tree, path) or isinstance(values[path], (list, dict))):
             continue
         try:
             stands = read_value(tree, path) == values[path]
@@ -226,4 +251,4 @@ def _delete(cfg: DictConfig, path: str) -> None:
             return
         if names[end] in node.keys() and (end == len(names) - 1 or not node._get_node(names[end])):
             with open_dict(node):
-                node.pop(names[end])
+                del node[names[end]]  # unlike pop(), del does not resolve an interpolation

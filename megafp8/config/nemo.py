@@ -7,10 +7,12 @@ have an effect are in the schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+from omegaconf import MISSING
 
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
@@ -29,7 +31,8 @@ class NemoKey:
         hint: What to do instead of giving another value.
         note: What megafp8 does.
         same_as: Computes one more value that is accepted from the keys that have an effect.
-        any_text: Whether every text is accepted.
+        free: The values that are accepted besides, by their type; None if there are none.
+        where: Whether a further value is accepted with the keys that have an effect.
         in_megatron_gpt_config: Whether NeMo's `megatron_gpt_config.yaml` has the key.
     """
 
@@ -40,7 +43,8 @@ class NemoKey:
     hint: str
     note: str
     same_as: Callable[[Values], Any] | None = None
-    any_text: bool = False
+    free: Free | None = None
+    where: Callable[[Any, Values], bool] | None = None
     in_megatron_gpt_config: bool = True
 
     @property
@@ -48,16 +52,21 @@ class NemoKey:
         """Return the value in the composed tree if no layer gives one."""
         return self.accepts[0]
 
+    @property
+    def passes_map(self) -> bool:
+        """Whether the key accepts a section of any keys."""
+        return self.free is ANY_MAP
+
     def passes(self, value: Any, values: Values) -> bool:
         """Whether a value is accepted, since megafp8 does what the value asks for anyway."""
-        if self.any_text and (value is None or isinstance(value, str)):
+        if self.free is not None and self.free.accepts(value):
             return True
         if any(_same(value, good) for good in self.accepts):
             return True
-        if self.same_as is None:
-            return False
         try:
-            return _same(value, self.same_as(values))
+            if self.where is not None and self.where(value, values):
+                return True
+            return self.same_as is not None and _same(value, self.same_as(values))
         except (KeyError, ZeroDivisionError):
             return True  # a key that the value is computed from is refused already
 
@@ -70,9 +79,32 @@ class NemoKey:
     @property
     def accepted_text(self) -> str:
         """Return the accepted values in words: `True or False`."""
-        if self.any_text:
-            return "any text"
+        if self.free is not None:
+            return self.free.text
         return " or ".join(plain(value) for value in self.accepts)
+
+
+class Free(NamedTuple):
+    """Name the values of one type, as `any text`."""
+
+    text: str
+    accepts: Callable[[Any], bool]
+
+
+ANY_TEXT = Free("any text", lambda value: value is None or isinstance(value, str))
+NO_FALCON = Free(
+    "any text but `megatron_falcon_gpt`",
+    lambda value: value is None or (isinstance(value, str) and value != "megatron_falcon_gpt"),
+)
+ANY_NUMBER = Free(
+    "any number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)
+)
+ANY_FLAG = Free("True or False", lambda value: isinstance(value, bool))
+ANY_MAP = Free("null or any section", lambda value: value is None or isinstance(value, dict))
+ANY_TEXTS = Free(
+    "any list of texts",
+    lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
 
 
 def _same(value: Any, good: Any) -> bool:
@@ -86,6 +118,17 @@ NO_EQUIVALENT = "has no equivalent in megafp8"
 LOGGERS = (
     "Use exp_manager.create_tensorboard_logger, exp_manager.create_wandb_logger or metrics.jsonl"
 )
+KERNELS = "torch and the backend choose the kernels; results differ only by rounding"
+CHECKPOINTS = "checkpoints are sharded safetensors, which load into any layout"
+USER_BUFFERS = "Transformer Engine's user buffers, which change times only, are not used"
+NO_EXPERTS = "models have no experts"
+DENSE = "Leave it out, which trains the dense model; a mixture of experts needs Megatron itself"
+ONE_ATTENTION = "attention scores are scaled by 1 / sqrt(head size), without a window or a cap"
+CORE_LAYER = (
+    "Leave it out, which trains Megatron Core's layer; Falcon's layer, with attention and MLP side "
+    "by side, is not in megafp8"
+)
+LAUNCHER = "about the job that NVIDIA's launcher submits; see docs/slurm.md for jobs here"
 LESS_MEMORY = "Use model.activations_checkpoint_granularity, or a smaller model.micro_batch_size"
 
 
@@ -98,7 +141,8 @@ def _key(
     why: str = "",
     hint: str = "",
     same_as: Callable[[Values], Any] | None = None,
-    any_text: bool = False,
+    free: Free | None = None,
+    where: Callable[[Any, Values], bool] | None = None,
     later: bool = False,
 ) -> NemoKey:
     """Return the description of one key.
@@ -111,14 +155,14 @@ def _key(
         why: Why any other value is refused, if it is for more than having no effect.
         hint: What to do instead, if it is more than to leave the key out.
         same_as: Computes one more value that is accepted.
-        any_text: Whether every text is accepted.
+        free: The values that are accepted besides, by their type.
+        where: Whether a further value is accepted with the other settings.
         later: Whether the key comes from a later version of NeMo or from Megatron, and is not in
             `megatron_gpt_config.yaml`.
     """
     accepts = (nemo,) if passes is None else passes
     reason = why or "is not supported"
-    if not any_text:
-        reason += f"; {note}" if why else f": {note}"
+    reason += f"; {note}" if why else f": {note}"
     return NemoKey(
         path=path,
         nemo=nemo,
@@ -127,7 +171,8 @@ def _key(
         hint=hint or f"Leave it out, or give {path}={plain(accepts[0])}",
         note=note,
         same_as=same_as,
-        any_text=any_text,
+        free=free,
+        where=where,
         in_megatron_gpt_config=not later,
     )
 
@@ -142,16 +187,29 @@ def _layers_but_one(v: Values) -> int:
     return layers
 
 
+def _sees_whole_sequence(window: Any, v: Values) -> bool:
+    """Whether `[left, right]`, as mcore has a causal window, covers every earlier token."""
+    if not isinstance(window, list) or len(window) != 2:
+        return False
+    left, right = window
+    return type(left) is int and right == 0 and left >= v["model.encoder_seq_length"] - 1
+
+
+LAUNCHER_PATHS = ("data_dir", "base_results_dir", "launcher_scripts_path")
+"""Names that the launcher's files refer to, as `${data_dir}`; the launcher gives their values."""
+
 _KEYS = (
-    _key("name", "megatron_gpt", "a label, which other keys can use as ${name}", any_text=True),
+    _key("name", "megatron_gpt", "a label, which other keys can use as ${name}", free=NO_FALCON,
+         hint=CORE_LAYER),
     _key("trainer.logger", False, "loggers are chosen under exp_manager",
          hint="Use exp_manager.create_tensorboard_logger or exp_manager.create_wandb_logger"),
     _key("trainer.enable_checkpointing", False, "checkpoints are configured under exp_manager",
          hint="Use exp_manager.create_checkpoint_callback and checkpoint_callback_params"),
     _key("trainer.use_distributed_sampler", False, "each rank reads its own part of the data"),
-    _key("trainer.max_epochs", -1, "the length of a run is counted in steps", passes=(-1, None),
+    _key("trainer.max_epochs", -1, "the length of a run is counted in steps",
+         passes=(-1, None, 1000),
          hint="Use trainer.max_steps"),
-    _key("trainer.limit_test_batches", 500, "pretraining has no test stage", passes=(500, 0)),
+    _key("trainer.limit_test_batches", 500, "pretraining has no test stage", free=ANY_NUMBER),
     _key("trainer.accumulate_grad_batches", 1,
          "the number of microbatches follows from the batch sizes",
          hint="Use model.global_batch_size, whose microbatches are accumulated"),
@@ -179,18 +237,18 @@ _KEYS = (
          "a run without a checkpoint begins at step 0",
          hint="Look into the run's checkpoints/ before the start if one must exist"),
     _key("exp_manager.checkpoint_callback_params.always_save_nemo", False,
-         "no .nemo files are written",
-         hint="Leave it out; checkpoints are safetensors files with a manifest"),
+         "no .nemo files are written; megafp8.cli.export writes the format of Hugging Face",
+         free=ANY_FLAG),
     _key("exp_manager.checkpoint_callback_params.save_nemo_on_train_end", False,
-         "no .nemo files are written",
-         hint="Leave it out; checkpoints are safetensors files with a manifest"),
+         "no .nemo files are written; megafp8.cli.export writes the format of Hugging Face",
+         free=ANY_FLAG),
     _key("exp_manager.checkpoint_callback_params.filename",
          "megatron_gpt--{val_loss:.2f}-{step}-{consumed_samples}",
-         "checkpoints are named step_NNN by their step"),
+         "checkpoints are named step_NNN by their step", free=ANY_TEXT),
     _key("exp_manager.checkpoint_callback_params.model_parallel_size",
          "${multiply:${model.tensor_model_parallel_size}, ${model.pipeline_model_parallel_size}}",
          "the size follows from the parallel sizes", passes=(1,), same_as=_model_ranks,
-         hint="Leave it out"),
+         free=ANY_NUMBER),
     _key("exp_manager.checkpoint_callback_params.dirpath", None,
          "checkpoints are in the run's own directory", hint="Use exp_manager.explicit_log_dir",
          later=True),
@@ -212,7 +270,7 @@ _KEYS = (
          why=NO_EQUIVALENT),
     _key("model.pre_process", True, "a model always has its embedding"),
     _key("model.post_process", True, "a model always has its output layer"),
-    _key("model.persist_layer_norm", True, "torch chooses the kernel"),
+    _key("model.persist_layer_norm", True, KERNELS, free=ANY_FLAG),
     _key("model.headscale", False, "attention heads have no scale", why=NO_EQUIVALENT),
     _key("model.normalize_attention_scores", True, "scores are scaled by 1 / sqrt(head size)",
          why=NO_EQUIVALENT),
@@ -225,7 +283,8 @@ _KEYS = (
     _key("model.use_cpu_initialization", False, "initial weights are the same on every device",
          passes=(False, True)),
     _key("model.onnx_safe", False, "nothing is exported to ONNX", why=NO_EQUIVALENT),
-    _key("model.apex_transformer_log_level", 30, "Apex is not used"),
+    _key("model.apex_transformer_log_level", 30, "Apex's transformer layers are not used",
+         free=ANY_NUMBER),
     _key("model.sharp", False, "NCCL decides whether the network reduces", why=NO_EQUIVALENT),
     _key("model.enable_megatron_timers", False, "step times are in metrics.jsonl",
          why=NO_EQUIVALENT),
@@ -236,53 +295,54 @@ _KEYS = (
     _key("model.megatron_timer_kwargs.barrier", False, "step times are in metrics.jsonl",
          why=NO_EQUIVALENT),
     _key("model.overlap_p2p_comm", False,
-         "model.pipeline_schedule determines the order of messages between stages"),
+         "model.pipeline_schedule determines the order of messages between stages",
+         free=ANY_FLAG),
     _key("model.batch_p2p_comm", True,
-         "model.pipeline_schedule determines the order of messages between stages"),
+         "model.pipeline_schedule determines the order of messages between stages",
+         free=ANY_FLAG),
     _key("model.grad_div_ar_fusion", True,
-         "gradients are in one flat FP32 buffer, which is divided once, after its reduction"),
+         "gradients are in one flat FP32 buffer, which is divided once, after its reduction",
+         free=ANY_FLAG),
     _key("model.gradient_accumulation_fusion", False,
          "weight gradients are added to FP32 sums, unrounded where the device has such a product",
          passes=(False, True)),
     _key("model.gradient_as_bucket_view", True,
-         "gradients are in one flat FP32 buffer, which is divided once, after its reduction"),
+         "gradients are in one flat FP32 buffer, which is divided once, after its reduction",
+         free=ANY_FLAG),
     _key("model.sync_batch_comm", False,
-         "gradients are in one flat FP32 buffer, which is divided once, after its reduction"),
+         "gradients are in one flat FP32 buffer, which is divided once, after its reduction",
+         free=ANY_FLAG),
     _key("model.nccl_communicator_config_path", None, "NCCL runs with its defaults",
          why="is not read",
          hint="Leave it out; NCCL reads its NCCL_* environment variables"),
     _key("model.validation_param_sync_overlap", False,
-         "validation does not synchronize parameters"),
-    _key("model.bias_activation_fusion", True, "torch chooses the kernels, with the same results"),
-    _key("model.bias_dropout_add_fusion", True, "torch chooses the kernels, with the same results"),
-    _key("model.masked_softmax_fusion", True, "torch chooses the kernels, with the same results"),
-    _key("model.get_attention_mask_from_fusion", True,
-         "torch chooses the kernels, with the same results"),
-    _key("model.apply_rope_fusion", False, "torch chooses the kernels",
-         why="cannot be guaranteed"),
+         "validation does not synchronize parameters", free=ANY_FLAG),
+    _key("model.bias_activation_fusion", True, KERNELS, free=ANY_FLAG),
+    _key("model.bias_dropout_add_fusion", True, KERNELS, free=ANY_FLAG),
+    _key("model.masked_softmax_fusion", True, KERNELS, free=ANY_FLAG),
+    _key("model.get_attention_mask_from_fusion", True, KERNELS, free=ANY_FLAG),
+    _key("model.apply_rope_fusion", False, KERNELS, free=ANY_FLAG),
     _key("model.fsdp_sharded_checkpoint", False,
          "checkpoints are sharded safetensors, which load into any layout", passes=(False, True)),
-    _key("model.dist_ckpt_format", "zarr",
-         "checkpoints are sharded safetensors, which load into any layout"),
-    _key("model.dist_ckpt_load_on_device", True,
-         "checkpoints are sharded safetensors, which load into any layout"),
+    _key("model.dist_ckpt_format", "zarr", CHECKPOINTS, passes=("zarr", "torch_dist")),
+    _key("model.dist_ckpt_load_on_device", True, CHECKPOINTS, free=ANY_FLAG),
     _key("model.num_micro_batches_with_partial_activation_checkpoints", None,
-         "recomputation is the same in every microbatch and stage", why=NO_EQUIVALENT,
+         "recomputation is the same in every microbatch and stage", passes=(None, 0),
+         why=NO_EQUIVALENT,
          hint=LESS_MEMORY),
     _key("model.activations_checkpoint_layers_per_pipeline", None,
-         "recomputation is the same in every microbatch and stage", why=NO_EQUIVALENT,
+         "recomputation is the same in every microbatch and stage", passes=(None, 0),
+         why=NO_EQUIVALENT,
          hint=LESS_MEMORY),
-    _key("model.ub_tp_comm_overlap", False, "Transformer Engine's user buffers are not used",
-         why=NO_EQUIVALENT),
-    _key("model.ub_tp_comm_overlap_cfg", None, "Transformer Engine's user buffers are not used",
-         why=NO_EQUIVALENT),
+    _key("model.ub_tp_comm_overlap", False, USER_BUFFERS, free=ANY_FLAG),
+    _key("model.ub_tp_comm_overlap_cfg", None, USER_BUFFERS, free=ANY_MAP),
     _key("model.use_flash_attention", False,
-         "torch's scaled_dot_product_attention chooses the kernel", why="cannot be guaranteed"),
+         "torch's scaled_dot_product_attention chooses the kernel", free=ANY_FLAG),
     _key("model.cpu_offloading", False, "nothing is moved to the host's memory", why=NO_EQUIVALENT,
          hint=LESS_MEMORY),
     _key("model.cpu_offloading_num_layers", "${sum:${.num_layers},-1}",
          "nothing is moved to the host's memory", passes=(None,), same_as=_layers_but_one,
-         why=NO_EQUIVALENT, hint="Leave it out"),
+         free=ANY_NUMBER),
     _key("model.cpu_offloading_activations", True, "nothing is moved to the host's memory",
          passes=(True, False)),
     _key("model.cpu_offloading_weights", True, "nothing is moved to the host's memory",
@@ -297,17 +357,18 @@ _KEYS = (
          "data is in Megatron's indexed format and mapped into memory", why=NO_EQUIVALENT),
     _key("model.data.mmap_bin_files", True,
          "data is in Megatron's indexed format and mapped into memory", why=NO_EQUIVALENT),
-    _key("model.data.skip_warmup", True, "mapped files are not read before training"),
+    _key("model.data.skip_warmup", True, "mapped files are not read before training",
+         free=ANY_FLAG),
     _key("model.data.no_seqlen_plus_one_input_tokens", False,
          "each sample has model.data.seq_length + 1 tokens", why=NO_EQUIVALENT),
     _key("model.data.pad_samples_to_global_batch_size", False,
          "every training batch is full"),
     _key("model.data.exchange_indices_distributed", False,
-         "each node reads or builds its own index maps"),
+         "each node reads or builds its own index maps", free=ANY_FLAG),
     _key("model.optim.overlap_grad_sync", True,
-         "a bucket of gradients is reduced as soon as it is complete", later=True),
+         "a bucket of gradients is reduced as soon as it is complete", free=ANY_FLAG, later=True),
     _key("model.optim.overlap_param_sync", False, "weights are gathered before the next step",
-         later=True),
+         free=ANY_FLAG, later=True),
     _key("model.optim.contiguous_grad_buffer", True,
          "with distributed_fused_adam gradients and weights lie in flat buffers",
          passes=(True, False), later=True),
@@ -315,13 +376,171 @@ _KEYS = (
          "with distributed_fused_adam gradients and weights lie in flat buffers",
          passes=(True, False), later=True),
     _key("model.optim.bucket_cap_mb", 100,
-         "the size of a bucket is model.grad_allreduce_chunk_size_mb",
+         "the size of a bucket is model.grad_allreduce_chunk_size_mb", free=ANY_NUMBER,
          hint="Use model.grad_allreduce_chunk_size_mb", later=True),
     _key("model.optim.sched.cycle", False,
          "a polynomial schedule could begin again only after the run's last step", later=True),
     _key("model.optim.sched.last_epoch", -1, "a run continues at the step of its checkpoint",
          later=True),
+    # --- NeMo's launcher -------------------------------------------------------------------------
+    _key("run.name", None, LAUNCHER, free=ANY_TEXT, later=True),
+    _key("run.results_dir", None, LAUNCHER, free=ANY_TEXT, later=True),
+    _key("run.time_limit", None, LAUNCHER, free=ANY_TEXT, later=True),
+    _key("run.dependency", None, LAUNCHER, free=ANY_TEXT, later=True),
+    _key("env_vars", None, "environment variables are set outside of a run", free=ANY_MAP,
+         later=True),
+    *(_key(path, MISSING, "a path that other keys can use", free=ANY_TEXT, later=True)
+      for path in LAUNCHER_PATHS),
+    # --- keys of NeMo's later files and of its other models --------------------------------------
+    _key("s3_checkpointing", None, "checkpoints are written to a file system", free=ANY_MAP,
+         later=True),
+    _key("trainer.replace_sampler_ddp", False, "each rank reads its own part of the data",
+         later=True),
+    _key("exp_manager.log_step_timing", True, "step times are in every line and in metrics.jsonl",
+         free=ANY_FLAG, later=True),
+    _key("exp_manager.step_timing_kwargs.sync_cuda", False,
+         "step times are in every line and in metrics.jsonl", free=ANY_FLAG, later=True),
+    _key("exp_manager.step_timing_kwargs.buffer_size", 1,
+         "step times are in every line and in metrics.jsonl", free=ANY_NUMBER, later=True),
+    _key("exp_manager.seconds_to_sleep", 5, "a start waits for its ranks, not for a fixed time",
+         free=ANY_NUMBER, later=True),
+    _key("exp_manager.log_global_rank_0_only", False, "rank 0 writes the logs", free=ANY_FLAG,
+         later=True),
+    _key("exp_manager.checkpoint_callback_params.save_last_n_optim_states", -1,
+         "every checkpoint has its optimizer states",
+         hint="Use exp_manager.checkpoint_callback_params.keep for fewer checkpoints", later=True),
+    _key("model.name", None, "the one implementation has Megatron Core's layer",
+         free=NO_FALCON, hint=CORE_LAYER, later=True),
+    _key("model.precision", None, "trainer.precision is the model's too",
+         same_as=lambda v: v["trainer.precision"], why="differs from trainer.precision",
+         hint="Leave it out", later=True),
+    _key("model.restore_from_path", None, "the key is restore_from_path, without model",
+         hint="Use restore_from_path", later=True),
+    _key("model.restore_from_ckpt", None, "the key is model.resume_from_checkpoint",
+         hint="Use model.resume_from_checkpoint", later=True),
+    _key("model.reset_lr", False, "a run that continues keeps its schedule", why=NO_EQUIVALENT,
+         hint="Start a new run with restore_from_path, which loads weights only", later=True),
+    _key("model.reset_lr_steps", False, "a run that continues keeps its schedule",
+         why=NO_EQUIVALENT,
+         hint="Start a new run with restore_from_path, which loads weights only", later=True),
+    _key("model.skip_train", False, "a run trains", why=NO_EQUIVALENT,
+         hint="Use trainer.fast_dev_run for a short trial with a validation", later=True),
+    _key("model.drop_layers", None, "all layers of a checkpoint are loaded", passes=(None, []),
+         why=NO_EQUIVALENT, later=True),
+    _key("model.deterministic_mode", False, "trainer.deterministic asks torch for it",
+         hint="Use trainer.deterministic=True", later=True),
+    _key("model.deteministic_mode", False, "NeMo reads no key of this name", free=ANY_FLAG,
+         later=True),
+    _key("model.cross_entropy_loss_fusion", False, KERNELS, free=ANY_FLAG, later=True),
+    _key("model.use_te_rng_tracker", False, "dropout's numbers follow from model.seed",
+         free=ANY_FLAG, later=True),
+    _key("model.enable_cuda_graph", False, "no CUDA graphs are captured; they change times only",
+         free=ANY_FLAG, later=True),
+    _key("model.defer_embedding_wgrad_compute", False,
+         "model.pipeline_schedule determines when weight gradients are computed", free=ANY_FLAG,
+         later=True),
+    _key("model.wgrad_deferral_limit", 0,
+         "model.pipeline_schedule determines when weight gradients are computed", free=ANY_NUMBER,
+         later=True),
+    _key("model.tp_comm_overlap_ag", True, USER_BUFFERS, free=ANY_FLAG, later=True),
+    _key("model.tp_comm_overlap_rs", True, USER_BUFFERS, free=ANY_FLAG, later=True),
+    _key("model.use_tp_pp_dp_mapping", False, "replicas are inside a pipeline stage", later=True),
+    *(_key(f"model.dist_ckpt_{name}", default, CHECKPOINTS, free=free, later=True)
+      for name, default, free in (
+          ("assume_constant_structure", False, ANY_FLAG), ("load_strictness", None, ANY_TEXT),
+          ("parallel_dist_opt", True, ANY_FLAG), ("parallel_load", False, ANY_FLAG),
+          ("parallel_save", True, ANY_FLAG), ("parallel_save_within_dp", False, ANY_FLAG),
+          ("torch_dist_multiproc", 2, ANY_NUMBER))),
+    _key("model.nsys_profile.trace", None, "a profile has NVTX ranges and CUDA's kernels",
+         free=ANY_TEXTS, later=True),
+    _key("model.qkv_bias", False, "model.bias gives all linears a bias, or none",
+         same_as=lambda v: v["model.bias"], why=NO_EQUIVALENT,
+         hint="Leave it out, which trains without these biases, or use model.bias=True",
+         later=True),
+    _key("model.rotary_interleaved", False, "RoPE rotates the two halves of a head",
+         why=NO_EQUIVALENT,
+         hint="Leave it out; the model is the same but for the order of a head's features",
+         later=True),
+    _key("model.scale_positional_embedding", False, "RoPE's frequencies are not scaled by length",
+         why=NO_EQUIVALENT,
+         hint="Leave it out: without it the model is Llama 3's. model.seq_len_interpolation_factor "
+         "divides all positions", later=True),
+    _key("model.apply_embedding_scaling", False, "embeddings are not scaled", why=NO_EQUIVALENT,
+         later=True),
+    _key("model.override_vocab_size", None, "the data's tokenizer determines the vocabulary",
+         why=NO_EQUIVALENT,
+         hint="Use model.make_vocab_size_divisible_by, which pads the vocabulary", later=True),
+    _key("model.window_size", None, ONE_ATTENTION, where=_sees_whole_sequence, why=NO_EQUIVALENT,
+         hint="Leave it out, or use a model.encoder_seq_length of at most the window", later=True),
+    _key("model.num_moe_experts", None, NO_EXPERTS, why=NO_EQUIVALENT, hint=DENSE, later=True),
+    *(_key(f"model.moe_{name}", None, NO_EXPERTS, why=NO_EQUIVALENT, hint=DENSE, later=True)
+      for name in ("aux_loss_coeff", "expert_capacity_factor", "grouped_gemm",
+                   "pad_expert_input_to_capacity", "router_topk", "token_dispatcher_type")),
+    *(_key(f"model.mcore_customization_config.{name}", False,
+           "only Falcon's layer (model.name=megatron_falcon_gpt) reads it", free=ANY_FLAG,
+           later=True)
+      for name in ("new_decoder_architecture", "parallel_attention")),
+    *(_key(f"model.mcore_customization_config.{name}", None, ONE_ATTENTION, why=NO_EQUIVALENT,
+           hint="Leave it out; Gemma 2 needs its own layer, which megafp8 does not have",
+           later=True)
+      for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+                   "window_size")),
+    _key("model.tokenizer.use_fast", True, "the tokenizers library reads tokenizer.json",
+         free=ANY_FLAG, later=True),
+    _key("model.tokenizer.trust_remote_code", False, "no code of a tokenizer's repository is run",
+         why="is not allowed",
+         hint="Leave it out, and give a tokenizer that has a tokenizer.json", later=True),
+    _key("model.data.add_fim", False, "samples are not rearranged to fill in the middle",
+         why=NO_EQUIVALENT, later=True),
+    _key("model.data.fim", None, "without model.data.add_fim nothing reads it", free=ANY_MAP,
+         later=True),
+    _key("model.data.mock_dataset", False, "data is read", why=NO_EQUIVALENT,
+         hint="Use model.data.data_prefix=builtin, which needs no files", later=True),
+    _key("model.data.data_cache_generation_only", False, "a run trains", why=NO_EQUIVALENT,
+         hint="Leave it out; the first start writes the index maps", later=True),
+    _key("model.data.num_dataset_builder_threads", 1, "index maps are built by one process",
+         free=ANY_NUMBER, later=True),
+    _key("model.data.delay_data_init", False, "files are mapped when a run starts", free=ANY_FLAG,
+         later=True),
+    _key("model.data.delay_data_mmap", False, "files are mapped when a run starts", free=ANY_FLAG,
+         later=True),
+    _key("model.optim.lock_timeout", None, "no lock is shared with hooks", free=ANY_NUMBER,
+         later=True),
+    _key("model.optim.nccl_ub", False, "NCCL registers no buffers; it changes times only",
+         free=ANY_FLAG, later=True),
+    _key("model.optim.dtype", "fp32", "the optimizer's states are in FP32", why=NO_EQUIVALENT,
+         later=True),
 )  # fmt: skip
+
+
+def launcher_paths_once(problems: Sequence[SettingError]) -> list[SettingError]:
+    """Return the problems with one for all settings that refer to a path of the launcher's.
+
+    NeMo's launcher fills in `${data_dir}` and others; without it they have no value.
+    """
+    names: dict[str, None] = {}
+    users: dict[str, None] = {}
+    others: list[SettingError] = []
+    origin = ""
+    for problem in problems:
+        missing = [n for n in LAUNCHER_PATHS if f"mandatory value: {n}" in problem.reason]
+        if not missing:
+            others.append(problem)
+            continue
+        names |= dict.fromkeys(missing)
+        users[problem.key] = None
+        origin = origin or problem.origin
+    if not names:
+        return others
+    give = " and ".join(f"{name}=PATH" for name in names)
+    found = SettingError(
+        " and ".join(names),
+        None,
+        f"NeMo's launcher gives the value, and {', '.join(users)} refer to it",
+        f"Give {give} on the command line",
+        origin=origin,
+    )
+    return [found, *others]
 
 
 @cache

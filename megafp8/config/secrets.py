@@ -8,7 +8,10 @@ from collections.abc import Mapping
 
 HIDDEN = "***"
 
-_WORDS = r"(?:api_?key|access_?key|private_?key|secret|token|password|passwd|credentials?)"
+_WORDS = (
+    r"(?:api_?key|access_?key|private_?key|secret|token(?!_dispatcher)|password|passwd"
+    r"|credentials?)"
+)
 _NAME = re.compile(rf"(?:^|[^a-z0-9]){_WORDS}(?:$|[^a-z0-9])", re.IGNORECASE)
 # Matches `api_key=VALUE` and `'api_key': 'VALUE'`; VALUE ends at a blank, comma or brace that is
 # not in quotes.

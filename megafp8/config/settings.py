@@ -47,7 +47,7 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     if key is None and nemo_key is None:
         in_tree = setting.key in known_sections()
         return section_problem(setting) if in_tree else unknown_key(setting)
-    if nemo_key is not None and isinstance(setting.value, dict):
+    if nemo_key is not None and isinstance(setting.value, dict) and not nemo_key.passes_map:
         return nemo_key.problem(setting.value, setting.origin)
     try:
         OmegaConf.update(tree, setting.key, setting.value, merge=merge, force_add=key is None)

@@ -36,7 +36,7 @@ STATES_OF_LEVEL: dict[str, dict[str, StorageName]] = {
 """What FP8-LM's levels store below FP32. O3 keeps the linears' weights in FP8 besides."""
 
 LATER_OPTIMIZERS = (
-    "megatron_fused_adam", "mcore_distributed_optim", "sgd", "adadelta",
+    "megatron_fused_adam", "sgd", "adadelta",
     "adamax", "adagrad", "rmsprop", "rprop", "novograd", "adafactor", "adan", "lamb", "lion",
 )  # fmt: skip
 """NeMo's other optimizers, which are not supported."""

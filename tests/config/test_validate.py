@@ -62,7 +62,7 @@ JOB = ("model.micro_batch_size=8", "model.global_batch_size=32", "model.optim.lr
         "model.data.splits_string=5",
         "model.optim.name=sgd",
         "model.optim.name=lion",
-        "model.optim.name=mcore_distributed_optim",
+        "model.optim.name=megatron_fused_adam",
         "model.optim.lr=0",
         "model.optim.lr=nan",
         "model.optim.weight_decay=-1",

@@ -151,6 +151,12 @@ def _recomputation_fits(v: Values) -> Iterator[Finding]:
             "must be given with model.activations_checkpoint_method=block",
             f"Give from 1 to {layers}",
         )
+    if count == 0:
+        yield Finding(
+            "model.activations_checkpoint_num_layers",
+            "recomputes no layer",
+            f"Give from 1 to {layers}, or leave model.activations_checkpoint_granularity out",
+        )
     if count is not None and count > layers:
         yield Finding(
             "model.activations_checkpoint_num_layers",

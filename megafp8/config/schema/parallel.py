@@ -156,6 +156,6 @@ class Parallel:
         "layers that are recomputed.",
         nemo=None,
         kind="layout",
-        valid=or_null(at_least(1)),
+        valid=or_null(at_least(0)),
         needs=RECOMPUTES,
     )

@@ -1,0 +1,226 @@
+"""Test that files with the keys of NVIDIA's launcher for NeMo load as they are.
+
+The launcher's files are not part of this repository; `LAUNCHER` has keys and values of the same
+kind as its GPT-3 files, and each test adds those of one family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megafp8.config.errors import SettingError
+from megafp8.config.load import Loaded, load_all
+from megafp8.config.resolve import resolve
+from megafp8.specs import RunSpec
+from tests.config.helpers import load_problems, the_problem
+
+PATHS = ["data_dir=/data", "base_results_dir=/results"]
+
+LAUNCHER: dict[str, Any] = {
+    "run.name": "gpt3_5b",
+    "run.results_dir": "${base_results_dir}/${.name}",
+    "run.time_limit": "6-00:00:00",
+    "run.dependency": "singleton",
+    "trainer.num_nodes": 16,
+    "trainer.devices": 8,
+    "trainer.accelerator": "gpu",
+    "trainer.precision": "bf16",
+    "trainer.logger": False,
+    "trainer.enable_checkpointing": False,
+    "trainer.use_distributed_sampler": False,
+    "trainer.max_epochs": None,
+    "trainer.max_steps": 75000,
+    "trainer.max_time": "05:23:30:00",
+    "trainer.val_check_interval": 2000,
+    "trainer.limit_val_batches": 50,
+    "trainer.limit_test_batches": 50,
+    "exp_manager.explicit_log_dir": "${training.run.results_dir}/results",
+    "exp_manager.exp_dir": None,
+    "exp_manager.name": "megatron_gpt",
+    "exp_manager.wandb_logger_kwargs.project": "nemo_gpt3",
+    "exp_manager.wandb_logger_kwargs.name": "${training.run.name}",
+    "exp_manager.checkpoint_callback_params.save_top_k": 10,
+    "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
+    "exp_manager.checkpoint_callback_params.filename": "megatron_llama--{step}",
+    "exp_manager.checkpoint_callback_params.model_parallel_size": (
+        "${multiply:${training.model.tensor_model_parallel_size}, "
+        "${training.model.pipeline_model_parallel_size}}"
+    ),
+    "exp_manager.log_step_timing": True,
+    "exp_manager.step_timing_kwargs": {"sync_cuda": True, "buffer_size": 5},
+    "exp_manager.seconds_to_sleep": 60,
+    "model.micro_batch_size": 4,
+    "model.global_batch_size": 2048,
+    "model.encoder_seq_length": 2048,
+    "model.num_layers": 24,
+    "model.hidden_size": 4096,
+    "model.ffn_hidden_size": "${multiply:4, ${.hidden_size}}",
+    "model.num_attention_heads": 32,
+    "model.layernorm_epsilon": "1e-5",
+    "model.bias_activation_fusion": False,
+    "model.apply_rope_fusion": True,
+    "model.use_flash_attention": True,
+    "model.cross_entropy_loss_fusion": True,
+    "model.deterministic_mode": False,
+    "model.activations_checkpoint_granularity": None,
+    "model.activations_checkpoint_method": "block",
+    "model.activations_checkpoint_num_layers": 0,
+    "model.num_micro_batches_with_partial_activation_checkpoints": 0,
+    "model.activations_checkpoint_layers_per_pipeline": 0,
+    "model.overlap_p2p_comm": True,
+    "model.batch_p2p_comm": False,
+    "model.ub_tp_comm_overlap": True,
+    "model.ub_tp_comm_overlap_cfg": {"qkv_dgrad": {"method": "bulk", "num_sm": 4}},
+    "model.defer_embedding_wgrad_compute": True,
+    "model.wgrad_deferral_limit": 22,
+    "model.precision": "bf16",
+    "model.num_moe_experts": None,
+    "model.tokenizer.library": "megatron",
+    "model.tokenizer.type": "GPT2BPETokenizer",
+    "model.tokenizer.vocab_file": "${data_dir}/bpe/vocab.json",
+    "model.tokenizer.merge_file": "${data_dir}/bpe/merges.txt",
+    "model.tokenizer.use_fast": True,
+    "model.fp8_hybrid": True,
+    "model.fp8_amax_compute_algo": "max",
+    "model.nsys_profile.trace": ["nvtx", "cuda"],
+    "model.optim.name": "mcore_distributed_optim",
+    "model.optim.bucket_cap_mb": 400,
+    "model.optim.overlap_grad_sync": True,
+    "model.optim.overlap_param_sync": True,
+    "model.optim.dtype": "bf16",
+    "model.optim.lr": "1.6e-4",
+    "model.optim.weight_decay": 0.1,
+    "model.optim.betas": [0.9, 0.95],
+    "model.optim.sched.warmup_steps": 115,
+    "model.optim.sched.constant_steps": 12500,
+    "model.optim.sched.min_lr": "1.6e-5",
+    "model.data.splits_string": "99990,8,2",
+    "model.data.data_prefix": [0.5, "${data_dir}/a", 0.5, "${data_dir}/b"],
+}
+
+
+def launcher_yaml(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Write the launcher's file with some keys changed; return what `load` needs to find it."""
+    tree: dict[str, Any] = {
+        "defaults": ["_self_", {"optional tp_overlap@model.ub_tp_comm_overlap_cfg": None}],
+        "hydra": {"searchpath": ["file:///opt/NeMo/conf"]},
+    }
+    for path, value in (LAUNCHER | changes).items():
+        node = tree
+        *sections, leaf = path.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    (tmp_path / "5b.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    return {"config_dir": tmp_path, "config_name": "5b"}
+
+
+def load_launcher(tmp_path: Path, *overrides: str, **changes: Any) -> Loaded:
+    return load_all([*PATHS, *overrides], **launcher_yaml(tmp_path, **changes))
+
+
+def spec_of(loaded: Loaded) -> RunSpec:
+    return resolve(loaded.cfg, lambda: True)
+
+
+def test_a_launchers_file_runs_as_it_is(tmp_path: Path) -> None:
+    loaded = load_launcher(tmp_path)
+    spec = spec_of(loaded)
+    assert spec.optim.name == "distributed_fused_adam" and spec.optim.lr == 1.6e-4
+    assert spec.model.ffn_hidden_size == 4 * 4096
+    assert spec.observe.explicit_log_dir == "/results/gpt3_5b/results"
+    assert str(spec.data.prefix).count("/data/") == 2
+    assert spec.data.tokenizer.vocab_file == "/data/bpe/vocab.json"
+    lines = loaded.inert_lines()
+    assert lines[:2] == [
+        "translated: model.optim.name=mcore_distributed_optim (5b.yaml): distributed_fused_adam",
+        "translated: model.optim.dtype=bf16 (5b.yaml): fp32",
+    ]
+    named = "\n".join(lines)
+    for path in (
+        "run.time_limit",
+        "model.use_flash_attention",
+        "model.overlap_p2p_comm",
+        "exp_manager.step_timing_kwargs.buffer_size",
+        "model.ub_tp_comm_overlap_cfg",
+        "model.activations_checkpoint_num_layers",
+    ):
+        assert named.count(f"{path}=") == 1, path
+
+
+def test_the_launchers_paths_give_one_message(tmp_path: Path) -> None:
+    problem = the_problem(**launcher_yaml(tmp_path))
+    assert problem.key == "base_results_dir and data_dir"
+    assert problem.hint == "Give base_results_dir=PATH and data_dir=PATH on the command line"
+    for user in ("exp_manager.explicit_log_dir", "model.data.data_prefix", "run.results_dir"):
+        assert user in problem.reason
+    assert problem.origin == "5b.yaml"
+    (one, other) = load_problems("data_dir=/d", "model.num_layers=0", **launcher_yaml(tmp_path))
+    assert {one.key, other.key} == {"base_results_dir", "model.num_layers"}
+
+
+def test_a_stronger_layer_replaces_a_translated_value(tmp_path: Path) -> None:
+    loaded = load_launcher(tmp_path, "model.optim.name=adamw")
+    assert spec_of(loaded).optim.name == "adamw"
+    assert not any("mcore" in line for line in loaded.inert_lines())
+
+
+def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
+    changes = {"model.position_embedding_type": "ALiBi", "model.fsdp_grad_reduce_dtype": "fp32"}
+    loaded = load_launcher(tmp_path, **changes)
+    assert loaded.cfg.model.position_embedding_type == "alibi"
+    assert loaded.cfg.model.fsdp_grad_reduce_dtype == 32
+    alone = load_all(["model.optim.name=mcore_distributed_optim"])
+    assert alone.cfg.model.optim.name == "distributed_fused_adam"
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "mixtral": {"model.num_moe_experts": 8},
+    "mixtral's router": {"model.moe_router_topk": 2},
+    "falcon": {"model.name": "megatron_falcon_gpt"},
+    "qwen2": {"model.qkv_bias": True, "model.bias": False},
+    "qwen2's vocabulary": {"model.override_vocab_size": 151936},
+    "chatglm": {"model.rotary_interleaved": True},
+    "llama 3.1": {"model.scale_positional_embedding": True},
+    "gemma": {"model.apply_embedding_scaling": True},
+    "gemma 2": {"model.mcore_customization_config": {"attn_logit_softcapping": 50.0}},
+    "mistral nemo": {"model.window_size": [1024, 0]},
+    "baichuan's tokenizer": {"model.tokenizer.trust_remote_code": True},
+    "starcoder's samples": {"model.data.add_fim": True},
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_would_change_numbers_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    problem: SettingError = the_problem(*PATHS, **launcher_yaml(tmp_path, **REFUSED[family]))
+    assert problem.key.startswith(next(iter(REFUSED[family])))
+    assert problem.hint and problem.origin == "5b.yaml"
+
+
+def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> None:
+    load_launcher(
+        tmp_path,
+        **{
+            "model.name": "megatron_gpt_full_te_layer_autocast",
+            "model.window_size": [4096, 0],
+            "model.mcore_customization_config": {"parallel_attention": True},
+            "model.data.fim": {"rate": 0.5},
+            "model.data.add_fim": False,
+            "s3_checkpointing": {"chunk_size_MB": 64},
+            "env_vars": {"NVTE_FUSED_ATTN": 1},
+        },
+    )
+
+
+def test_recomputing_no_layer_is_refused() -> None:
+    problem = the_problem(
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=block",
+        "model.activations_checkpoint_num_layers=0",
+    )
+    assert problem.key == "model.activations_checkpoint_num_layers"
+    assert problem.reason == "recomputes no layer"
