@@ -184,10 +184,11 @@ def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     def add(name: str, values: Iterable[int]) -> None:
         rows.append((name, [format_bytes(value) for value in values]))
 
+    kind = "FP32 " if spec.optim.storage.is_plain else ""
     add("weights", (share.held.weights for share in shares))
-    add("FP32 master weights", (share.held.masters for share in shares))
+    add(f"{kind}master weights", (share.held.masters for share in shares))
     add("optimizer moments", (share.held.moments for share in shares))
-    add("FP32 gradients", (share.held.gradients for share in shares))
+    add(f"{kind}gradients", (share.held.gradients for share in shares))
     if spec.precision.fp8 is not None:
         add("FP8 scales, histories", (share.held.scaling for share in shares))
         add("FP8 copies of weights", (share.step.weight_copies for share in shares))

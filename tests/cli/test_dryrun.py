@@ -72,6 +72,18 @@ def test_ranks_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp0 cp0 dp1 pp3" in capsys.readouterr().out
 
 
+def test_states_in_few_bits_are_counted_as_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "trainer.devices=1"]
+    held = {}
+    for level in ([*few[:1], few[2]], few):
+        assert main([*SMALL, *level, "--vocab-size=300"]) == 0
+        text = capsys.readouterr().out
+        held[len(level)] = re.search(r"^(FP32 )?gradients +([\d.]+) KiB", text, re.M)
+    plain, stored = held[2], held[3]
+    assert plain is not None and plain[1] and stored is not None and not stored[1]
+    assert float(stored[2]) < 0.6 * float(plain[2])
+
+
 def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["trainer.devices=2", "model.context_parallel_size=2"]
     assert main([*SMALL, *two, "--vocab-size=300"]) == 0

@@ -16,7 +16,7 @@ from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grad_sink import GradSum
 from megafp8.precision.scaled import ScaledTensor
-from megafp8.specs import Fp8Recipe, StorageSpec
+from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from tests.tiny import build_run, microbatch, optim_spec
@@ -258,3 +258,34 @@ def test_masters_in_fp16_move_where_bf16_ones_stand_still() -> None:
         same = [(s.values() == before[p]).float() for p, s in state.masters.own_weights.items()]
         moved[name] = 1 - torch.cat([x.flatten() for x in same]).mean().item()
     assert moved["fp16"] > 2 * moved["bf16"] > 0
+
+
+def test_linears_in_high_precision_read_their_masters_too() -> None:
+    """Without FP8 products, at each use; the gradients are those of a weight in BF16."""
+    storage = StorageSpec(main_params="fp16", exp_avg="bf16", exp_avg_sq="bf16")
+    few = build_run(compute="bf16", optim=optim_spec(storage=storage))
+    plain = build_run(compute="bf16")
+    for state in (few, plain):
+        for step in range(12):
+            last = train_step(state, [microbatch(step)])
+            state.step += 1
+        assert last.is_finite
+    assert isinstance(few.masters, StoredMasters) and len(few.masters.own_weights) == 8
+    ours, theirs = (forward_backward(state, [microbatch(99)])[0].item() for state in (few, plain))
+    assert ours == pytest.approx(theirs, rel=0.02)
+
+
+def test_fp16_with_its_loss_scale_at_a_level() -> None:
+    """A loss scale that overflows FP16 skips the step and falls, as without a level."""
+    fp8 = replace(RECIPE, name="tensorwise", power_2_scale=False)
+    optim = optim_spec(storage=LEVELS["O2"])
+    state = build_run(
+        compute="fp16", fp8=fp8, optim=optim, loss_scale=LossScaleSpec(init_scale=2.0**24)
+    )
+    results = []
+    for step in range(16):
+        results.append(train_step(state, [microbatch(step)]))
+        state.step += 1
+    finite = [result for result in results if result.is_finite]
+    assert not results[0].is_finite and len(finite) >= 5
+    assert finite[-1].loss < finite[0].loss
