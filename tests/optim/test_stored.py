@@ -17,6 +17,7 @@ from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grad_sink import GradSum
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
+from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from tests.tiny import build_run, microbatch, optim_spec
@@ -200,6 +201,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(level: str, bad: float) ->
     result = train_step(state, [microbatch(1), microbatch(2)])
     assert not result.is_finite and state.optimizer.num_updates == 1
     assert not masters.is_finite(victim)
+    name = pieces_of(victim)[0].name
+    assert first_nonfinite(state, [microbatch(1)]) == f"gradient of {name}"
     for stored, old in zip(tensors, before, strict=True):
         assert torch.equal(stored.values(), old)
     sink.add = add  # type: ignore[method-assign]
