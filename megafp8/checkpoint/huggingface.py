@@ -76,6 +76,7 @@ def architecture(spec: GPTSpec) -> str:
 
 _GPT2: dict[str, Callable[[GPTSpec], bool]] = {
     "normalization": lambda s: s.normalization == "layernorm",
+    "zero_centered_gamma": lambda s: not s.zero_centered_gamma,
     "activation": lambda s: s.activation in _GPT2_ACTIVATIONS,
     "position_embedding_type": lambda s: s.position_embedding_type == "learned_absolute",
     "bias": lambda s: s.bias,
@@ -85,6 +86,7 @@ _GPT2: dict[str, Callable[[GPTSpec], bool]] = {
 }
 _LLAMA: dict[str, Callable[[GPTSpec], bool]] = {
     "normalization": lambda s: s.normalization == "rmsnorm",
+    "zero_centered_gamma": lambda s: not s.zero_centered_gamma,
     "activation": lambda s: s.activation in _LLAMA_ACTIVATIONS,
     "position_embedding_type": lambda s: s.position_embedding_type == "rope",
     "rotary_percentage": lambda s: s.rotary_percentage == 1.0,

@@ -44,6 +44,7 @@ _OTHER_KEYS = (
     "ffn_dropout",
     "apply_query_key_layer_scaling",
     "fp32_residual_connection",
+    "layernorm_zero_centered_gamma",
 )
 
 
@@ -65,6 +66,7 @@ def gpt_spec(model: Model, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
         kv_channels=model.kv_channels,
         num_query_groups=model.num_query_groups,
         normalization=model.normalization,  # type: ignore[arg-type]  # validated
+        zero_centered_gamma=model.layernorm_zero_centered_gamma,
         activation=_activation(model.activation, model.openai_gelu),
         position_embedding_type=model.position_embedding_type,  # type: ignore[arg-type]
         rotary_percentage=model.rotary_percentage,

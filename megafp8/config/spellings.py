@@ -44,6 +44,9 @@ def translate(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translat
     translated: list[Translated] = []
     for setting in given:
         value = setting.value
+        if (setting.key, value) == ("model.normalization", "layernorm1p"):
+            value = "layernorm"
+            result.append(Setting("model.layernorm_zero_centered_gamma", True, setting.origin))
         if isinstance(value, str):
             value = _VALUES.get(setting.key, {}).get(value, value)
         if setting.key == "model.optim.dtype" and by_megatron:

@@ -248,14 +248,23 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon, self.dtype = parts.spec.layernorm_epsilon, parts.dtype
         shape = (parts.spec.hidden_size,)
-        self.weight = parts.whole_parameter(f"{name}.weight", shape, constant(1.0))
+        self.zero_centered = parts.spec.zero_centered_gamma
+        first = constant(0.0 if self.zero_centered else 1.0)
+        self.weight = parts.whole_parameter(f"{name}.weight", shape, first)
         self.bias: nn.Parameter | None = None
         if parts.spec.normalization == "layernorm":
             self.bias = parts.whole_parameter(f"{name}.bias", shape, constant(0.0))
 
+    def gain(self) -> torch.Tensor:
+        """Return what normalized values are multiplied by: [D] in the weight's dtype.
+
+        A zero-centered weight plus 1 is rounded to that dtype, as in Megatron-LM's norm.
+        """
+        return self.weight + 1 if self.zero_centered else self.weight
+
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
-        weight = self.weight.to(x_BSD.dtype)  # a copy if the residual stream is FP32
+        weight = self.gain().to(x_BSD.dtype)  # a copy if the residual stream is FP32
         if self.bias is None:
             out_BSD = F.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
         else:

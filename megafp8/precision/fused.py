@@ -83,6 +83,10 @@ class Normalization(Protocol):
     bias: nn.Parameter | None  # None for RMSNorm
     epsilon: float
 
+    def gain(self) -> torch.Tensor:
+        """Return what normalized values are multiplied by; its gradient is the weight's too."""
+        ...
+
 
 @dataclass(frozen=True)
 class NormProducer:
@@ -103,7 +107,7 @@ class NormProducer:
 
         done = norm_cast(
             x_TX,
-            self.norm.weight.detach(),
+            self.norm.gain().detach(),
             None if self.norm.bias is None else self.norm.bias.detach(),
             self.norm.epsilon,
             into.quant_scale,
@@ -125,7 +129,7 @@ class NormProducer:
         from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
-        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.norm.weight.detach(), statistics)
+        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.norm.gain().detach(), statistics)
         pairs = zip(self.params, of_params, strict=False)  # RMSNorm has no bias
         return grad_x, *(grad.to(param.dtype) for param, grad in pairs)
 

@@ -48,6 +48,7 @@ class GPTSpec:
     kv_channels: int | None = None  # width of a head; None: hidden_size / num_attention_heads
     num_query_groups: int | None = None  # heads of keys and values; None: one for each query head
     normalization: Normalization = "layernorm"
+    zero_centered_gamma: bool = False  # norms multiply by 1 + weight, and the weight begins at 0
     activation: Activation = "gelu"
     position_embedding_type: PositionEmbedding = "learned_absolute"
     rotary_percentage: float = 1.0  # the fraction of a head's features that is rotated

@@ -174,6 +174,12 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
     loaded = load_launcher(tmp_path, **changes)
     assert loaded.cfg.model.position_embedding_type == "alibi"
     assert loaded.cfg.model.fsdp_grad_reduce_dtype == 32
+    centered = load_launcher(tmp_path, **{"model.normalization": "layernorm1p"})
+    assert spec_of(centered).model.zero_centered_gamma
+    assert spec_of(centered).model.normalization == "layernorm"
+    assert "translated: model.normalization=layernorm1p (5b.yaml): layernorm" in "\n".join(
+        centered.inert_lines()
+    )
     alone = load_all(["model.optim.name=mcore_distributed_optim"])
     assert alone.cfg.model.optim.name == "distributed_fused_adam"
 

@@ -43,6 +43,7 @@ def loss_of(
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         weight = w[f"{name}.weight"]
+        weight = weight + 1 if spec.zero_centered_gamma else weight
         if spec.normalization == "rmsnorm":
             return x / (x.square().mean(-1, keepdim=True) + spec.layernorm_epsilon).sqrt() * weight
         centered = x - x.mean(-1, keepdim=True)

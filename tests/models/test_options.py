@@ -33,6 +33,8 @@ LLAMA: dict[str, Any] = dict(
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "rmsnorm": dict(normalization="rmsnorm"),
+    "zero-centered layernorm": dict(zero_centered_gamma=True),
+    "zero-centered rmsnorm": dict(normalization="rmsnorm", zero_centered_gamma=True),
     "openai_gelu": dict(activation="gelu-tanh"),
     "geglu": dict(activation="geglu"),
     "swiglu": dict(activation="swiglu"),

@@ -256,6 +256,7 @@ EFFECTS: dict[str, Effect] = {
     "model.attention_dropout": Trains(0.3),
     "model.ffn_dropout": Trains(0.3),
     "model.layernorm_epsilon": Trains(1e-2),
+    "model.layernorm_zero_centered_gamma": Trains(True),
     "model.make_vocab_size_divisible_by": Trains(64),
     "model.tokenizer.library": Refused("sentencepiece"),
     "model.tokenizer.type": NAMED,

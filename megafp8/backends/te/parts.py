@@ -65,6 +65,8 @@ def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
         return "its layers are pre-norm"
     if spec.apply_query_key_layer_scaling or spec.fp32_residual_connection:
         return "query-key layer scaling and an FP32 residual stream are not in its layers"
+    if spec.zero_centered_gamma:
+        return "it adds 1 to a norm's weight in FP32, which rounds in another way than ours"
     if spec.ffn_dropout:
         return "its layers have no dropout inside the MLP"
     if recipe is not None:

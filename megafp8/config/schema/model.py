@@ -106,9 +106,15 @@ class Architecture:
         valid=one_of(
             "layernorm",
             "rmsnorm",
-            later=("layernorm1p", "low_precision_layernorm"),
+            later=("low_precision_layernorm",),
             suggestion="Use layernorm or rmsnorm",
         ),
+    )
+    layernorm_zero_centered_gamma: bool = key(
+        False,
+        "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
+        "`normalization=layernorm1p` is `layernorm` with this key.",
+        kind="model",
     )
     layernorm_epsilon: float = key(
         1e-5,
