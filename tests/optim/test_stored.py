@@ -292,3 +292,17 @@ def test_fp16_with_its_loss_scale_at_a_level() -> None:
     finite = [result for result in results if result.is_finite]
     assert not results[0].is_finite and len(finite) >= 5
     assert finite[-1].loss < finite[0].loss
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_o3_trains_as_o2_bit_for_bit(recipe: Any) -> None:
+    """O3 keeps the FP8 weights that O2 makes of its masters at their first use."""
+    fp8 = replace(RECIPE, name=recipe, power_2_scale=False)
+    losses = []
+    for level in ("O2", "O3"):
+        state, found = at_level(level, fp8=fp8), []
+        for step in range(8):
+            found.append(train_step(state, [microbatch(2 * step), microbatch(2 * step + 1)]).loss)
+            state.step += 1
+        losses.append(found)
+    assert losses[0] == losses[1]
