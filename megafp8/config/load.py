@@ -27,7 +27,14 @@ from megafp8.config.overrides import parse_overrides
 from megafp8.config.rules import Unused, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.secrets import HIDDEN, variable_in
-from megafp8.config.settings import Setting, is_interpolation, put_in, read_value, read_values
+from megafp8.config.settings import (
+    UNDECIDED,
+    Setting,
+    is_interpolation,
+    put_in,
+    read_value,
+    read_values,
+)
 from megafp8.config.spellings import Translated, translate
 from megafp8.config.values import one_line
 
@@ -151,6 +158,8 @@ def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[
             problem = put_in(tree, setting)
             if problem is not None:
                 problems.append(problem)
+            elif setting.key == UNDECIDED:
+                continue
             elif layer.origin != DEFAULT:
                 origins[setting.key] = layer.origin
     return tree, origins, problems

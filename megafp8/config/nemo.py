@@ -195,6 +195,8 @@ def _sees_whole_sequence(window: Any, v: Values) -> bool:
     return type(left) is int and right == 0 and left >= v["model.encoder_seq_length"] - 1
 
 
+LAUNCHER_GIVES = "NeMo's launcher gives the value"
+
 LAUNCHER_PATHS = ("data_dir", "base_results_dir", "launcher_scripts_path")
 """Names that the launcher's files refer to, as `${data_dir}`; the launcher gives their values."""
 
@@ -536,8 +538,8 @@ def launcher_paths_once(problems: Sequence[SettingError]) -> list[SettingError]:
     found = SettingError(
         " and ".join(names),
         None,
-        f"NeMo's launcher gives the value, and {', '.join(users)} refer to it",
-        f"Give {give} on the command line",
+        f"{LAUNCHER_GIVES}, and {', '.join(users)} refer to it",
+        f"Give {give} on the command line, or write the paths into the file",
         origin=origin,
     )
     return [found, *others]

@@ -16,6 +16,9 @@ from megafp8.config.keys import Key
 from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.schema import all_keys, all_sections, schema_tree
 
+UNDECIDED = "undecided"
+"""The key of a file that `megafp8.cli.migrate` wrote, with what the user must decide."""
+
 SEE_HELP = "--help lists all keys"
 
 
@@ -43,6 +46,8 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     interpolations. With `merge`, the entries of a dict are added to the dict in the tree, as Hydra
     does; otherwise they replace it.
     """
+    if setting.key == UNDECIDED:
+        return _undecided(setting)
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
         in_tree = setting.key in known_sections()
@@ -60,6 +65,21 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
             hint = f"Write {int(setting.value)}"  # the value of 1e5 is a float
         return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
     return None
+
+
+def _undecided(setting: Setting) -> SettingError | None:
+    """Return the error for what a migrated file leaves to the user; None if nothing is left."""
+    if setting.value in (None, []):
+        return None
+    left = setting.value if isinstance(setting.value, list) else [setting.value]
+    return SettingError(
+        UNDECIDED,
+        None,
+        f"{len(left)} of the migrated file's settings must be decided: "
+        + "; ".join(str(line) for line in left),
+        "Write each decision into the file, and remove its line below `undecided`",
+        origin=setting.origin,
+    )
 
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:

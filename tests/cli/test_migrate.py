@@ -16,8 +16,9 @@ from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.schema import all_keys
 from megafp8.errors import UserError
-from tests.config.helpers import load_problems, run_spec
+from tests.config.helpers import load_problems, run_spec, the_problem
 from tests.config.test_nemo import CANNOT_BE_HONOURED, NEMO, nemo_yaml
+from tests.config.test_nemo_launcher import launcher_yaml
 
 TE_BLOCK = """\
 mixed_precision: fp8
@@ -43,6 +44,17 @@ def write(tmp_path: Path, m: Migration) -> dict[str, Any]:
     return {"config_dir": tmp_path, "config_name": "new"}
 
 
+TOKENIZER_FILES = {"model.tokenizer.vocab_file", "model.tokenizer.merge_file"}
+
+
+def decide(tmp_path: Path) -> None:
+    """Remove the lines of what must be decided, as a user does after deciding."""
+    tree = yaml.safe_load((tmp_path / "new.yaml").read_text())
+    assert list(tree)[0] == "undecided", "what needs a decision comes first"
+    tree["undecided"] = []
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+
+
 def test_nemos_file(tmp_path: Path) -> None:
     nemo_yaml(tmp_path)
     m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
@@ -50,7 +62,11 @@ def test_nemos_file(tmp_path: Path) -> None:
     assert keys_of(m.inert) == NEMO.keys() - all_keys().keys()
     assert keys_of(m.kept) == NEMO.keys() & all_keys().keys() - CANNOT_BE_HONOURED
     where = write(tmp_path, m)
-    assert {problem.key for problem in load_problems(**where)} == CANNOT_BE_HONOURED
+    problems = {problem.key: problem for problem in load_problems(**where)}
+    assert problems.keys() == {"undecided", "model.data.data_prefix"} | TOKENIZER_FILES
+    assert problems["undecided"].reason.startswith("3 of the migrated file's settings")
+    assert all(key in problems["undecided"].reason for key in CANNOT_BE_HONOURED)
+    decide(tmp_path)
     decisions = ["trainer.precision=bf16", "model.data.data_prefix=builtin",
                  "model.tokenizer.library=builtin"]  # fmt: skip
     assert load_all(decisions, **where).inert == ()
@@ -68,7 +84,7 @@ def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
 def test_unknown_keys_and_missing_ones_must_be_decided() -> None:
     m = migrate("model: {fp9: true, num_layers: two, optim: {lr: '1e-3'}}\nhydra: {x: 1}\n", "x")
     assert {"model.fp9", "model.num_layers", "trainer.max_steps"} <= keys_of(m.undecided)
-    assert m.out["model"] == {"fp9": True, "num_layers": "two", "optim": {"lr": 1e-3}}
+    assert m.out["model"] == {"optim": {"lr": 1e-3}}, "what is refused is not in the new file"
     assert "Did you mean model.fp8?" in m.report()
 
 
@@ -225,9 +241,20 @@ def test_what_accelerate_asks_and_cannot_be_had(old: str, new: str, key: str) ->
     assert keys_of(migrate(TE_BLOCK.replace(old, new), "x").undecided) == {key}
 
 
-def test_ms_amp_must_be_decided() -> None:
-    m = migrate("mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n  opt_level: O2\n", "x")
-    assert len(m.undecided) == 2 and all("MSAMP" in line for line in m.undecided)
+@pytest.mark.parametrize(
+    ("line", "level"), [("opt_level: O1", "O1"), ("optimization_level: O2", "O2"), ("x: 1", "O2")]
+)
+def test_ms_amps_level_is_kept(line: str, level: str, tmp_path: Path) -> None:
+    m = migrate(f"mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n  {line}\n", "x")
+    assert m.out["model"]["optim"]["fp8_opt_level"] == level
+    assert keys_of(m.undecided) == ({"fp8_config.x"} if line == "x: 1" else set())
+    if not m.undecided:
+        assert run_spec(**write(tmp_path, m)).resolved["model"]["optim"]["fp8_opt_level"] == level
+
+
+def test_a_level_that_ms_amp_does_not_have_must_be_decided() -> None:
+    m = migrate("mixed_precision: fp8\nfp8_config: {backend: MSAMP, opt_level: O3}\n", "x")
+    assert keys_of(m.undecided) == {"fp8_config.opt_level"}
 
 
 def test_torchao_is_a_backend(tmp_path: Path) -> None:
@@ -273,6 +300,42 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.yaml")]) == 2
     assert main([str(file), "-o", str(tmp_path / "no" / "b.yaml")]) == 2
     assert file.read_text() == TE_BLOCK
+
+
+def test_a_file_with_open_decisions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "acc.yaml"
+    file.write_text(TE_BLOCK.replace("margin: 0", "magrin: 0"))
+    assert main([str(file)]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("must be decided: 1\n  fp8_config.magrin: 0")
+    assert "run it with" not in out and "A run refuses the file" in out
+    problem = the_problem(config_dir=tmp_path, config_name="acc.megafp8")
+    assert problem.key == "undecided" and "fp8_config.magrin" in problem.reason
+
+
+def test_only_a_file_that_loads_is_said_to_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only a load of the whole file finds is added to what must be decided."""
+    file = tmp_path / "wide.yaml"
+    file.write_text("defaults: [pretrain_gpt, _self_]\nmodel: {num_attention_heads: 7}\n")
+    assert main([str(file)]) == 2
+    assert "model.num_attention_heads" in capsys.readouterr().out.splitlines()[1]
+    assert "undecided" in (tmp_path / "wide.megafp8.yaml").read_text()
+
+
+def test_the_launchers_paths_must_be_decided(tmp_path: Path) -> None:
+    launcher_yaml(tmp_path)
+    m = migrate((tmp_path / "5b.yaml").read_text(), "5b.yaml")
+    assert keys_of(m.undecided) == {"base_results_dir"}
+    assert "model.optim.name: mcore_distributed_optim -> model.optim.name" in m.report()
+    where = write(tmp_path, m)
+    decide(tmp_path)
+    paths = ["data_dir=/data", "base_results_dir=/results"]
+    theirs = run_spec(*paths, gpu=True, config_dir=tmp_path, config_name="5b")
+    assert run_spec(*paths, gpu=True, **where).resolved == theirs.resolved
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "!!python/object:os.system {}", "x"])

@@ -13,13 +13,17 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 
 from megafp8.cli import job
 from megafp8.cli.migrate import accelerate, nemo
-from megafp8.cli.migrate.report import Migration, check_written, write_beside
-from megafp8.config.errors import SettingError
+from megafp8.cli.migrate.report import Migration, check_written, rewrite, write_beside
+from megafp8.config.errors import CombinedConfigError, SettingError
+from megafp8.config.load import load
 from megafp8.errors import ExitCode, UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the new file and print the report; return 0, or 2 after printing an error."""
+    """Write the new file and print the report.
+
+    Returns 0 if the new file loads, and 2 if something must be decided or an error was printed.
+    """
     parser = argparse.ArgumentParser(prog="python -m megafp8.cli.migrate", description=__doc__)
     parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML, which is not changed")
     parser.add_argument(
@@ -29,10 +33,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         migration = migrate(_read(options.file), options.file.name)
         target = write_beside(options.file, migration.text(options.file.name), options.output)
+        if not migration.undecided and (problems := _problems_of(target)):
+            for problem in problems:
+                migration.decide(problem.key, problem.value, problem.reason, problem.hint)
+            rewrite(target, migration.text(options.file.name))
     except UserError as error:
         return job.report_error(error)
     print(migration.report(), end="")
     print(f"written: {target}")
+    if migration.undecided:
+        print("A run refuses the file until what is listed first is decided")
+        return ExitCode.USER_ERROR
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
     print(f"run it with: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
     return ExitCode.FINISHED
@@ -58,6 +69,17 @@ def migrate(text: str, source: str) -> Migration:
     else:
         nemo.translate(tree, migration)
     return migration
+
+
+def _problems_of(file: Path) -> list[SettingError]:
+    """Return what is wrong with a configuration file, as a run would report it."""
+    try:
+        load(config_dir=file.absolute().parent, config_name=file.name)
+    except CombinedConfigError as error:
+        return list(error.problems)
+    except SettingError as error:
+        return [error]
+    return []
 
 
 def _read(file: Path) -> str:

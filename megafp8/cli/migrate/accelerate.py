@@ -108,14 +108,13 @@ def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
     if backend == "ao":
         _torchao_block(given, m, shards=shards)
         return
+    if backend == "msamp":
+        _msamp_block(given, m)
+        return
     if backend != "te":
         name = _NAMES.get(backend, plain(values.get("backend")))
         for path, value in given.values():
-            hints = {
-                "msamp": "MS-AMP's FP8 gradients and optimizer states are not supported; megafp8 "
-                "has FP8 products with FP32 master weights, as in the new file",
-            }
-            hint = hints.get(backend, "Known backends are TE, AO and MSAMP")
+            hint = "Known backends are TE, AO and MSAMP"
             m.decide(path, value, f"belongs to the backend {name}", hint)
         return
     # Accelerate's defaults differ from NeMo's, so all of them are written into the new file.
@@ -172,6 +171,22 @@ def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: b
             m.drop(path, value, on if value else "weights are not gathered in FP8 by default")
         elif name in _TE_KEYS:
             m.drop(path, value, "the backend AO does not read it")
+        else:
+            m.decide(path, value, "cannot be translated", _SEE_HELP)
+
+
+def _msamp_block(given: dict[str, tuple[str, Any]], m: Migration) -> None:
+    """Translate the keys of the backend MSAMP; Accelerate's default level is O2."""
+    given.setdefault("opt_level", ("fp8_config.opt_level (Accelerate's default)", "O2"))
+    for name, (path, value) in given.items():
+        if name == "backend":
+            m.change(path, value, {"model.fp8_backend": "native", "model.fp8_recipe": "delayed"})
+        elif name == "opt_level" and value in ("O1", "O2"):
+            m.change(path, value, {"model.optim.fp8_opt_level": value})
+        elif name == "opt_level":
+            m.decide(path, value, "is not a level that Accelerate has", "Give O1 or O2")
+        elif name in _TE_KEYS:
+            m.drop(path, value, "the backend MSAMP does not read it")
         else:
             m.decide(path, value, "cannot be translated", _SEE_HELP)
 

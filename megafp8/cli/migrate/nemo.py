@@ -11,10 +11,11 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.migrate.report import Migration, set_in
+from megafp8.config import spellings
 from megafp8.config.checks import check_values
 from megafp8.config.errors import Origin, SettingError
 from megafp8.config.load import tree_with_nemo_keys
-from megafp8.config.nemo import nemo_keys
+from megafp8.config.nemo import LAUNCHER_GIVES, launcher_paths_once, nemo_keys
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import Setting, flatten, put_in, read_value, read_values
@@ -29,7 +30,9 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
     """Translate the tree of a NeMo file into the migration `m`."""
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
-    settings = [_with_number(setting, m) for setting in flatten("", ours, "")]
+    spelled, translated = spellings.translate(flatten("", ours, ""))
+    settings = [_with_number(setting, m) for setting in spelled]
+    new_names = {t.setting.key: t for t in translated}
     whole = tree_with_nemo_keys()
     wrong: dict[str, SettingError] = {}
     for setting in settings:
@@ -40,15 +43,18 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
     values, unreadable = read_values(whole)
     values = {key: value for key, value in values.items() if key in given}
     origins = dict.fromkeys(given, Origin("file"))
-    problems = [*unreadable, *check_values(values, origins), *_nemo_problems(whole, values, given)]
+    problems = launcher_paths_once(
+        [*unreadable, *check_values(values, origins), *_nemo_problems(whole, values, given)]
+    )
     for problem in problems:
+        if problem.reason.startswith(LAUNCHER_GIVES):
+            m.decide(problem.key, "???", problem.reason, problem.hint)
         if problem.key in given:
             wrong.setdefault(problem.key, problem)
     idle = {found.key: found.setting for found in unused(values) if found.key not in wrong}
     for setting in settings:
         problem = wrong.get(setting.key)
         if problem is not None:
-            set_in(m.out, setting.key, setting.value)
             m.decide(setting.key, setting.value, problem.reason, problem.hint)
         elif setting.key in nemo_keys():
             if _is_referred_to(setting.key, settings):
@@ -60,7 +66,11 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
             m.drop(setting.key, setting.value, f"it has no effect with {idle[setting.key]}")
         else:
             set_in(m.out, setting.key, setting.value)
-            m.kept.append(f"{setting.key}: {plain(setting.value)}")
+            if setting.key in new_names:
+                m.change(setting.key, new_names[setting.key].setting.value,
+                         {setting.key: setting.value})  # fmt: skip
+            else:
+                m.kept.append(f"{setting.key}: {plain(setting.value)}")
     if "defaults" not in tree:
         for path, key in all_keys().items():
             if key.required and path not in given:

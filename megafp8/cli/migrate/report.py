@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import flatten, setting_problem
+from megafp8.config.settings import UNDECIDED, flatten, setting_problem
 from megafp8.config.values import plain
 
 
@@ -45,7 +45,7 @@ class Migration:
         self.inert.append(f"{key}: {plain(value)}: {reason}")
 
     def decide(self, key: str, value: Any, reason: str, hint: str) -> None:
-        """Record that the user must decide about a key."""
+        """Record that the user must decide about a key, which the new file does not have."""
         self.undecided.append(f"{key}: {plain(value)}: {reason}. {hint}")
 
     def report(self) -> str:
@@ -65,13 +65,15 @@ class Migration:
     def text(self, source: str) -> str:
         """Return the text of the new file; `source` is the old file's name.
 
-        Comments at the top list what must be decided.
+        `undecided` at the top lists what must be decided; a run refuses the file until then.
         """
         lines = [f"# Made from {source} by `python -m megafp8.cli.migrate`."]
+        tree: dict[str, Any] = {}
         if self.undecided:
-            lines.append("# Must be decided before the file can run:")
-            lines += [f"#   {_printable(item)}" for item in self.undecided]
-        body = yaml.safe_dump(self.out, sort_keys=False, allow_unicode=True, width=96)
+            lines.append("# The file is refused while `undecided` has lines. Write each decision")
+            lines.append("# into the file, and remove its line.")
+            tree[UNDECIDED] = [_printable(item) for item in self.undecided]
+        body = yaml.safe_dump(tree | self.out, sort_keys=False, allow_unicode=True, width=96)
         return "\n".join(lines) + "\n\n" + str(body)
 
 
@@ -96,6 +98,20 @@ def write_beside(file: Path, text: str, output: Path | None) -> Path:
     return target
 
 
+def rewrite(target: Path, text: str) -> None:
+    """Replace the content of a file that `write_beside` has written.
+
+    Raises:
+        SettingError: The file cannot be written.
+    """
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingError(
+            str(target), None, f"cannot be written ({error.strerror})", "Name another with -o"
+        ) from error
+
+
 def check_written(m: Migration) -> None:
     """Check the translated settings by the rules of megafp8; wrong ones must be decided."""
     written = {s.key: s for s in flatten("", m.out, "") if s.key in all_keys()}
@@ -103,12 +119,22 @@ def check_written(m: Migration) -> None:
     bad = {problem.key for problem in problems}
     values = {s.key: s.value for s in written.values() if s.key not in bad}
     for problem in [*problems, *check_values(values)]:
+        remove_from(m.out, problem.key)
         m.decide(problem.key, problem.value, problem.reason, problem.hint)
 
 
 def _printable(text: str) -> str:
-    """Return the text as one line that YAML accepts in a comment."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    """Return the text as one line of printable characters, without interpolations."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return line.replace("${", "$ {")
+
+
+def remove_from(tree: dict[str, Any], path: str) -> None:
+    """Remove the value at a dotted path from a tree of dicts, if it is there."""
+    *sections, leaf = path.split(".")
+    for section in sections:
+        tree = tree.get(section, {})
+    tree.pop(leaf, None)
 
 
 def set_in(tree: dict[str, Any], path: str, value: Any) -> None:
