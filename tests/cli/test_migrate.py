@@ -14,6 +14,7 @@ from megafp8.cli.migrate import main, migrate
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
+from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
 from megafp8.errors import UserError
 from tests.config.helpers import load_problems, run_spec, the_problem
@@ -249,7 +250,8 @@ def test_ms_amps_level_is_kept(line: str, level: str, tmp_path: Path) -> None:
     assert m.out["model"]["optim"]["fp8_opt_level"] == level
     assert keys_of(m.undecided) == ({"fp8_config.x"} if line == "x: 1" else set())
     if not m.undecided:
-        assert run_spec(**write(tmp_path, m)).resolved["model"]["optim"]["fp8_opt_level"] == level
+        resolved = flat(run_spec(**write(tmp_path, m)).resolved)
+        assert resolved["model.optim.fp8_opt_level"] == level
 
 
 def test_a_level_that_ms_amp_does_not_have_must_be_decided() -> None:
