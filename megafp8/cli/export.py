@@ -26,7 +26,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def main(argv: Sequence[str]) -> int:
     """Write the folder and list its files; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a run's directory, or one of its checkpoints")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(

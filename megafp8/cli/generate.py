@@ -27,7 +27,11 @@ RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
 
 def main(argv: Sequence[str]) -> int:
     """Print the text while it is generated; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "run", type=Path, help="a run's directory, a checkpoint, or a folder that import_hf wrote"
     )

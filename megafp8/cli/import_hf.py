@@ -37,7 +37,11 @@ SHARD_BYTES = 4 << 30
 
 def main(argv: Sequence[str]) -> int:
     """Write the folder and print how to train; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.import_hf", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.import_hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("model", type=Path, help="a folder with config.json and safetensors")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     options = parser.parse_args(argv)

@@ -27,7 +27,11 @@ SORTS = ("underflow", "overflow", "snr", "amax", "name")
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.inspect", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.inspect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a run's directory, or its health.jsonl")
     parser.add_argument("--step", type=int, help="the log step to show (default: the last one)")
     parser.add_argument(

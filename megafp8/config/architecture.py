@@ -102,9 +102,10 @@ def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
 
 
 def shape_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
-    """Return the keys in which two shapes differ, with both values; empty if the shapes are equal.
+    """Return the settings in which two models' architectures differ, each with both values.
 
-    Sizes that are null because they follow from other keys are compared by their values.
+    The result is empty if the architectures are equal. Sizes that are null because they follow
+    from other keys are compared by their values.
     """
     first, second = _filled(asked), _filled(stored)
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}

@@ -1,7 +1,8 @@
-"""Blend several training streams into one whose weights hold to within one sample at every prefix.
+"""Mix several datasets by weight.
 
-The order is R. Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980):
-after n samples each of K datasets has given `weight * n` samples to within 1 - 1 / (2K - 2).
+After any number n of samples, each dataset has given `weight * n` of them, to within one sample:
+with K datasets the difference is at most 1 - 1 / (2K - 2). The order is R. Tijdeman's for the
+chairman assignment problem (Discrete Mathematics 32, 1980).
 Megatron always takes the dataset that lags most, which for some weights of many datasets is off by
 more than one sample.
 """

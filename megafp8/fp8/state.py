@@ -217,7 +217,10 @@ class Fp8State:
             )
 
     def _begin_step(self) -> None:
-        """Note the weights that are about to be quantized, and which of them FSDP2 gathers."""
+        """Remember each weight's address and version, to detect a change before the step ends.
+
+        Weights that FSDP2 shards are quantized again at each use from now on.
+        """
         self._stamps = {}
         for name, linear in self.linears.items():
             if is_dtensor(linear.weight):

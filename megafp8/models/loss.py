@@ -5,7 +5,7 @@ of its inputs, because they need the chunk's logits, which are freed afterwards.
 only scales these gradients.
 """
 
-# T tokens (batch x sequence)  C tokens of one chunk  D model width  V vocabulary
+# B batch  S sequence  T tokens (B x S)  C tokens of one chunk  D model width  V vocabulary
 
 from __future__ import annotations
 

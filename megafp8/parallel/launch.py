@@ -46,9 +46,10 @@ def has_launcher() -> bool:
 
 
 def prepare_allocator(environment: MutableMapping[str, str]) -> None:
-    """Let CUDA's allocator grow its segments, so that memory freed in one size serves another.
+    """Set PYTORCH_ALLOC_CONF=expandable_segments:True unless the user has set the variable.
 
-    torch reads the variable once, before CUDA starts. A value that the user has set is kept.
+    CUDA memory that one tensor has freed can then serve tensors of other sizes. torch reads the
+    variable once, so this function must be called before CUDA starts.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -31,10 +31,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Hold how long an order takes and how long its ranks wait."""
+    """Hold the duration of a pipeline schedule and the time that its ranks wait."""
 
     total: int  # units from the first forward pass to the last backward pass
-    idle: tuple[float, ...]  # the fraction of it in which each rank waits
+    idle: tuple[float, ...]  # the fraction of the total in which each rank waits
 
     @property
     def bubble(self) -> float:

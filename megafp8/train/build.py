@@ -84,7 +84,10 @@ class Sinks:
 
 
 def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
-    """Return the sinks that `spec` needs. `connect_gradients` gives them their buffers later."""
+    """Return the objects that receive weight gradients (`GradSink`), as `spec` needs them.
+
+    `connect_gradients` gives them their buffers later.
+    """
     storage = spec.optim.storage
     main = MainGradSink()
     if storage.main_grads != "fp32":
@@ -111,7 +114,10 @@ def make_model(spec: RunSpec, mesh: Mesh, backend: choose.Backend) -> GPT | Pipe
 
 
 def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Masters:
-    """Return the FP32 master weights of the model, whole or this rank's shard of them."""
+    """Return the optimizer's master weights, whole or this rank's shard of them.
+
+    They are in FP32, or in the formats of `spec.optim.storage`.
+    """
     parallel = spec.parallel
     in_fp8 = {
         linear.weight: linear.weight_form

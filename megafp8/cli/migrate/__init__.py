@@ -24,7 +24,11 @@ def main(argv: Sequence[str]) -> int:
 
     Returns 0 if the new file loads, and 2 if something must be decided or an error was printed.
     """
-    parser = argparse.ArgumentParser(prog="python -m megafp8.cli.migrate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.migrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML, which is not changed")
     parser.add_argument(
         "-o", "--output", type=Path, help="the new file (default: NAME.megafp8.yaml beside FILE)"

@@ -94,7 +94,10 @@ def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[
 
 
 def _with_number(setting: Setting, m: Migration) -> Setting:
-    """Return the setting with a number for a text such as `1e-5`, which YAML 1.1 reads as text."""
+    """Convert a text such as 1e-5 to a float if the setting is a number.
+
+    YAML 1.1 does not read such a text as a number. Any other setting is returned unchanged.
+    """
     key, value = all_keys().get(setting.key), setting.value
     if key is None or key.type_text.removesuffix(", or null") != "a number":
         return setting

@@ -16,7 +16,10 @@ FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter; it must be set before they are imported."""
+    """Whether Triton's kernels run in its interpreter (TRITON_INTERPRET=1).
+
+    The variable must be set before the kernels are imported.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

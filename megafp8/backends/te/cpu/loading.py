@@ -144,10 +144,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _optional_packages() -> Iterator[None]:
-    """Stand in for packages that are absent while files are imported that name them at their top.
+    """Put a placeholder into sys.modules for each missing package, while the context is open.
 
-    What they would have done is an error that names them when it is used. They are gone afterwards,
-    so no other code takes them for installed.
+    The packages are those of OPTIONAL that are not installed; files that import one at their top
+    load with its placeholder. Using an attribute of a placeholder raises an error with the
+    package's name. The placeholders are removed at the end, so that no other code takes the
+    packages for installed.
     """
     absent = {name.split(".")[0] for name in OPTIONAL}
     absent = {name for name in absent if importlib.util.find_spec(name) is None}
