@@ -295,6 +295,15 @@ def finish_background_save_after(run: Run, error: BaseException) -> None:
         run.console.warn(f"the checkpoint that was being written failed: {failure}")
 
 
+def how_to_continue(run: Run) -> str:
+    """Return how a run without a name is continued with other settings; `""` if it has a name."""
+    observe = run.spec.observe
+    if observe.name is not None or observe.explicit_log_dir is not None:
+        return ""
+    name = run.saver.root.parent.name
+    return f". This run has no name; continue it with exp_manager.name={name}"
+
+
 def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
     """Follow `nonfinite_policy` after a step with a loss or gradient norm that is not finite.
 
@@ -314,6 +323,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
                 f"{what}. Nothing of this step was saved. Lower model.optim.lr, or set "
                 "trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to the "
                 f"last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
+                f"{how_to_continue(run)}"
             )
         )
     if policy == "rollback" and step not in run.rolled_back_from:

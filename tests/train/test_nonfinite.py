@@ -36,6 +36,16 @@ def test_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert_same(place, reference)
 
 
+def test_a_run_without_a_name_continues_by_the_name_that_the_error_gives(place: Place) -> None:
+    done = place.run("exp_manager.name=null", fault=["nan_gradient", "final_norm.weight", [4]])
+    assert done.code == 3, done.output
+    name = done.output.splitlines()[-1].rpartition("exp_manager.name=")[2]
+    assert [path.name for path in place.dir().parent.iterdir() if path.is_dir()] == [name]
+    done = place.run(f"exp_manager.name={name}", policy("skip"))
+    assert done.code == 0, done.output
+    assert [path.name for path in place.dir().parent.iterdir() if path.is_dir()] == [name]
+
+
 def test_the_first_bad_tensor_is_found_among_weights_in_fp8(place: Place) -> None:
     done = place.run("model.fp8_params=True", fault=["nan_gradient", "final_norm.weight", [1]])
     assert done.code == 3 and "Traceback" not in done.output, done.output
