@@ -23,6 +23,7 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.hardware import bf16
 from megafp8.parallel.mesh import single_rank
+from megafp8.plan import time
 from megafp8.precision import scaling
 from megafp8.precision.engine import LAYOUTS, Engine
 from megafp8.precision.kernels import triton_launch
@@ -216,4 +217,7 @@ def test_launches_and_bytes_of_a_layer(shape: str, recipe: str, tally: Tally) ->
     cost, expected = tally.cost(), COSTS[shape, recipe]
     what = f"{cost}; {dict(tally.launches)}"
     assert cost.launches == expected.launches, what
+    planned = None if recipe == "bf16" else recipe
+    if shape == "gpt" and planned in time.LAUNCHES:
+        assert cost.launches == time.LAUNCHES[planned], "plan/time.py plans another number"
     assert cost[1:] == pytest.approx(expected[1:], abs=0.1), f"another figure: {what}"
