@@ -227,7 +227,7 @@ def _fp8(model: Model) -> Fp8Recipe | None:
         amax_history_len=model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
         reduce_amax=model.reduce_amax,
-        power_2_scale=name not in ("delayed", "tensorwise") if power_2 is None else power_2,
+        power_2_scale=name in E4M3_RECIPES if power_2 is None else power_2,
         params_in_fp8=model.fp8_params,
         high_precision_gemms=_high_precision_gemms(model),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),

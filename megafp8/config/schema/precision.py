@@ -139,8 +139,8 @@ class Precision:
     )
     fp8_power_2_scale: bool | None = key(
         None,
-        "Round scales down to powers of two. `null`: True for `rowwise` and `blockwise`, False for "
-        "`tensorwise`, as in the libraries that define these recipes.",
+        "Round scales down to powers of two. `null`: True for `rowwise`, `rowwise_with_gw_hp` and "
+        "`blockwise`, False for `tensorwise`, as in the libraries that define these recipes.",
         kind="model",
         needs=CURRENT,
     )
