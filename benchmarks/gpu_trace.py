@@ -39,7 +39,7 @@ def spec_of(args: argparse.Namespace) -> RunSpec:
     cfg = load(
         [
             "model.fp8=True",
-            f"model.fp8_amax_history_len={args.history}",
+            *([f"model.fp8_amax_history_len={args.history}"] if args.algo == "max" else []),
             f"model.fp8_amax_compute_algo={args.algo}",
             f"model.num_layers={args.layers}",
             f"model.hidden_size={args.width}",

@@ -52,6 +52,7 @@ class Need:
     text: str  # what to set for the key to have an effect, as `model.fp8=True`
     holds: Callable[[Values], bool]
     own_hint: str = ""  # replaces "Set …, or leave it out"
+    also: Need | None = None  # a second setting that the key depends on
 
     @property
     def hint(self) -> str:
@@ -158,6 +159,12 @@ def needs(
 def needs_above(key: str, low: float) -> Need:
     """Return the need for `key` to be a number above `low`."""
     return Need(key, f"{key} above {low}", lambda v: v[key] is not None and v[key] > low)
+
+
+def both(first: Need, second: Need) -> Need:
+    """Return the need for two settings, of which the first is named if both are missing."""
+    text = f"{first.text} and {second.text}"
+    return dataclasses.replace(first, text=text, own_hint=first.hint, also=second)
 
 
 def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:

@@ -65,9 +65,12 @@ def unmet_need(path: str, values: Values) -> Need | None:
     If the needed key itself has no effect, its own need is returned.
     """
     need = all_keys()[path].needs
-    if need is None or need.key not in values:
-        return None
-    return unmet_need(need.key, values) or (None if need.holds(values) else need)
+    while need is not None and need.key in values:
+        unmet = unmet_need(need.key, values) or (None if need.holds(values) else need)
+        if unmet is not None:
+            return unmet
+        need = need.also
+    return None
 
 
 def effective(values: Values) -> dict[str, Any]:

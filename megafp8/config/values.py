@@ -240,7 +240,19 @@ SIZES = (
     "model.context_parallel_size",
     "model.pipeline_model_parallel_size",
 )
+SIZES_WITHOUT_CONTEXT = (SIZES[0], SIZES[2])
 WORLD = ("trainer.devices", "trainer.num_nodes")
+
+
+def ranks_beside(v: Mapping[str, Any], *sizes: str) -> int | None:
+    """Return the ranks of the world divided by some parallel sizes.
+
+    None if a key is missing or the world cannot be divided so, which other rules report.
+    """
+    if any(key not in v for key in (*WORLD, *sizes)):
+        return None
+    ranks, size = world_size(v), math.prod(v[key] for key in sizes)
+    return None if ranks % size else ranks // size
 
 
 def schedule_of(v: Mapping[str, Any]) -> ScheduleName:

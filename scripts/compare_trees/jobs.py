@@ -158,7 +158,11 @@ def _settings() -> list[Job]:
             "model.data.reset_attention_mask=True",
         ),
         "without_o2": ("model.megatron_amp_O2=False",),
-        "most_recent": ("model.fp8_amax_compute_algo=most_recent", "model.fp8_margin=1"),
+        "most_recent": (
+            "model.fp8_amax_compute_algo=most_recent",
+            "model.fp8_amax_history_len=1024",
+            "model.fp8_margin=1",
+        ),
         "interval": ("model.fp8_interval=2", "model.fp8_e4m3=True"),
         "wgrad": ("model.fp8_wgrad=False",),
         "products": ("model.override_linear_precision=[True,False,False]",),

@@ -77,9 +77,10 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
     with pytest.raises(
         ConfigError, match=f"has no effect with model.fp8_recipe={recipe_name}"
     ) as error:
-        recipe(f"model.fp8_recipe={recipe_name}", detail)
+        recipe("trainer.devices=2", f"model.fp8_recipe={recipe_name}", detail)
     assert error.value.key == key
-    assert recipe(f"model.fp8_recipe={recipe_name}", detail, 'model.fp8_modules=["*.fc2:delayed"]')
+    one_delayed = 'model.fp8_modules=["*.fc2:delayed"]'
+    assert recipe("trainer.devices=2", f"model.fp8_recipe={recipe_name}", detail, one_delayed)
 
 
 @pytest.mark.parametrize(

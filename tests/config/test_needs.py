@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "trainer.gradient_clip_algorithm": "value",
     "model.rotary_percentage": 0.5,
     "model.optim.fp8_opt_level": "O2",
+    "model.optim.grad_sync_dtype": "bf16",
     "model.optim.low_precision_moments_of": "linears",
     "model.optim.main_grads_sum_dtype": "fp32",
     "model.optim.sched.constant_ratio": 0.5,
@@ -54,6 +55,8 @@ OFF = {
     "model.optim.sched.name": "WarmupHoldPolicy",
 }
 """What switches off the keys that have an effect in the default job."""
+BESIDE = {"model.transformer_engine": {"trainer.accelerator": "cpu"}}
+"""Settings beside which a key has no effect, where its need holds in the default job."""
 DEPENDENT = [path for path, key in all_keys().items() if key.needs is not None]
 
 
@@ -69,6 +72,7 @@ def another(path: str) -> Any:
 def without_its_need(path: str) -> dict[str, Any]:
     """Return the default job's values with `path` changed and without what `path` needs."""
     values, _ = read_values(load())
+    values |= BESIDE.get(path, {})
     need = all_keys()[path].needs
     assert need is not None
     if unmet_need(path, values) is None:
@@ -100,8 +104,62 @@ def test_the_outermost_need_is_named() -> None:
     recipe = ["model.fp8=True", "model.fp8_recipe=rowwise"]
     problem = the_problem(*recipe, "model.tp_only_amax_red=True")
     assert problem.reason == "has no effect with model.fp8_recipe=rowwise"
-    off = the_problem("model.fp8=True", "model.reduce_amax=False", "model.tp_only_amax_red=True")
+    off = the_problem(
+        "trainer.devices=2",
+        "model.fp8=True",
+        "model.reduce_amax=False",
+        "model.tp_only_amax_red=True",
+    )
     assert off.reason == "has no effect with model.reduce_amax=False"
+
+
+FP8 = ["model.fp8=True"]
+LAYOUTS = {
+    "one rank": [],
+    "2 replicas": ["trainer.devices=2"],
+    "2 tensor-parallel ranks": ["trainer.devices=2", "model.tensor_model_parallel_size=2"],
+    "2 context-parallel ranks": ["trainer.devices=2", "model.context_parallel_size=2"],
+    "2 stages": ["trainer.devices=2", "model.pipeline_model_parallel_size=2"],
+    "2 sharded replicas": ["trainer.devices=2", "model.fsdp=True"],
+}
+COUNTS = {
+    "model.reduce_amax=False": (FP8, {"2 replicas", "2 tensor-parallel ranks",
+                                      "2 context-parallel ranks", "2 sharded replicas"}),
+    "model.tp_only_amax_red=True": (FP8, {"2 replicas", "2 sharded replicas"}),
+    "model.optim.grad_sync_dtype=bf16": (
+        [], {"2 replicas", "2 context-parallel ranks", "2 sharded replicas"}),
+    "model.grad_allreduce_chunk_size_mb=7": ([], {"2 replicas", "2 context-parallel ranks"}),
+    "model.transformer_engine=False": (["trainer.accelerator=cpu"], set()),
+    "model.fp8_amax_history_len=7": ([*FP8, "model.fp8_amax_compute_algo=most_recent"], set()),
+    "exp_manager.wandb_logger_kwargs.project=p": ([], set()),
+    "exp_manager.wandb_logger_kwargs.name=n": ([], set()),
+}  # fmt: skip
+"""For a setting: the job beside it, and the layouts in which the setting changes something."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("setting", COUNTS)
+def test_a_layout_decides_whether_a_setting_counts(setting: str, layout: str) -> None:
+    job, counts = COUNTS[setting]
+    path = setting.partition("=")[0]
+    given = [*LAYOUTS[layout], *job, setting]
+    if layout in counts:
+        values, _ = read_values(load([word for word in given if word != setting]))
+        assert unmet_need(path, values) is None
+        return
+    found = {problem.key: problem for problem in load_problems(*given)}
+    assert path in found and found[path].reason.startswith("has no effect with ")
+
+
+def test_of_a_nemo_file_a_layout_makes_it_a_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(
+        "reduce_amax: false\noptim: {grad_sync_dtype: bf16}\n"
+    )
+    loaded = load_all(["model=mine", "model.fp8=True"], tmp_path)
+    assert {s.key for s, _ in loaded.unused} == {
+        "model.reduce_amax", "model.optim.grad_sync_dtype"
+    }  # fmt: skip
 
 
 START = "defaults: [pretrain_gpt, _self_]\n"

@@ -216,7 +216,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
             ["1F1B"],
         ),
         (
-            [FP8, "model.reduce_amax=False", "model.tp_only_amax_red=True"],
+            [FP8, "trainer.devices=2", "model.reduce_amax=False", "model.tp_only_amax_red=True"],
             "model.tp_only_amax_red",
             ["Set model.reduce_amax=True"],
         ),
@@ -316,7 +316,7 @@ def test_fp8_detail_without_fp8(detail: str) -> None:
     assert problem.key == detail.partition("=")[0]
     assert "model.fp8=True" in problem.hint
     if detail != "model.fp8_hybrid=False":  # which leaves FP8 without a format
-        load([detail, FP8])
+        load([detail, FP8, "trainer.devices=2"])
 
 
 def test_fp8_recipe_of_a_yaml_may_be_switched_off(tmp_path: Path) -> None:

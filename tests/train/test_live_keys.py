@@ -283,7 +283,7 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_margin": Trains(4),
     "model.fp8_interval": Trains(3),
     "model.fp8_amax_history_len": Trains(1),
-    "model.fp8_amax_compute_algo": Trains("most_recent"),
+    "model.fp8_amax_compute_algo": Trains("most_recent", ("model.fp8_amax_history_len=1024",)),
     "model.reduce_amax": ShownBy(
         "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),

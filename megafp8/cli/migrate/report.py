@@ -10,6 +10,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
+from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import UNDECIDED, flatten, setting_problem
 from megafp8.config.values import plain
@@ -118,6 +119,10 @@ def check_written(m: Migration) -> None:
     problems = [problem for s in written.values() if (problem := setting_problem(s))]
     bad = {problem.key for problem in problems}
     values = {s.key: s.value for s in written.values() if s.key not in bad}
+    for found in list(unused(values)):
+        if found.key in values:
+            remove_from(m.out, found.key)
+            m.drop(found.key, values.pop(found.key), f"it has no effect with {found.setting}")
     for problem in [*problems, *check_values(values)]:
         remove_from(m.out, problem.key)
         m.decide(problem.key, problem.value, problem.reason, problem.hint)

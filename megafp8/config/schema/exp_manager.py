@@ -10,6 +10,7 @@ from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp
 _BEST = "exp_manager.checkpoint_callback_params.save_top_k"
 CHECKPOINTS = needs("exp_manager.create_checkpoint_callback", True)
 KEEPS_BEST = Need(_BEST, f"{_BEST} other than 0", lambda v: v[_BEST] != 0)
+WANDB = needs("exp_manager.create_wandb_logger", True)
 PROFILES = needs("model.nsys_profile.enabled", True)
 
 
@@ -22,9 +23,15 @@ class WandbLogger:
     """Define the keys below `exp_manager.wandb_logger_kwargs`."""
 
     project: str | None = key(
-        None, "Project of the run in Weights & Biases.", nemo=None, kind="logging"
+        None,
+        "Project of the run in Weights & Biases.",
+        nemo=None,
+        kind="logging",
+        needs=WANDB,
     )
-    name: str | None = key(None, "Name of the run in Weights & Biases.", nemo=None, kind="logging")
+    name: str | None = key(
+        None, "Name of the run in Weights & Biases.", nemo=None, kind="logging", needs=WANDB
+    )
 
 
 @dataclass

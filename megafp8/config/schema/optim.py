@@ -23,7 +23,9 @@ from megafp8.config.values import (
     LATER_SCHEDULES,
     OPTIMIZERS,
     SCHEDULES,
+    SIZES_WITHOUT_CONTEXT,
     STATES_OF_LEVEL,
+    ranks_beside,
     storage_of,
 )
 from megafp8.specs.optim import STORAGE_NAMES
@@ -47,6 +49,15 @@ def _stores(*parts: str) -> Need:
 
     first = f"model.optim.{parts[0]}_dtype"
     return Need(first, f"{first} below fp32, or model.optim.fp8_opt_level", holds)
+
+
+SUMMED = Need(
+    "trainer.devices",
+    "several data- or context-parallel ranks",
+    lambda v: ranks_beside(v, *SIZES_WITHOUT_CONTEXT) != 1,
+    "Leave it out; one rank sums no gradients, and trainer.devices sets the number of ranks",
+)
+"""The need for ranks whose gradients are summed."""
 
 
 @dataclass
@@ -186,6 +197,7 @@ class Optim:
         "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
         kind="optim",
         valid=one_of("fp32", "bf16"),
+        needs=SUMMED,
     )
     fp8_opt_level: str = key(
         "O0",

@@ -7,7 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, at_least, key, needs, needs_above, one_of, or_null
+from megafp8.config.keys import Valid, at_least, both, key, needs, needs_above, one_of, or_null
+from megafp8.config.schema.optim import SUMMED
 from megafp8.config.values import PRECISIONS, is_rampup, parse_layout, spell_precision
 from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 
@@ -132,7 +133,7 @@ class Parallel:
         nemo=125,
         kind="layout",
         valid=at_least(1),
-        needs=needs("model.fsdp", False),
+        needs=both(needs("model.fsdp", False), SUMMED),
     )
     activations_checkpoint_granularity: str | None = key(
         None,

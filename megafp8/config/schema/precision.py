@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config.keys import Valid, at_least, between, key, needs, one_of
-from megafp8.config.values import compute_dtypes, parse_modules, recipes_in
+from megafp8.config.keys import Need, Valid, Values, at_least, between, both, key, needs, one_of
+from megafp8.config.values import (
+    SIZES,
+    compute_dtypes,
+    parse_modules,
+    ranks_beside,
+    recipes_in,
+)
 from megafp8.specs.precision import RECIPES
 
 _CURRENT_RECIPES = [name for name in RECIPES if name != "delayed"]
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
+
+
+def _has_te_layers(v: Values) -> bool:
+    backend, device = v.get("model.fp8_backend", "auto"), v.get("trainer.accelerator")
+    return v["model.fp8"] or backend == "te" or (backend == "auto" and device != "cpu")
+
+
+TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 FP8 = needs("model.fp8", True)
 DELAYED = needs("model.fp8_recipe", "delayed", reads=recipes_in)
 CURRENT = needs("model.fp8_recipe", *_CURRENT_RECIPES, reads=recipes_in)
+AMAX_RANKS = Need(
+    "trainer.devices",
+    "several ranks in a pipeline stage",
+    lambda v: ranks_beside(v, "model.pipeline_model_parallel_size") != 1,
+    "Leave it out; one rank has one set of scales, and trainer.devices sets the number of ranks",
+)
+REPLICAS = Need(
+    "trainer.devices",
+    "several replicas",
+    lambda v: ranks_beside(v, *SIZES) != 1,
+    "Leave it out; there is one replica, and more trainer.devices make more replicas",
+)
 FIRST_LAST = needs("model.first_last_layers_bf16", True)
 MEASURES = needs("model.fp8_health", "full")
 
@@ -60,6 +86,7 @@ class Precision:
         "needed: `fp8_backend` chooses what runs them.",
         nemo=False,
         kind="model",
+        needs=TE_LAYERS,
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
     fp8_e4m3: bool = key(
@@ -98,7 +125,7 @@ class Precision:
         nemo=1024,
         kind="model",
         valid=between(1, 65536),
-        needs=DELAYED,
+        needs=needs("model.fp8_amax_compute_algo", "max"),
     )
     fp8_amax_compute_algo: str = key(
         "max",
@@ -115,14 +142,14 @@ class Precision:
         "each rank has its own scales.",
         nemo=True,
         kind="model",
-        needs=DELAYED,
+        needs=both(DELAYED, AMAX_RANKS),
     )
     tp_only_amax_red: bool = key(
         False,
         "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
         "own scales.",
         kind="model",
-        needs=needs("model.reduce_amax", True),
+        needs=both(needs("model.reduce_amax", True), REPLICAS),
     )
     fp8_recipe: str = key(
         "delayed",
