@@ -151,7 +151,7 @@ def test_a_layout_decides_whether_a_setting_counts(setting: str, layout: str) ->
     assert path in found and found[path].reason.startswith("has no effect with ")
 
 
-def test_of_a_nemo_file_a_layout_makes_it_a_line(tmp_path: Path) -> None:
+def test_what_a_preset_sets_for_more_ranks_is_a_line_on_one(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text(
         "reduce_amax: false\noptim: {grad_sync_dtype: bf16}\n"

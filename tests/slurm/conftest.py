@@ -11,17 +11,33 @@ import pytest
 from tests.slurm.jobs import ROOT, Cluster
 from tests.train.runs import make_dataset
 
+PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
+PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 UP, DOWN = (ROOT / "scripts/slurm" / f"test_cluster_{way}.sh" for way in ("up", "down"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "ip") if not shutil.which(name)]
-    reason = f"{', '.join(missing)} not found" if missing else ""
-    if "slurm" not in config.option.markexpr:
-        reason = "starts a real Slurm: make test-slurm"
-    for item in items:
-        if reason and item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    of_slurm = [item for item in items if item.get_closest_marker("slurm")]
+    if of_slurm and asks_for_slurm(config.option.markexpr):
+        refuse_without_programs()
+        return
+    for item in of_slurm:
+        item.add_marker(pytest.mark.skip(reason="starts a real Slurm: make test-slurm"))
+
+
+def asks_for_slurm(markers: str) -> bool:
+    """Whether pytest's option `-m` selects the tests that start a real Slurm."""
+    return "slurm" in markers and "not slurm" not in markers
+
+
+def refuse_without_programs() -> None:
+    """End pytest with the packages to install if a program of Slurm's is missing."""
+    missing = [name for name in PROGRAMS if not shutil.which(name)]
+    if missing:
+        raise pytest.UsageError(
+            f"the tests of Slurm were asked for, and {', '.join(missing)} cannot be found. On "
+            f"Debian: apt-get install --no-install-recommends {PACKAGES}"
+        )
 
 
 @pytest.fixture(scope="session")
