@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from megafp8.data.loader import Microbatch
 from megafp8.parallel.mesh import Mesh, single_rank
@@ -24,6 +25,7 @@ from megafp8.specs import (
     TrainSpec,
 )
 from megafp8.train.build import build
+from megafp8.train.report.fp8 import PrecisionShare, linear_flops, share_of_ranks
 from megafp8.train.state import TrainState
 
 SEQ, VOCAB = 16, 96
@@ -130,3 +132,8 @@ def microbatch(seed: int, batch: int = 2, ignored: float = 0.0) -> Microbatch:
     text = np.cumsum(jumps, axis=1) % VOCAB
     targets = np.where(rng.random((batch, SEQ)) < ignored, -100, text[:, 1:])
     return Microbatch(np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(targets))
+
+
+def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
+    """Return the FP8 fraction of a model that is on one rank."""
+    return share_of_ranks([linear_flops(model, recipe)], spec, num_replicas=1)

@@ -76,13 +76,6 @@ class NemoKey:
             self.path, "null" if value is None else value, self.why, self.hint, origin=origin
         )
 
-    @property
-    def accepted_text(self) -> str:
-        """Return the accepted values in words: `True or False`."""
-        if self.free is not None:
-            return self.free.text
-        return " or ".join(plain(value) for value in self.accepts)
-
 
 class Free(NamedTuple):
     """Name the values of one type, as `any text`."""

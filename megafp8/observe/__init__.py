@@ -5,7 +5,7 @@ not the run, and is reported once.
 """
 
 from megafp8.observe.console import Console, SilentConsole, StepReport, open_console
-from megafp8.observe.memory import peak_memory_bytes, reset_peak_memory
+from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile, read_metrics
 from megafp8.observe.summary import RunSummary, bits_per_byte, write_summary
 from megafp8.observe.trackers import (
@@ -33,6 +33,5 @@ __all__ = [
     "peak_memory_bytes",
     "read_metrics",
     "require_wandb",
-    "reset_peak_memory",
     "write_summary",
 ]

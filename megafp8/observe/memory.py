@@ -22,14 +22,6 @@ def peak_memory_bytes(accelerator: str = "cpu") -> int:
     return _peak_resident_bytes()
 
 
-def reset_peak_memory(accelerator: str = "cpu") -> None:
-    """Reset the peak of CUDA's memory. The peak of resident memory cannot be reset."""
-    if accelerator == "gpu":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
-
-
 def _peak_resident_bytes() -> int:
     # /proc is preferred: a process inherits getrusage's maximum from its parent through fork and
     # exec, so that a small process that a large one started would report the large one's peak.

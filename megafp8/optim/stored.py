@@ -36,9 +36,10 @@ from megafp8.specs import OptimSpec, StorageSpec
 class StoredMasters(Masters):
     """Hold master weights and gradients as a `StorageSpec` says, on one rank.
 
-    A linear's weight whose master is below FP32 is that master itself: the parameter becomes its
-    payload, and the linear reads it through a `StoredFew`. A weight that is kept in FP8 alone
-    (`stores` has how its master gets into it) has a master beside it.
+    If the master of a linear's weight has fewer bits than FP32, the rank keeps no second copy of
+    that weight: the parameter's data are the master's stored bits, and the linear reads them
+    through a `StoredFew`. A weight that is kept in FP8 alone has a master besides; `stores` maps
+    such a parameter to the object that writes a new master into it.
 
         stored         the master weight of each segment, of FP32 ones too
         stored_grads   the gradient of each segment, of FP32 ones too

@@ -24,12 +24,12 @@ from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
 from megafp8.specs.run import HealthMode
 from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.report.fp8 import precision_share, require_fp8
+from megafp8.train.report.fp8 import require_fp8
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from megafp8.train.validate import evaluate
-from tests.tiny import SEQ, build_run, gpt_spec, microbatch, run_spec
+from tests.tiny import SEQ, build_run, gpt_spec, microbatch, precision_share, run_spec
 from tests.train.test_health import run as health_run
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.checks import check_tree
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
@@ -20,7 +19,7 @@ from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
 from megafp8.errors import UserError
 from megafp8.specs import Fp8Recipe, RunSpec
-from tests.config.helpers import problems, run_spec
+from tests.config.helpers import check_tree, problems, run_spec
 
 
 def test_default_job() -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config.checks import check_tree
 from megafp8.config.load import load
 from megafp8.config.rules import nearest_divisors, nearest_multiples
-from tests.config.helpers import load_problems, run_spec, the_problem
+from tests.config.helpers import check_tree, load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
 JOB = ("model.micro_batch_size=8", "model.global_batch_size=32", "model.optim.lr=1e-3")

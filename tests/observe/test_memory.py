@@ -34,7 +34,7 @@ def test_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_cuda_counts_what_is_allocated() -> None:
     import torch
 
-    memory.reset_peak_memory("gpu")
+    torch.cuda.reset_peak_memory_stats()
     before = peak_memory_bytes("gpu")
     block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     assert peak_memory_bytes("gpu") - before >= block.numel()

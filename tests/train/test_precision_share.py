@@ -12,12 +12,11 @@ from megafp8.specs.precision import RECIPES, ModuleRule
 from megafp8.train.report.fp8 import (
     LAYOUTS_OF,
     LinearFlops,
-    precision_share,
     require_fp8,
     share_of_ranks,
 )
 from megafp8.train.step import train_step
-from tests.tiny import build_run, gpt_spec, microbatch
+from tests.tiny import build_run, gpt_spec, microbatch, precision_share
 
 
 def test_the_kinds_of_scales_of_every_recipe_are_known() -> None:

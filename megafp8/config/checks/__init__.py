@@ -5,30 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING
 
 from megafp8.config import together
 from megafp8.config.checks import model, optim, parallel, precision, run
-from megafp8.config.errors import DEFAULT, SettingError, raise_if_any
+from megafp8.config.errors import DEFAULT, SettingError
 from megafp8.config.keys import NOT_IN_NEMO, Key, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_values
 from megafp8.config.values import plain
-
-
-def check_tree(cfg: DictConfig, origins: Origins | None = None) -> None:
-    """Raise if anything is wrong with a composed tree.
-
-    Args:
-        cfg: The tree.
-        origins: The layers that set the keys. None: one user set everything.
-
-    Raises:
-        ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
-    """
-    values, problems = read_values(cfg, origins or {})
-    raise_if_any(problems + check_values(values, origins))
 
 
 def check_values(values: Values, origins: Origins | None = None) -> list[SettingError]:

@@ -66,11 +66,6 @@ class LinearFlops:
     reasons: dict[str, list[str]]
 
 
-def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
-    """Return the FP8 fraction of a model that is on one rank."""
-    return share_of_ranks([linear_flops(model, recipe)], spec, num_replicas=1)
-
-
 def share_of_ranks(
     parts: Sequence[LinearFlops], spec: GPTSpec, num_replicas: int
 ) -> PrecisionShare:

@@ -31,13 +31,12 @@ from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
 from megafp8.train import state_dict
-from megafp8.train.report.fp8 import precision_share
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, recipes, run_of, spec_of, step, tables_of, te
-from tests.tiny import gpt_spec, microbatch
+from tests.tiny import gpt_spec, microbatch, precision_share
 from tests.train.test_health import run as health_run
 
 MODEL = gpt_spec(activation="gelu-tanh")
