@@ -39,7 +39,7 @@ class StoredMasters(Masters):
     If the master of a linear's weight has fewer bits than FP32, the rank keeps no second copy of
     that weight: the parameter's data are the master's stored bits, and the linear reads them
     through a `StoredFew`. A weight that is kept in FP8 alone has a master besides; `stores` maps
-    such a parameter to the object that writes a new master into it.
+    such a parameter to the function that writes a new master into it.
 
         stored         the master weight of each segment, of FP32 ones too
         stored_grads   the gradient of each segment, of FP32 ones too
