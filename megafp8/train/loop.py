@@ -320,8 +320,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
         raise_on_all(
             NonFiniteError(
-                f"{what}. Nothing of this step was saved. Lower model.optim.lr in a new run, or set "
-                "trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to the "
+                f"{what}. Nothing of this step was saved. Lower model.optim.lr in a new run, or "
+                "set trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to the "
                 f"last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
                 f"{how_to_continue(run)}"
             )
