@@ -3,7 +3,7 @@
 #
 #   scripts/container/build.sh                           localhost/megafp8:cpu on plain Debian 12
 #   BASE=docker.io/library/python:3.12-slim scripts/container/build.sh         on another base
-#   VOLUMES="/opt/wheels /etc/pip.conf" scripts/container/build.sh    a local package index for pip
+#   VOLUMES="/srv/wheels /etc/pip.conf" scripts/container/build.sh    a local package index for pip
 #
 # Environment: IMAGE (the tag), BASE (the base image; the default is a Debian that this script makes),
 # STORE (the folder of images), VOLUMES (paths that the build can read under their own names),
