@@ -63,7 +63,7 @@ LAYERS = "model.activations_checkpoint_num_layers"
         ([f"{GRANULARITY}=full", f"{METHOD}=block"], LAYERS, "Give from 1 to 4"),
         ([f"{GRANULARITY}=full", f"{METHOD}=block", f"{LAYERS}=5"], LAYERS, "Give from 1 to 4"),
         ([f"{GRANULARITY}=selective", f"{LAYERS}=2"], LAYERS, "method=block"),
-        (["model.normalization=layernorm1p"], "model.normalization", "layernorm or rmsnorm"),
+        (["model.normalization=groupnorm"], "model.normalization", "The default is layernorm"),
         (["model.transformer_block_type=normformer"], "model.transformer_block_type", "post_ln"),
         (["model.position_embedding_type=kerple"], "model.position_embedding_type", "rope"),
         (["model.activation=mish"], "model.activation", "default is gelu"),

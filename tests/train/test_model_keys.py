@@ -87,7 +87,7 @@ def test_keys_of_the_tensors(before: list[str], key: str) -> None:
     ("before", "key"),
     [
         ([], "model.activation=squared-relu"),
-        ([], "model.openai_gelu=False"),
+        (["model.init_method_std=0.3"], "model.openai_gelu=False"),
         ([ROPE], "model.rotary_percentage=0.5"),
         ([ROPE], "model.rotary_base=100.0"),
         ([ROPE], "model.seq_len_interpolation_factor=2.0"),

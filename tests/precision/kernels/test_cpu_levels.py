@@ -211,6 +211,8 @@ def test_every_loop_is_vectorized(compiler: str, level: str, tmp_path: Path) -> 
 
 
 def test_the_look_at_the_code_finds_scalar_loops(tmp_path: Path) -> None:
+    """Stored tensors (scaled_cpu.h) have packed products of their own in both builds."""
     need("gcc", "x86-64-v3")
-    code, _ = assembly("gcc", "x86-64-v3", tmp_path, "-ftrapping-math")
-    assert num_packed_products(code) < NUM_PRODUCTS
+    scalar, _ = assembly("gcc", "x86-64-v3", tmp_path, "-ftrapping-math")
+    vectorized, _ = assembly("gcc", "x86-64-v3", tmp_path)
+    assert num_packed_products(vectorized) - num_packed_products(scalar) >= NUM_PRODUCTS
