@@ -53,7 +53,7 @@ NOT_OURS = frozenset(
     }
 )
 """Names that look like a file, a module or a setting of this repository."""
-OPTION = re.compile(r"(?<=\s)--[a-z][a-z-]*")
+OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 Check = Callable[[str, str], Iterator[str]]
 
 
