@@ -1,15 +1,18 @@
-"""Files that survive a kill: durable and atomic writes, strict JSON, errors with a hint."""
+"""Files that survive a kill: durable and atomic writes, locks, caches, strict JSON."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megafp8.errors import CheckpointError, RunError
@@ -25,6 +28,7 @@ _HINTS = {
     errno.ENOENT: "Something removed it while it was in use; see the errors of the other ranks",
 }
 _OTHERWISE = "Repair the file system or move the run; older checkpoints are untouched"
+STALE_SECONDS = 24 * 3600.0  # an older folder that is being built belongs to a killed process
 
 
 @contextmanager
@@ -64,6 +68,27 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def sync(path: Path) -> None:
+    """Return once the bytes of the file `path` are on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def put(draft: Path, path: Path) -> None:
+    """Make the file `draft` the file `path` in one step, with its bytes on the disk before.
+
+    Both must lie on one file system. A crash at any instant leaves the old file or the new one.
+    """
+    sync(draft)
+    draft.replace(path)
+    fsync_directory(path.parent)  # the rename itself must survive a power cut
+
+
+def draft_of(path: Path) -> Path:
+    """Return a new name beside `path` for the file that `put` will move there."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
 def write_atomically(path: str | Path, text: str) -> None:
     """Write `path` so that a reader, or a crash at any instant, finds the old file or the new one.
 
@@ -71,13 +96,84 @@ def write_atomically(path: str | Path, text: str) -> None:
         OSError: The disk is full, the directory missing, …; the old file is then untouched.
     """
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    draft = draft_of(path)
     try:
-        write_durably(draft, text.encode())
-        draft.replace(path)
+        draft.write_text(text, encoding="utf-8")
+        put(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    fsync_directory(path.parent)  # the rename itself must survive a power cut
+
+
+@contextmanager
+def built_beside(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside `folder`, and rename it to `folder` after the block.
+
+    So `folder` is complete or absent, however many processes build it and whenever they are killed.
+    If another process was faster, its folder stays and this one is deleted, as it is if the block
+    raises. What killed processes left beside `folder` a day ago is deleted, too.
+
+    Raises:
+        OSError: The folder cannot be made or renamed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+        with suppress(OSError):  # gone meanwhile
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    build = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    try:
+        yield build
+        build.chmod(0o755)  # mkdtemp's is private, and a cache may be shared
+        try:
+            build.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def move_away(folder: Path) -> None:
+    """Rename a damaged folder in one step, so that no process finds half of it, and delete it.
+
+    Raises:
+        OSError: The folder cannot be renamed.
+    """
+    away = folder.with_name(f"{folder.name}.tmp-damaged-{os.getpid()}-{time.time_ns()}")
+    with suppress(FileNotFoundError):  # another process did
+        folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is made if it is missing.
+
+    If another process on this host holds the lock, `on_busy` is called, which may raise; then this
+    process waits. On a file system without locks the block runs without one.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with open(path, "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_busy()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def cache_folder() -> Path:
+    """Return megafp8's folder in the user's cache (XDG Base Directory Specification).
+
+    Raises:
+        RuntimeError: The user has no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else Path.home() / ".cache", "megafp8")
 
 
 def write_json_atomically(path: Path, obj: object) -> None:

@@ -24,7 +24,7 @@ from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.agreement import first_known
 from megafp8.parallel.mesh import Mesh, group_of
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink
@@ -134,26 +134,11 @@ def make(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
 ) -> Backend:
     """Return the parts and the scaling state of the chosen backend."""
-    makers = {"te": _transformer_engine, "torchao": _torchao, "native": _native}
-    return makers[spec.precision.backend](spec, mesh, streams, sink, counter)
-
-
-def _native(
-    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Backend:
-    """Our own: amaxes are reduced over every rank that holds part of the same tensors."""
-    recipe, scaling = spec.precision.fp8, None
-    if recipe is not None:
-        reduces = mesh.amax.size > 1
-        scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if reduces else None)
-        if mesh.device.type == "meta":
-            scaling.to(mesh.device)  # no numbers to start with: rows come without memory
-    parts = NativeParts(
-        spec.model,
-        DTYPES[spec.precision.compute],
-        spec.train.seed,
-        streams,
-        scaling=scaling,
+    given = Given(
+        spec=spec.model,
+        dtype=DTYPES[spec.precision.compute],
+        seed=spec.train.seed,
+        streams=streams,
         tp=mesh.tp,
         sink=sink,
         counter=counter,
@@ -162,12 +147,22 @@ def _native(
         gathers_weights=spec.parallel.fsdp is not None,
         cp=mesh.cp,
     )
-    return Backend(parts, scaling or NoScaling())
+    makers = {"te": _transformer_engine, "torchao": _torchao, "native": _native}
+    return makers[spec.precision.backend](spec, mesh, given)
 
 
-def _transformer_engine(
-    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Backend:
+def _native(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
+    """Our own: amaxes are reduced over every rank that holds part of the same tensors."""
+    recipe, scaling = spec.precision.fp8, None
+    if recipe is not None:
+        reduces = mesh.amax.size > 1
+        scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if reduces else None)
+        if mesh.device.type == "meta":
+            scaling.to(mesh.device)  # no numbers to start with: rows come without memory
+    return Backend(NativeParts(given, scaling), scaling or NoScaling())
+
+
+def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     names, recipe = te_names.load(), spec.precision.fp8
     made = None if recipe is None else te_recipe.make(recipe, names.recipe)
     region = TeRegion(names, made, group_of(mesh.amax))
@@ -178,45 +173,26 @@ def _transformer_engine(
         in_evaluation = recipe is not None and recipe.fp8_in_evaluation
         scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
     parts = TransformerEngineParts(
-        spec.model,
-        DTYPES[spec.precision.compute],
-        spec.train.seed,
-        streams,
+        given,
         region=region,
         te_scaling=scaling if isinstance(scaling, TeScaling) else None,
         device=mesh.device,
         recipe=recipe,
-        sequence_parallel=spec.parallel.sequence_parallel,
-        tp=mesh.tp,
-        sink=sink,
-        counter=counter,
-        half_weights=spec.precision.half_weights,
-        gathers_weights=spec.parallel.fsdp is not None,
     )
     return Backend(parts, scaling)
 
 
-def _torchao(
-    spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
-) -> Backend:
+def _torchao(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
     assert recipe is not None
     seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
     seen_by.to(mesh.device)
     parts = TorchaoParts(
-        spec.model,
-        DTYPES[spec.precision.compute],
-        spec.train.seed,
-        streams,
+        given,
         recipe=recipe,
         seen_by=seen_by,
         emulate=mesh.device.type == "cpu",
         gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
-        tp=mesh.tp,
-        sink=sink,
-        counter=counter,
-        half_weights=spec.precision.half_weights,
-        gathers_weights=fsdp is not None,
     )
     return Backend(parts, seen_by)
 

@@ -18,10 +18,11 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.cli.job import report_error
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode, UserError
+from megafp8.precision import formats
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
 from megafp8.train.load import find_checkpoint, read_tensor, shape_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in formats.DTYPES.values()}
 
 
 def main(argv: Sequence[str]) -> int:

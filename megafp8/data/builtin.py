@@ -5,14 +5,11 @@ The corpus is what every Python carries: its documentation topics and its standa
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import importlib
 import os
-import shutil
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +27,8 @@ from megafp8.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_pa
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import END_OF_DOCUMENT, train_tokenizer
 from megafp8.errors import DataError
+from megafp8.files import built_beside, move_away, sync
+from megafp8.files import cache_folder as user_cache
 
 # Installed packages are not Python's own; the rest are tests, demos, bundled and generated files.
 EXCLUDED_FOLDERS = frozenset(
@@ -200,17 +199,11 @@ def build_dataset(corpus: Corpus, vocab_size: int, folder: Path) -> Sidecar:
     )
     sidecar.save(folder / SIDECAR)
     for path in (folder / TOKENIZER, folder / SIDECAR):
-        _sync(path)
+        sync(path)
     return sidecar
 
 
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 ATTEMPTS = 3  # other processes may replace the same folder meanwhile
-STALE_SECONDS = 3600.0  # a build takes seconds, so an older temporary folder is from a killed build
 
 
 def open_builtin(
@@ -236,7 +229,7 @@ def open_builtin(
             dataset = IndexedDataset(folder / PREFIX)
         except DataError as error:
             notify(f"data: the cached dataset is damaged and is built again: {error}")
-            _move_away(folder, inode)
+            _discard(folder, inode)
             continue
         return OpenedDataset(dataset, tokenizer, sidecar.fingerprint)
     raise DataError(
@@ -255,11 +248,8 @@ def cache_folder(cache_dir: str | None) -> Path:
     """
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the specification says to ignore any other
-        return Path(base, "megafp8")
     try:
-        return Path.home() / ".cache" / "megafp8"
+        return user_cache()
     except RuntimeError as error:
         raise DataError(
             "~",
@@ -278,33 +268,19 @@ def _cache_key(corpus: Corpus, vocab_size: int) -> str:
 def _build_into(
     folder: Path, corpus: Corpus, vocab_size: int, notify: Callable[[str], None]
 ) -> None:
-    """Build beside `folder` and rename, so that `folder` is either complete or absent."""
+    """Build the dataset in `folder`, which appears when it is complete."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(folder)
-        build = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+        with built_beside(folder) as build:
+            notify(f"data: training the tokenizer and tokenizing the {corpus.name} corpus (once)")
+            started = time.monotonic()
+            sidecar = build_dataset(corpus, vocab_size, build)
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
-    try:
-        notify(f"data: training the tokenizer and tokenizing the {corpus.name} corpus (once)")
-        started = time.monotonic()
-        sidecar = build_dataset(corpus, vocab_size, build)
-        build.chmod(0o755)  # mkdtemp's is private, and a cache may be shared
-        try:
-            os.rename(build, folder)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            return  # another process was faster; its folder has the same content
-        notify(
-            f"data: {sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
-            f"{sidecar.num_tokens} tokens of a vocabulary of {sidecar.vocab_size}, "
-            f"built in {time.monotonic() - started:.1f} s: {folder}"
-        )
-    except OSError as error:
-        raise _unwritable(folder.parent, error) from error
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+    notify(
+        f"data: {sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
+        f"{sidecar.num_tokens} tokens of a vocabulary of {sidecar.vocab_size}, "
+        f"built in {time.monotonic() - started:.1f} s: {folder}"
+    )
 
 
 def _inode(folder: Path) -> int | None:
@@ -315,31 +291,14 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _move_away(folder: Path, inode: int | None) -> None:
-    """Rename a damaged folder in one step, then delete it.
-
-    The folder stays if its inode is not `inode`: another process has then rebuilt it.
-    """
+def _discard(folder: Path, inode: int | None) -> None:
+    """Delete a damaged folder, unless another process has rebuilt it: its inode is another then."""
     if _inode(folder) != inode:
         return
-    away = folder.with_name(f"{folder.name}.tmp-damaged-{os.getpid()}-{time.time_ns()}")
     try:
-        os.rename(folder, away)
-    except FileNotFoundError:  # another process did
-        return
+        move_away(folder)
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Delete temporary folders that killed builds of the same dataset have left."""
-    for path in folder.parent.glob(f"{folder.name}.tmp-*"):
-        try:
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # gone meanwhile
-            continue
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -11,16 +11,11 @@ Suffixes of names: Q sequences of an epoch, N windows of an epoch.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.indexed import IndexedDataset
+from megafp8.files import built_beside, locked, move_away
 
 # Sequences at a time: their lengths and ends stay in the processor's cache.
 _BLOCK = 1 << 14
@@ -156,8 +152,8 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 VERSION = 1
 DESCRIPTION = "index.json"
 SMALLEST_CACHED = 1 << 18  # fewer numbers are computed faster than they are read
-STALE_SECONDS = 24 * 3600.0  # an older temporary folder is from a killed process
 _CHECKED_AT_ONCE = 1 << 24  # bytes
+WAITING = "data: another process computes {}; waiting for it"
 
 Arrays = dict[str, NDArray[np.integer]]
 
@@ -192,7 +188,9 @@ class IndexCache:
         if arrays is not None:
             return arrays
         try:
-            with self._lock(entry):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            lock = entry.with_name(f"{entry.name}.lock")
+            with locked(lock, lambda: self._notify(WAITING.format(entry.name))):
                 arrays = self._read(entry)  # another process may have built it meanwhile
                 return self._build(entry, kind, key, build) if arrays is None else arrays
         except OSError as error:
@@ -207,9 +205,7 @@ class IndexCache:
     ) -> Arrays:
         began = time.monotonic()
         arrays = build()
-        _remove_stale(entry)
-        folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-        try:
+        with built_beside(entry) as folder:  # if another host was faster, its arrays are the same
             described = {}
             for name, array in arrays.items():
                 np.save(folder / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
@@ -217,14 +213,6 @@ class IndexCache:
                 described[name]["crc32"] = _crc32(folder / f"{name}.npy")
             tree = {"version": VERSION, "key": dict(key), "arrays": described}
             (folder / DESCRIPTION).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-            folder.chmod(0o755)  # mkdtemp's is private, and a cache may be shared
-            try:
-                os.rename(folder, entry)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise  # another host was faster: its arrays are the same
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         seconds = time.monotonic() - began
         self._notify(f"data: {kind} computed in {seconds:.1f} s and kept: {entry}")
         return self._read(entry) or arrays
@@ -245,28 +233,9 @@ class IndexCache:
             return arrays
         except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
             self._notify(f"data: {entry} is damaged and is computed again: {error}")
-            away = entry.with_name(f"{entry.name}.tmp-damaged-{os.getpid()}-{time.time_ns()}")
             with contextlib.suppress(OSError):
-                os.rename(entry, away)
-                shutil.rmtree(away, ignore_errors=True)
+                move_away(entry)
             return None
-
-    @contextlib.contextmanager
-    def _lock(self, entry: Path) -> Iterator[None]:
-        """Let one process per host build; a file system without locks lets several build the
-        same.
-        """
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        path = entry.with_name(f"{entry.name}.lock")
-        with open(path, "a", encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._notify(f"data: another process computes {entry.name}; waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError:
-                pass  # no locks there
-            yield
 
 
 def _digest(kind: str, key: Mapping[str, object]) -> str:
@@ -280,10 +249,3 @@ def _crc32(path: Path) -> int:
         while block := file.read(_CHECKED_AT_ONCE):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _remove_stale(entry: Path) -> None:
-    for path in entry.parent.glob(f"{entry.name}.tmp-*"):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)

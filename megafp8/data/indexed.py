@@ -17,18 +17,18 @@ Layout of `.idx`, little-endian (Megatron-LM, `megatron/core/datasets/indexed_da
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megafp8.errors import DataError
+from megafp8.files import draft_of, put
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -69,7 +69,7 @@ def write_index(
     lengths: NDArray[np.integer],
     documents: NDArray[np.integer],
 ) -> None:
-    """Write an `.idx` for sequences that lie one after another, and flush it to the disk."""
+    """Write an `.idx` for sequences that lie one after another."""
     lengths, documents = lengths.astype("<i4"), documents.astype("<i8")
     ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
     offsets = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
@@ -77,7 +77,6 @@ def write_index(
     with open(path, "wb") as file:
         for part in (header, lengths.tobytes(), offsets.tobytes(), documents.tobytes()):
             file.write(part)
-        _finish(file)
 
 
 class IndexedWriter:
@@ -92,8 +91,8 @@ class IndexedWriter:
         assert self._dtype in _CODES, f"the format has no {self._dtype}"
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
-        self._bin_tmp = _temporary(bin_path(prefix))
-        self._idx_tmp = _temporary(idx_path(prefix))
+        self._bin_tmp = draft_of(bin_path(prefix))
+        self._idx_tmp = draft_of(idx_path(prefix))
         self._bin = open(self._bin_tmp, "wb")
 
     def add_document(self, *sequences: Sequence[int] | NDArray[np.integer]) -> None:
@@ -129,11 +128,11 @@ class IndexedWriter:
         self._idx_tmp.unlink(missing_ok=True)
 
     def _write_files(self) -> None:
-        _finish(self._bin)
+        self._bin.close()
         lengths, documents = np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8")
         write_index(self._idx_tmp, self._dtype, lengths, documents)
-        os.replace(self._bin_tmp, bin_path(self._prefix))
-        os.replace(self._idx_tmp, idx_path(self._prefix))
+        put(self._bin_tmp, bin_path(self._prefix))
+        put(self._idx_tmp, idx_path(self._prefix))
 
     def __enter__(self) -> Self:
         return self
@@ -346,15 +345,3 @@ def _unreadable(path: Path, error: Exception) -> DataError:
         f"cannot be read ({reason})",
         "model.data.data_prefix is a path without .bin and .idx; both files must be there",
     )
-
-
-def _temporary(path: Path) -> Path:
-    """Return a name beside `path` that no other process writes."""
-    return path.with_name(f"{path.name}.tmp-{os.getpid()}")
-
-
-def _finish(file: BinaryIO) -> None:
-    """Close `file` with its bytes on the disk, so that a crash after a rename loses nothing."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -9,7 +9,6 @@ killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
@@ -33,6 +32,7 @@ from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
+from megafp8.files import draft_of, locked, put, write_atomically
 
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
 AHEAD = 2  # lists that wait for each worker
@@ -221,7 +221,7 @@ def preprocess(
             )
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
+        with locked(partial / "lock", lambda: _refuse_second(partial)):
             progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
             tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
             dtype = token_dtype(tokenizer.vocab_size)
@@ -352,9 +352,6 @@ def _finish(
         files=tuple(records),
     )
     sidecar.save(partial / "sidecar")
-    for path in (*places, partial / "sidecar"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
     # What a killed `_finish` needs again is copied, not renamed; the tokens are linked.
     for path, to in places.items():
         _put(path, to)
@@ -364,14 +361,15 @@ def _finish(
 
 def _put(path: Path, to: Path) -> None:
     """Make `to` another name of `path`, in one step."""
-    between = to.with_name(f"{to.name}.tmp-{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        between.unlink()
+    draft = draft_of(to)
     try:
-        os.link(path, between)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, between)
-    os.replace(between, to)
+        try:
+            os.link(path, draft)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, draft)
+        put(draft, to)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _renamed(record: FileRecord, path: Path) -> FileRecord:
@@ -394,30 +392,17 @@ def _opened_at(path: Path, size: int) -> Iterator[IO[bytes]]:
         yield file
 
 
-@contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    with open(partial / "lock", "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                partial,
-                "lock",
-                "another process writes this output",
-                "Wait for it, or give another --output",
-            ) from error
-        except OSError:
-            pass  # no locks on that file system
-        yield
+def _refuse_second(partial: Path) -> None:
+    raise DataError(
+        partial,
+        "lock",
+        "another process writes this output",
+        "Wait for it, or give another --output",
+    )
 
 
 def _save(path: Path, progress: Progress) -> None:
-    between = path.with_suffix(".tmp")
-    with open(between, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(progress), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(between, path)
+    write_atomically(path, json.dumps(asdict(progress), indent=2) + "\n")
 
 
 def _load(path: Path) -> Progress:

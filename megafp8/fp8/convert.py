@@ -299,6 +299,6 @@ def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
     def start(amaxes: torch.Tensor) -> Pending:
         work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True)
         assert work is not None, "a member's reduction returns its work"
-        return Pending(amaxes, work)
+        return Pending(amaxes, (work,))
 
     return start

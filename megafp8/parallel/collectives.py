@@ -9,7 +9,6 @@ counted. Python objects that ranks exchange (`parallel/agreement.py`) are not co
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,23 +38,6 @@ class Traffic:
         key = (axis, operation, str(tensor.dtype).removeprefix("torch."))
         self.num_bytes[key] += tensor.numel() * tensor.element_size()
         self.num_calls[key] += 1
-
-
-@dataclass(frozen=True)
-class Passing:
-    """Holds a tensor that is being sent to the next rank and one that arrives from the previous
-    rank.
-    """
-
-    sent: torch.Tensor  # kept alive and unchanged until `wait` returns
-    received: torch.Tensor
-    works: Sequence[dist.Work] = ()
-
-    def wait(self) -> torch.Tensor:
-        """Wait for both transfers and return the received tensor."""
-        for work in self.works:
-            work.wait()
-        return self.received
 
 
 @dataclass(frozen=True)
@@ -113,11 +95,11 @@ class Axis:
     def start_reduce_scatter_sum(self, tensor: torch.Tensor) -> Pending:
         """Start a sum of which each rank gets its own rows: [size N, ...] -> [N, ...]."""
         if self.size == 1:
-            return Pending(tensor, None)
+            return Pending(tensor)
         self.traffic.add(self.name, "reduce_scatter_sum", tensor)
         own = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         work = _reduce_scatter(own, tensor.contiguous(), group=self.group, async_op=True)
-        return Pending(own, work)
+        return Pending(own, (work,))
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of this rank's range: [size N] -> [N]."""
@@ -130,17 +112,19 @@ class Axis:
         """
         own = self.own_part(tensor)
         if self.size == 1:
-            return Pending(own, None)
+            return Pending(own)
         self.traffic.add(self.name, "reduce_scatter_sum", tensor)
-        return Pending(own, _reduce_scatter(own, tensor, group=self.group, async_op=True))
+        work = _reduce_scatter(own, tensor, group=self.group, async_op=True)
+        return Pending(own, (work,))
 
     def start_all_gather_in_place(self, tensor: torch.Tensor) -> Pending:
         """Start to fill the tensor [size N] with every rank's own range [N] of it."""
         if self.size == 1:
-            return Pending(tensor, None)
+            return Pending(tensor)
         own = self.own_part(tensor)
         self.traffic.add(self.name, "all_gather", own)
-        return Pending(tensor, _all_gather(tensor, own, group=self.group, async_op=True))
+        work = _all_gather(tensor, own, group=self.group, async_op=True)
+        return Pending(tensor, (work,))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy the tensor of rank `source` of this axis to all its ranks, in place; return it."""
@@ -149,28 +133,28 @@ class Axis:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def start_send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+    def start_send(self, tensor: torch.Tensor, target: int) -> Pending:
         """Start to send the tensor to rank `target` of this axis.
 
-        The tensor must not change until the returned work is done.
+        The tensor must not change before `wait`.
         """
         self.traffic.add(self.name, "send", tensor)
         work = dist.isend(tensor, group=self.group, group_dst=target)
         assert work is not None
-        return work
+        return Pending(tensor, (work,), tensor)
 
-    def start_shift(self, tensor: torch.Tensor) -> Passing:
+    def start_shift(self, tensor: torch.Tensor) -> Pending:
         """Start to send the tensor to the next rank of the ring and to receive one from the
         previous.
 
         Both tensors have the same shape and dtype. The sent tensor must not change before `wait`.
         """
         if self.size == 1:
-            return Passing(tensor, tensor)
+            return Pending(tensor)
         self.traffic.add(self.name, "send", tensor)
         received = torch.empty_like(tensor)
         if tensor.device.type == "meta":  # a simulated rank has no peers
-            return Passing(tensor, received)
+            return Pending(received, sent=tensor)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
@@ -178,7 +162,7 @@ class Axis:
                 dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
             ]
         )
-        return Passing(tensor, received, works)
+        return Pending(received, works, tensor)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Receive the tensor from rank `source` of this axis, in place; only the sender counts
@@ -191,7 +175,7 @@ class Axis:
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, operation: str, is_async: bool
     ) -> Pending:
         if self.size == 1:
-            return Pending(tensor, None)
+            return Pending(tensor)
         self.traffic.add(self.name, operation, tensor)
         work = dist.all_reduce(tensor, op=op, group=self.group, async_op=is_async)
-        return Pending(tensor, work)
+        return Pending(tensor, () if work is None else (work,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from megafp8.parallel.vocab import (
     vocab_parallel_look_up,
     vocabulary_piece,
 )
-from megafp8.precision.formats import FORMATS
+from megafp8.precision.formats import DTYPE_NAMES, FORMATS
 from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink, GradSum, look_up
@@ -39,6 +40,27 @@ from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Hold what the parts of every backend are made from.
+
+    `half_weights` puts embeddings, norms and the residual stream into `dtype`, which is that of the
+    linears. `gathers_weights` says that FSDP shards the weights.
+    """
+
+    spec: GPTSpec
+    dtype: torch.dtype
+    seed: int
+    streams: RandomStreams
+    tp: Axis
+    sink: GradSink
+    counter: GemmCounter
+    half_weights: bool = True
+    sequence_parallel: bool = False
+    gathers_weights: bool = False
+    cp: Axis | None = None
+
+
 class NativeParts(Parts):
     """Makes QKV, projection, FC1 and FC2 of `precision.linear`, and shards over tensor parallelism.
 
@@ -46,30 +68,22 @@ class NativeParts(Parts):
     are not described here are described in `Parts`; their shapes are those of this rank.
     """
 
-    def __init__(
-        self,
-        spec: GPTSpec,
-        dtype: torch.dtype,
-        seed: int,
-        streams: RandomStreams,
-        *,
-        scaling: ScalingState | None,
-        tp: Axis,
-        sink: GradSink,
-        counter: GemmCounter,
-        half_weights: bool = True,
-        sequence_parallel: bool = False,
-        gathers_weights: bool = False,
-        cp: Axis | None = None,
-    ) -> None:
-        super().__init__(spec, dtype, seed, streams)
-        if not half_weights:
-            self.whole_dtype = self.residual_dtype = torch.promote_types(dtype, torch.float32)
-        self.scaling, self.tp, self.sink, self.counter = scaling, tp, sink, counter
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.gathers_weights = gathers_weights
-        if cp is not None and cp.size > 1:
-            self.make_core = partial(RingAttentionCore, cp=cp)
+    def __init__(self, given: Given, scaling: ScalingState | None = None) -> None:
+        """Make the parts; `scaling` is None without FP8, or where another backend runs it."""
+        super().__init__(given.spec, given.dtype, given.seed, given.streams)
+        if not given.half_weights:
+            self.whole_dtype = torch.promote_types(given.dtype, torch.float32)
+            self.residual_dtype = self.whole_dtype
+        self.scaling, self.tp, self.sink, self.counter = (
+            scaling,
+            given.tp,
+            given.sink,
+            given.counter,
+        )
+        self.sequence_parallel = given.sequence_parallel and given.tp.size > 1
+        self.gathers_weights = given.gathers_weights
+        if given.cp is not None and given.cp.size > 1:
+            self.make_core = partial(RingAttentionCore, cp=given.cp)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the embeddings of `tokens_BS`; with sequence parallelism this rank's [B, S/tp,
@@ -225,10 +239,7 @@ class NativeParts(Parts):
 
     def count_attention_flops(self, flops: int) -> None:
         """Count `flops` of attention's products under the compute dtype."""
-        precision = {
-            torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
-        }[self.dtype]  # fmt: skip
-        self.counter.add(precision, "attention", flops)
+        self.counter.add(DTYPE_NAMES[self.dtype], "attention", flops)
 
 
 class FusedLinear(nn.Sequential):

@@ -29,7 +29,7 @@ from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.precision.grad_sink import DeferringSink
-from megafp8.precision.scaling import NoScaling, ScalingState
+from megafp8.precision.scaling import NoScaling, Pending, ScalingState
 from megafp8.specs.parallel import (
     ONE_STAGE_SCHEDULES,
     ZERO_BUBBLE_SCHEDULES,
@@ -97,7 +97,7 @@ class PipelinedGPT(nn.Module):
             )
             for index in self.indices
         )
-        self._sent: list[dist.Work] = []
+        self._sent: list[Pending] = []  # of the microbatch before
         first, last = self._gpt(0), self._gpt(self.num_stages - 1)
         if (
             first is not None
@@ -190,10 +190,8 @@ class PipelinedGPT(nn.Module):
         The output is that before the final norm.
         """
         boundary = self.boundary(*tokens_BS.shape)
-        for (
-            work
-        ) in self._sent:  # wait for the previous microbatch's sends, so that no rank runs far ahead
-            work.wait()
+        for sent in self._sent:  # so that no rank runs far ahead
+            sent.wait()
         self._sent.clear()
         x_BSD: torch.Tensor | None = None
         for index, gpt in zip(self.indices, self.stages, strict=True):

@@ -94,7 +94,7 @@ class RowParallel:
         """Return the input gradient [T, I] unchanged: each rank has whole sums of its own
         features.
         """
-        return Pending(grad_input_TI, None)
+        return Pending(grad_input_TI)
 
 
 def column_pieces(

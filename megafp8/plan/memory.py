@@ -28,14 +28,12 @@ from megafp8.plan.shape import (
     tokens_of,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.optim import StorageSpec
+from megafp8.specs.optim import ITEM_BYTES, StorageSpec
 from megafp8.specs.precision import BLOCK
 
 ALIGNMENT = 64
 """ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
 elements (`optim/zero.py`)."""
-STORED_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp8_e5m2": 1}
-"""Bytes of an element in each of `StorageSpec`'s formats; a scale takes 4 bytes a tensor more."""
 HEAD_CHUNK_TOKENS = 1024
 HEAD_CHUNK_BYTES = 256 << 20
 HEAD_CHUNK_GPU_FACTOR = 8
@@ -170,7 +168,7 @@ def _stored_bytes(storage: StorageSpec, params: Sequence[Parameter], scaling: in
     weights = masters = gradients = moments = 0
     for param in params:
         is_stored = param.is_linear and storage.main_params != "fp32"
-        itemsize = STORED_BYTES[storage.main_params]
+        itemsize = ITEM_BYTES[storage.main_params]
         if is_stored and param.itemsize > 1:
             weights += param.elements * itemsize
         else:
@@ -179,12 +177,12 @@ def _stored_bytes(storage: StorageSpec, params: Sequence[Parameter], scaling: in
                 masters += param.elements * (itemsize if is_stored else FP32)
         in_few_bits = param.is_linear and not storage.sums_in_fp32
         if in_few_bits and storage.main_grads != "fp32":
-            gradients += param.elements * STORED_BYTES[storage.main_grads] + FP32  # and the scale
+            gradients += param.elements * ITEM_BYTES[storage.main_grads] + FP32  # and the scale
         else:
             gradients += param.elements * FP32
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
-            moments += param.elements * (STORED_BYTES[moment] if is_small else FP32)
+            moments += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
     return HeldBytes(
         weights=weights, masters=masters, moments=moments, gradients=gradients, scaling=scaling
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megafp8.specs import RunSpec
+from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 FP32 = 4
@@ -110,7 +111,7 @@ def layers_of(spec: RunSpec, stage: int) -> range:
 
 def compute_itemsize(spec: RunSpec) -> int:
     """Return the bytes of an element of the linears' weights and activations."""
-    return FP32 if spec.precision.compute == "fp32" else 2
+    return ITEM_BYTES[spec.precision.compute]
 
 
 def plain_itemsize(spec: RunSpec) -> int:

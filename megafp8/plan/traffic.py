@@ -25,6 +25,7 @@ from megafp8.plan.shape import (
     tokens_of,
 )
 from megafp8.specs import RunSpec
+from megafp8.specs.optim import ITEM_BYTES
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 AxisName = Literal["tp", "cp", "data", "pp", "tied", "amax"]
@@ -187,7 +188,7 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     if parallel.fsdp is not None:
         yield from _fsdp(spec, shape, elements)
         return
-    itemsize = FP32 if parallel.grad_reduce_dtype == "fp32" else 2
+    itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
     if spec.optim.shards_states:
         weights = sum(param.elements * param.itemsize for param in params) / replicas
         yield message("reduce_scatter", "gradients", elements * itemsize, replicas)
@@ -212,7 +213,7 @@ def _fsdp(spec: RunSpec, shape: RankShape, elements: int) -> Iterator[Message]:
     size = 1 if sent_in_fp8 else compute_itemsize(spec)
     times = 1 if fsdp.strategy == "grad" else 2
     gathered = times * in_layers * size + (elements - in_layers) * compute_itemsize(spec)
-    grads = {"fp32": FP32, "bf16": 2, "fp16": 2}[fsdp.grad_reduce_dtype]
+    grads = ITEM_BYTES[fsdp.grad_reduce_dtype]
 
     def message(operation: Operation, what: str, handed: float, group: int) -> Message:
         return Message(

@@ -20,7 +20,7 @@ quantized once a step rolls once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -40,15 +40,19 @@ ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
 
 @dataclass(frozen=True)
 class Pending:
-    """Hold a tensor and the operation under way that gives the tensor its value."""
+    """Hold a tensor and the operations under way that give the tensor its value.
+
+    `sent` is what these operations send: it is kept alive, and must not change before `wait`.
+    """
 
     tensor: torch.Tensor
-    work: dist.Work | None = None  # None: the tensor has its value
+    works: Sequence[dist.Work] = ()  # empty: the tensor has its value
+    sent: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait until the operation is done and return the tensor."""
-        if self.work is not None:
-            self.work.wait()
+        """Wait until the operations are done and return the tensor."""
+        for work in self.works:
+            work.wait()
         return self.tensor
 
 

@@ -25,6 +25,8 @@ StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
 """In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
 
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
+ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
+"""Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ def test_what_killed_builds_left_is_removed(tmp_path: Path) -> None:
     old, young = (tmp_path / f"{folder.name}.tmp-{name}" for name in ("old", "young"))
     old.mkdir()
     young.mkdir()
-    os.utime(old, (time.time() - 7200,) * 2)
+    os.utime(old, (time.time() - 25 * 3600,) * 2)
     _prepare(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {folder.name, young.name}
 

@@ -11,7 +11,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from tests.tiny import gpt_spec
@@ -22,14 +22,15 @@ def model(
 ) -> GPT:
     return GPT(
         NativeParts(
-            gpt_spec(**sizes),
-            dtype,
-            seed,
-            RandomStreams(seed, rank),
-            scaling=None,
-            tp=Axis("tp", tp, rank),
-            sink=AutogradSink(),
-            counter=GemmCounter(),
+            Given(
+                spec=gpt_spec(**sizes),
+                dtype=dtype,
+                seed=seed,
+                streams=RandomStreams(seed, rank),
+                tp=Axis("tp", tp, rank),
+                sink=AutogradSink(),
+                counter=GemmCounter(),
+            )
         )
     )
 

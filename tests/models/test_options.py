@@ -14,7 +14,7 @@ from megafp8.models.parts import Parts
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.specs import GPTSpec
@@ -69,14 +69,15 @@ def plain(spec: GPTSpec, dtype: torch.dtype) -> GPT:
 
 def native(spec: GPTSpec, counter: GemmCounter | None = None) -> GPT:
     parts = NativeParts(
-        spec,
-        torch.float32,
-        7,
-        RandomStreams(7),
-        scaling=None,
-        tp=Axis("tp"),
-        sink=AutogradSink(),
-        counter=counter or GemmCounter(),
+        Given(
+            spec=spec,
+            dtype=torch.float32,
+            seed=7,
+            streams=RandomStreams(7),
+            tp=Axis("tp"),
+            sink=AutogradSink(),
+            counter=counter or GemmCounter(),
+        )
     )
     return randomized(GPT(parts))
 

@@ -9,7 +9,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import NativeParts, linears_of
+from megafp8.parallel.parts import Given, NativeParts, linears_of
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from tests.tiny import SEQ, VOCAB, gpt_spec, microbatch
@@ -25,14 +25,15 @@ def native(
     dtype: torch.dtype = torch.float32, counter: GemmCounter | None = None, **changes: object
 ) -> GPT:
     parts = NativeParts(
-        gpt_spec(**changes),
-        dtype,
-        7,
-        RandomStreams(7),
-        scaling=None,
-        tp=Axis("tp"),
-        sink=AutogradSink(),
-        counter=counter or GemmCounter(),
+        Given(
+            spec=gpt_spec(**changes),
+            dtype=dtype,
+            seed=7,
+            streams=RandomStreams(7),
+            tp=Axis("tp"),
+            sink=AutogradSink(),
+            counter=counter or GemmCounter(),
+        )
     )
     return GPT(parts)
 

@@ -53,16 +53,16 @@ class _Repeated:
         return tensor
 
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        return Pending(self.all_reduce_sum(tensor), None)
+        return Pending(self.all_reduce_sum(tensor))
 
     def start_reduce_scatter_sum(self, tensor: torch.Tensor) -> Pending:
         """One time too many: over all ranks' parts, which are of other tokens."""
         if self.times == 0:
-            return Pending(tensor.chunk(self.axis.size)[self.axis.rank], None)
+            return Pending(tensor.chunk(self.axis.size)[self.axis.rank])
         own = self.axis.start_reduce_scatter_sum(tensor).wait()
         for _ in range(self.times - 1):
             self.axis.all_reduce_sum(own)
-        return Pending(own, None)
+        return Pending(own)
 
 
 def _rows(state: TrainState, times: int) -> None:

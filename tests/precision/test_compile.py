@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.files import cache_folder
 from megafp8.precision import formats
 from megafp8.precision.cast import decode, quantize
-from megafp8.precision.kernels.compile import Library, cache_folder, library
+from megafp8.precision.kernels.compile import Library, library
 from tests.spec import delayed
 from tests.spec import formats as spec
 
@@ -26,7 +27,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     library.cache_clear()
-    yield cache_folder()
+    yield cache_folder() / "kernels"
     library.cache_clear()
 
 

@@ -16,7 +16,7 @@ from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
-from megafp8.parallel.parts import NativeParts, both
+from megafp8.parallel.parts import Given, NativeParts, both
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import HIGH_PRECISION
@@ -94,15 +94,14 @@ class TransformerEngineParts(NativeParts):
 
     def __init__(
         self,
-        *args: Any,
+        given: Given,
+        *,
         region: TeRegion,
         te_scaling: TeScaling | None,
         device: torch.device,
         recipe: Fp8Recipe | None,
-        sequence_parallel: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, scaling=None, sequence_parallel=sequence_parallel, **kwargs)
+        super().__init__(given)
         self.region, self.te_scaling, self.device = region, te_scaling, device
         self.recipe = recipe
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megafp8.hardware import bf16
-from megafp8.precision.formats import DTYPE_NAMES
+from megafp8.precision.formats import DTYPE_NAMES, formats_of
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Role
@@ -81,7 +81,7 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
     float8 = load()
     config = importlib.import_module("torchao.float8.config")
     named = float8.Float8LinearConfig.from_recipe_name(recipe.name)
-    forward, backward = _dtype(recipe.forward_format), _dtype(recipe.backward_format)
+    forward, backward = (fmt.dtype for fmt in formats_of(recipe))
     high = set(recipe.high_precision_gemms)
 
     def cast(base: Any, dtype: torch.dtype, place: GemmName) -> Any:
@@ -112,10 +112,6 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
         pad_inner_dim=recipe.pad_inner_dim,
         emulate=emulate,
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
 
 
 class TorchaoLinear(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 from megafp8.backends.torchao.linear import TorchaoLinear, make_config
 from megafp8.models.init import constant, parameter
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.linear import LinearComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
@@ -25,14 +25,14 @@ class TorchaoParts(NativeParts):
 
     def __init__(
         self,
-        *args: Any,
+        given: Given,
+        *,
         recipe: Fp8Recipe,
         seen_by: ScalingState,
         emulate: bool,
         gathers_in_fp8: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, scaling=None, **kwargs)
+        super().__init__(given)
         assert self.tp.size == 1, "torchao's linears are not tensor-parallel"
         self.recipe, self.seen_by, self.emulate = recipe, seen_by, emulate
         self.gathers_in_fp8 = gathers_in_fp8

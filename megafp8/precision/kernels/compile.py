@@ -23,6 +23,9 @@ from pathlib import Path
 
 import torch
 
+from megafp8.files import cache_folder, put
+from megafp8.precision.formats import E4M3, E5M2
+
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
 INCLUDED = Path(__file__).with_name("scaled_cpu.h")
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
@@ -47,10 +50,7 @@ void probe(float *x, int n) {
 }
 """
 KINDS = (torch.float32, torch.bfloat16, torch.float16)  # in the order of their numbers in C
-FORMATS = (
-    (torch.float8_e4m3fn, 448.0),
-    (torch.float8_e5m2, 57344.0),
-)  # in the order of their numbers in C
+IN_C = (E4M3, E5M2)  # in the order of their numbers in C
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,6 @@ class Library:
     note: str
 
 
-def cache_folder() -> Path:
-    """Return the folder of the compiled libraries, in the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megafp8" / "kernels"
-
-
 @functools.cache
 def library() -> Library:
     """Compile the kernels if needed (a few seconds, once) and load them; never raises."""
@@ -74,7 +68,7 @@ def library() -> Library:
     if compiler is None:
         return Library(None, "no C compiler found (cc, gcc or $CC): casts run as torch operations")
     try:
-        path = cache_folder() / f"fp8_cpu-{_key(compiler)}.so"
+        path = cache_folder() / "kernels" / f"fp8_cpu-{_key(compiler)}.so"
         _share_torch_threads()
         if not path.exists():
             _compile(compiler, path)
@@ -105,7 +99,7 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [flag for flag in OPTIONAL_FLAGS if _serves(compiler, flag, Path(folder))]
         built = _build(compiler, [*COMPILE_FLAGS, *flags], SOURCE, Path(folder, "kernels.so"))
-        os.replace(built, path)
+        put(built, path)
 
 
 def _build(compiler: str, flags: Sequence[str], source: Path, lib: Path) -> Path:
@@ -139,7 +133,7 @@ def _reproduces_torch(lib: ctypes.CDLL) -> bool:
     """
     bits = torch.arange(-(1 << 31), 1 << 31, 104729)  # a prime: low bits vary too
     wide = bits.to(torch.int32).view(torch.float32)
-    cases = itertools.product(enumerate(KINDS), enumerate(FORMATS), enumerate(KINDS[:2]))
+    cases = itertools.product(enumerate(KINDS), enumerate(IN_C), enumerate(KINDS[:2]))
     return all(
         _casts_as_torch(lib, wide.to(dtype), kind, number, grid_dtype, grid_kind)
         for (kind, dtype), (number, _), (grid_kind, grid_dtype) in cases
@@ -155,8 +149,8 @@ def _casts_as_torch(
     grid_dtype: torch.dtype,
     grid_kind: int,
 ) -> bool:
-    fmt_dtype, largest = FORMATS[number]
-    payload, grid = torch.empty_like(x, dtype=fmt_dtype), torch.empty_like(x, dtype=grid_dtype)
+    fmt = IN_C[number]
+    payload, grid = torch.empty_like(x, dtype=fmt.dtype), torch.empty_like(x, dtype=grid_dtype)
     decoded, amax, scale = torch.empty_like(grid), torch.zeros(()), torch.ones(())
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, scale, payload, grid, decoded, amax)]
     x_at, scale_at, payload_at, grid_at, decoded_at, amax_at = pointers
@@ -165,7 +159,7 @@ def _casts_as_torch(
         x_at, count, kind, number, scale_at, payload_at, grid_at, grid_kind, amax_at, 1
     )
     lib.megafp8_decode(payload_at, count, number, decoded_at, grid_kind, 1)
-    expected = x.float().clamp(-largest, largest).to(fmt_dtype).to(grid_dtype)
+    expected = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).to(grid_dtype)
     same = [_same(t, expected) for t in (grid, decoded, payload.to(grid_dtype))]
     return all(same) and bool(amax.isinf())
 

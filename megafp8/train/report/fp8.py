@@ -26,6 +26,7 @@ from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.parts import linears_of
 from megafp8.precision.engine import Engine
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
 from megafp8.precision.kernels.compile import library
@@ -174,7 +175,7 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
     in_hardware = [
         all(engine.multiplies(layout, work) for layout in LAYOUTS_OF[name]) for name in recipes
     ]
-    wide = {torch.bfloat16: "BF16", torch.float32: "FP32"}[wide_dtype(device, work)]
+    wide = DTYPE_NAMES[wide_dtype(device, work)].upper()
     cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over FP8 bytes"
     if all(in_hardware):
         products = cores

@@ -25,7 +25,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import NativeParts
+from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe
@@ -233,13 +233,16 @@ def test_a_rank_s_share_is_ours(calls: Calls, rank: int, monkeypatch: pytest.Mon
         if name.startswith("transformer_engine") and "get_distributed_world_size" in vars(module):
             monkeypatch.setattr(module, "get_distributed_world_size", lambda group=None: 2)
     axis = Axis("tp", size=2, rank=rank, group=group)
-    given = (MODEL, torch.float32, 1234, RandomStreams(1234, rank))
-    shared: Any = {"tp": axis, "sink": MainGradSink(), "counter": GemmCounter()}
-    parts = te_parts.TransformerEngineParts(
-        *given, region=TeRegion(te_names.load(), None, None), te_scaling=None,
-        device=torch.device("cpu"), recipe=None, sequence_parallel=True, **shared,
+    given = Given(
+        spec=MODEL, dtype=torch.float32, seed=1234, streams=RandomStreams(1234, rank), tp=axis,
+        sink=MainGradSink(), counter=GemmCounter(),
     )  # fmt: skip
-    model, native = GPT(parts), GPT(NativeParts(*given, scaling=None, **shared))
+    in_sequence = dataclasses.replace(given, sequence_parallel=True)
+    parts = te_parts.TransformerEngineParts(
+        in_sequence, region=TeRegion(te_names.load(), None, None), te_scaling=None,
+        device=torch.device("cpu"), recipe=None,
+    )  # fmt: skip
+    model, native = GPT(parts), GPT(NativeParts(given))
     arguments = calls.named("make")[0]
     assert arguments["tp_group"] is group and arguments["tp_size"] == 2
     assert arguments["set_parallel_mode"] and arguments["sequence_parallel"]

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import base64
 import csv
-import fcntl
 import hashlib
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from pathlib import Path
 
 from megafp8.backends.te.names import why_not_version
 from megafp8.errors import ConfigError
+from megafp8.files import built_beside, cache_folder, locked, move_away
 
 PACKAGE = "transformer-engine"
 DEFAULT_VERSION = "2.12.0"
@@ -53,12 +52,10 @@ class Sources:
     is_known: bool
 
 
-def cache_folder() -> Path:
+def te_folder() -> Path:
     """Return the folder in which the versions are kept."""
-    if given := os.environ.get("MEGAFP8_TE_SOURCES"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megafp8/te"
+    given = os.environ.get("MEGAFP8_TE_SOURCES")
+    return Path(given) if given else cache_folder() / "te"
 
 
 def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
@@ -71,9 +68,9 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
         ConfigError: The version is malformed or too old, cannot be fetched, or has another hash.
     """
     _check_version(version)
-    folder = cache_folder() / version
+    folder = te_folder() / version
     if (wheel := _wheel_in(folder)) is None or not _is_intact(folder / "sources", wheel):
-        with _locked(folder, version):
+        with _filling(folder, version):
             wheel = _wheel_in(folder)  # another process may have brought it meanwhile
             if wheel is None:
                 if not fetch:
@@ -88,12 +85,12 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
 
 def is_cached(version: str = DEFAULT_VERSION) -> bool:
     """Whether `sources` would need no network."""
-    return _wheel_in(cache_folder() / version) is not None
+    return _wheel_in(te_folder() / version) is not None
 
 
 def fill_command(version: str = DEFAULT_VERSION) -> str:
     """Return the shell command that puts a version into the cache."""
-    folder = cache_folder() / version
+    folder = te_folder() / version
     return f"pip download --no-deps -d {folder} {PACKAGE}=={version}"
 
 
@@ -141,19 +138,14 @@ def _record_hash(file: Path) -> str:
 
 def _unpack(wheel: Path, target: Path) -> None:
     """Unpack beside `target`, then put the whole in its place."""
-    fresh = Path(tempfile.mkdtemp(dir=target.parent, prefix="unpacking-"))
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        with built_beside(target) as fresh, zipfile.ZipFile(wheel) as archive:
             archive.extractall(fresh)
-        if target.exists():
-            shutil.rmtree(target)
-        fresh.chmod(0o755)
-        fresh.rename(target)
+            if target.exists():
+                move_away(target)
     except (OSError, zipfile.BadZipFile) as error:
         reason = f"{wheel} cannot be unpacked ({error})"
         raise ConfigError(PACKAGE, target.parent.name, reason, "Delete the file") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -182,18 +174,16 @@ def _absent(version: str, folder: Path, why: str) -> ConfigError:
 
 
 @contextmanager
-def _locked(folder: Path, version: str) -> Iterator[None]:
+def _filling(folder: Path, version: str) -> Iterator[None]:
     """Let one process at a time fill `folder`; ranks that start together wait for each other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        with locked(folder / ".lock"):
+            yield
     except OSError as error:
         reason = f"its cache cannot be written ({error})"
         hint = "Name another folder with MEGAFP8_TE_SOURCES"
         raise ConfigError(PACKAGE, version, reason, hint) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def main(versions: Sequence[str]) -> int:
