@@ -54,9 +54,6 @@ class Mapped:
     transposed: bool = False
 
 
-# --- shapes --------------------------------------------------------------------------------------
-
-
 def architecture(spec: GPTSpec) -> str:
     """Return which architecture can express a model: `gpt2` or `llama`.
 
@@ -90,7 +87,6 @@ _LLAMA: dict[str, Callable[[GPTSpec], bool]] = {
     "activation": lambda s: s.activation in _LLAMA_ACTIVATIONS,
     "position_embedding_type": lambda s: s.position_embedding_type == "rope",
     "rotary_percentage": lambda s: s.rotary_percentage == 1.0,
-    "bias": lambda s: True,
     "transformer_block_type": lambda s: s.transformer_block_type == "pre_ln",
 }
 
@@ -246,9 +242,6 @@ def _only(file: Path, config: dict[str, Any], key: str, fits: bool) -> None:
         raise CheckpointError(file, f"{key} is {config.get(key)!r}", hint)
 
 
-# --- tensors -------------------------------------------------------------------------------------
-
-
 def mapping(spec: GPTSpec) -> Iterator[Mapped]:
     """Yield every tensor that transformers has of a model, in the model's order."""
     yield from _gpt2_tensors(spec) if architecture(spec) == "gpt2" else _llama_tensors(spec)
@@ -329,9 +322,6 @@ def to_ours(entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     rows = tensor.t() if entry.transposed else tensor
     parts = rows.chunk(len(entry.ours))  # queries, keys and values are of one size in GPT-2
     return {name: part.contiguous() for name, part in zip(entry.ours, parts, strict=True)}
-
-
-# --- folders -------------------------------------------------------------------------------------
 
 
 def write_folder(

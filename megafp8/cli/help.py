@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
@@ -25,6 +26,7 @@ WIDTH = 110
 """Columns of a line in docs/configuration.md."""
 HELP_WIDTH = 100
 """Columns of a line that `--help` prints."""
+TEMPLATE = Path(__file__).with_name("configuration_page.md")
 
 
 class Group(NamedTuple):
@@ -256,106 +258,6 @@ Keys, with the default job's values. After each explanation: the values that it 
 setting that it needs to have an effect.
 """
 
-_PAGE = """\
-<!-- Made by `make docs` from the schema (megafp8/cli/help.py); do not edit by hand. -->
-# Configuration
-
-Settings have NeMo's names. A key that NeMo's `megatron_gpt_config.yaml` does not have is marked
-*not in NeMo's file*.
-
-## Contents
-
-- [How settings are given](#how-settings-are-given)
-- [Errors](#errors)
-- [Presets](#presets)
-- [Continuing a run](#continuing-a-run)
-- Settings by group:
-{contents}
-- [Settings that cannot be combined](#settings-that-cannot-be-combined)
-- [NeMo's keys that have no effect here](#nemos-keys-that-have-no-effect-here)
-- [Defaults that differ from NeMo's](#defaults-that-differ-from-nemos)
-
-## How settings are given
-
-```console
-$ python pretrain_gpt.py model.fp8=True model.hidden_size=512          # on the command line
-$ python pretrain_gpt.py --config-dir mine --config-name my_gpt        # in a YAML of your own
-$ python pretrain_gpt.py --config-path=mine --config-name=my_gpt       # the same, as with NeMo
-$ python pretrain_gpt.py model=gpt3_125m precision=fp8_tensorwise      # by presets
-$ python pretrain_gpt.py -m model.fp8=True,False                       # a sweep, one run for each
-$ python pretrain_gpt.py --cfg job --resolve                           # print what would run
-$ python pretrain_gpt.py --help fp8                                    # explain keys with this word
-```
-
-A value comes from the last of these that gives one: the defaults of the schema, the default job
-(`conf/pretrain_gpt.yaml`), YAML files in the order of their `defaults:`, presets, the command
-line. `--cfg job` shows where each value that is not a default comes from. Files, groups and
-overrides have the syntax of [Hydra](https://hydra.cc).
-
-A YAML of your own begins with `defaults: [pretrain_gpt, _self_]` and states what differs from the
-default job. Without that line it must give every key that is marked *required*.
-
-A NeMo YAML can be used as it is, with its interpolations (`${{multiply:…}}` and `${{sum:…}}`
-too). It gives a run, or a list of the keys that cannot be used. `python -m
-megafp8.cli.migrate FILE` translates a NeMo YAML, or a file of Accelerate with its `fp8_config:`,
-into a YAML of ours beside it, and reports what was kept, what changed, what was dropped because
-it has no effect, and what you must decide.
-
-A sweep writes its runs to `multirun/<time>/<number>`; see [training.md](training.md#sweeps).
-
-## Errors
-
-All errors in the settings are reported together before anything starts, with exit code 2: the key,
-its value, where it was set, and what would be valid. What depends on the machine is checked when a
-run begins. No key is silently ignored. An unknown key is refused, also behind `+` or `++`.
-
-A key that *needs* another setting has no effect without it. If it is given on the command line,
-or in a YAML that begins with `defaults: [pretrain_gpt, _self_]`, this is an error. If it comes
-from a preset or a NeMo YAML, or from a file whose value for the other key is overridden, it is
-listed once at the start of the run.
-
-## Presets
-
-`model=NAME` and `precision=NAME` are applied after the YAML files and before other settings of
-the command line, wherever they are written. The files are in `conf/model` and `conf/precision`;
-folders `model` and `precision` in a `--config-dir` add to them. The size of the vocabulary, and
-with it the number of parameters, comes from the data.
-
-| group | names |
-|---|---|
-{presets}
-
-## Continuing a run
-
-A run with a name (`exp_manager.name`) is continued by the same name. Keys that are marked *may
-change* can then have other values: the length of the run, logging, layout of ranks, and policies.
-Any other difference is refused by name. A run without a name is continued only by exactly the
-same configuration. `trainer.max_steps` is part of the learning-rate schedule: another length
-changes the rates of later steps.
-"""
-
-
-_TOGETHER_PART = """\
-## Settings that cannot be combined
-
-Each of these combinations is refused by name, with a hint. *Unproven* marks combinations that no
-test has shown to be right yet. Rules about sizes (what must divide what) come in addition.
-"""
-
-_NEMO_PART = """\
-## NeMo's keys that have no effect here
-
-A value in the third column is accepted and listed at the start of a run as *inert*, because it
-asks for nothing else than what happens anyway. Any other value is refused, with the reason and a
-hint. A dash in the second column marks keys of later versions of NeMo, or of Megatron.
-"""
-
-_DIFFERENCES_PART = """\
-## Defaults that differ from NeMo's
-
-NeMo's defaults are those of its `megatron_gpt_config.yaml`.
-"""
-
 
 def group_of(path: str) -> Group | None:
     """Return the first group with a pattern for the key `path`, or None."""
@@ -405,25 +307,33 @@ def _help_lines(keys: Sequence[Key], values: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown_page() -> str:
-    """Return the text of docs/configuration.md."""
+    """Return the text of docs/configuration.md: the template with its tables and lists."""
     values = default_values()
-    presets = [
-        f"| `{group}` | {', '.join(f'`{name}`' for name in preset_names(group, [conf_dir()]))} |"
-        for group in PRESET_GROUPS
-    ]
-    parts = [_PAGE.format(contents="\n".join(_contents()), presets="\n".join(presets))]
+    made = {
+        "contents": _contents(),
+        "presets": (
+            f"| `{group}` | {', '.join(map(_code, preset_names(group, [conf_dir()])))} |"
+            for group in PRESET_GROUPS
+        ),
+        "groups": _groups(values),
+        "together": _together(),
+        "nemo": _nemo(),
+        "differences": (
+            f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |"
+            for key in differing_keys()
+        ),
+    }
+    text = TEMPLATE.read_text("utf-8")
+    return re.sub(r"(?m)^\{(\w+)\}$", lambda place: "\n".join(made[place[1]]), text)
+
+
+def _groups(values: dict[str, Any]) -> Iterator[str]:
     for group in GROUPS:
-        parts += [f"## {group.title}\n", *_wrapped(group.about, WIDTH), ""]
-        parts += ["```console", f"$ python pretrain_gpt.py {group.example}", "```", ""]
+        yield from (f"## {group.title}\n", *_wrapped(group.about, WIDTH), "")
+        yield from ("```console", f"$ python pretrain_gpt.py {group.example}", "```", "")
         for key in keys_of_group(group):
-            parts += _item(key, values[key.path])
-        parts.append("")
-    parts += _together_part()
-    parts += _nemo_part()
-    parts += [_DIFFERENCES_PART, "| key | here | NeMo |", "|---|---|---|"]
-    for key in differing_keys():
-        parts.append(f"| `{key.path}` | {_code(values[key.path])} | {_code(key.nemo)} |")
-    return "\n".join(parts) + "\n"
+            yield from _item(key, values[key.path])
+        yield ""
 
 
 def _contents() -> Iterator[str]:
@@ -469,8 +379,7 @@ def _item(key: Key, value: Any) -> Iterator[str]:
     yield from _wrapped(text, WIDTH, "  ", "  ")
 
 
-def _together_part() -> list[str]:
-    parts = [_TOGETHER_PART, "| refused setting | together with | because |", "|---|---|---|"]
+def _together() -> Iterator[str]:
     for row in TOGETHER:
         excludes, when = (
             ", ".join(_condition(condition_text(key, test)) for key, test in tests.items())
@@ -479,8 +388,7 @@ def _together_part() -> list[str]:
         reason = re.sub(r"; this run has \{[\w.]+\}", "", row.reason)
         reason = re.sub(r"\{([\w.]+)\}", r"`\1`", reason)
         mark = " *(unproven)*" if row.unproven else ""
-        parts.append(f"| {excludes} | {when} | {reason}{mark} |")
-    return [*parts, ""]
+        yield f"| {excludes} | {when} | {reason}{mark} |"
 
 
 def _condition(text: str) -> str:
@@ -497,24 +405,18 @@ def _condition(text: str) -> str:
     return f"{shown}{is_for}{rest}"
 
 
-def _nemo_part() -> list[str]:
-    parts = [_NEMO_PART]
-    parts += ["| key | NeMo's default | accepted here | what megafp8 does |", "|---|---|---|---|"]
+def _nemo() -> Iterator[str]:
     for key in nemo_keys().values():
         nemo = _code(key.nemo) if key.in_megatron_gpt_config else "—"
         accepted = [_code(value) for value in key.accepts]
         passes = key.free.text if key.free is not None else ", ".join(accepted)
         if key.same_as is not None or key.where is not None:
             passes += ", and what follows from other keys"
-        here = (
-            key.note
-            if key.hint.startswith("Leave it out, or give")
-            else (f"{key.note}. {key.hint}")
-        )
+        here = key.note
+        if not key.hint.startswith("Leave it out, or give"):
+            here += f". {key.hint}"
         cells = [f"`{key.path}`", nemo, passes, here[0].upper() + here[1:] + "."]
-        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    parts.append("")
-    return parts
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def differing_keys() -> list[Key]:

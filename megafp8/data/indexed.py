@@ -21,7 +21,6 @@ import struct
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -137,12 +136,7 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

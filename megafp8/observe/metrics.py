@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from megafp8.files import Warn, to_json, warn_on_stderr, write_atomically
@@ -111,12 +110,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _drop(self, resume_step: int | None) -> None:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from megafp8.errors import ExitCode
@@ -53,12 +53,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         if self.timeout_seconds is not None:
             faulthandler.cancel_dump_traceback_later()

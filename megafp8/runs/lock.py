@@ -9,7 +9,6 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 from megafp8.errors import RunError
 
@@ -60,12 +59,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

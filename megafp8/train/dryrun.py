@@ -22,6 +22,7 @@ from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT
+from megafp8.plan.memory import HeldBytes
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
@@ -30,22 +31,6 @@ from megafp8.torch_private import TorchDispatchMode, run_backward, storage_key, 
 from megafp8.train.build import build
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBytes:
-    """Hold the bytes of the state that stays from step to step."""
-
-    weights: int  # as the products read them
-    masters: int  # FP32 master weights that are not the weights themselves
-    moments: int  # the optimizer's
-    gradients: int  # FP32, of all parameters
-    scaling: int  # FP8 scales and their histories
-
-    @property
-    def total(self) -> int:
-        """Sum of all these bytes."""
-        return self.weights + self.masters + self.moments + self.gradients + self.scaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 
@@ -32,12 +32,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -115,12 +110,7 @@ class Garbage:
         if self._interval and step % self._interval == 0:
             gc.collect()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._was_enabled:
             gc.enable()
 
