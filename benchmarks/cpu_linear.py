@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megafp8.backends.torchao import linear as torchao_linear
+from megafp8.backends import torchao as torchao_linear
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import ComputeGrad, MainGradSink
 from megafp8.precision.kernels.compile import library

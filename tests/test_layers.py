@@ -44,7 +44,7 @@ BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import meg
 OWN_FILE_ONLY = {
     "transformer_engine": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
     "transformer_engine_torch": ("megafp8/backends/te/*", "benchmarks/te_trace.py"),
-    "torchao": ("megafp8/backends/torchao/*", "benchmarks/optimizer.py"),
+    "torchao": ("megafp8/backends/torchao.py", "benchmarks/optimizer.py"),
 }
 OF_TE_ITSELF = "examples/07_transformer_engine_on_a_laptop.py"  # may import Transformer Engine
 
@@ -247,7 +247,7 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("megafp8/train/build.py", "from megafp8 import __version__, optim, checkpoint"),
         ("megafp8/backends/te/parts.py", "import transformer_engine.pytorch as te"),
         ("megafp8/backends/te/cpu/loading.py", "import transformer_engine.common"),
-        ("megafp8/backends/torchao/linear.py", "import torchao"),
+        ("megafp8/backends/torchao.py", "import torchao"),
         ("pretrain_gpt.py", "from megafp8.train import loop\nimport megafp8.cli"),
     ],
 )

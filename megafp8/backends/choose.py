@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megafp8.backends import torchao
 from megafp8.backends.te import cpu
-from megafp8.backends.te import environment as te_environment
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.parts import TransformerEngineParts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
-from megafp8.backends.torchao import linear as torchao_linear
-from megafp8.backends.torchao.parts import TorchaoParts
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
@@ -90,7 +88,7 @@ def check(spec: RunSpec, device: torch.device) -> None:
         if recipe is None:
             reason = "torchao runs FP8 alone"
         else:
-            reason = torchao_linear.why_not(recipe, device)
+            reason = torchao.why_not(recipe, device)
     if reason is not None:
         raise ConfigError(KEY, asked, reason, "model.fp8_backend=native runs on any device")
 
@@ -115,7 +113,7 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
         )
     if not precision.half_weights and precision.compute != "fp32":
         return "its layers have one dtype: use model.megatron_amp_O2=True"
-    reason = te_environment.why_not(recipe)
+    reason = te_recipe.why_not_environment(recipe)
     if recipe is not None and reason is None:
         reason = te_recipe.why_not(recipe)
     if reason is not None:
@@ -187,7 +185,7 @@ def _torchao(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     assert recipe is not None
     seen_by = ScalingState(recipe)  # torchao keeps none: this one is what health looks through
     seen_by.to(mesh.device)
-    parts = TorchaoParts(
+    parts = torchao.TorchaoParts(
         given,
         recipe=recipe,
         seen_by=seen_by,
@@ -210,5 +208,5 @@ def describe(spec: RunSpec, device: torch.device) -> str:
         return cpu.describe() if on_cpu else te_names.describe(te_names.load().version)
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
-    version = torchao_linear.version()
+    version = torchao.version()
     return f"torchao {version}{emulated}; {kept}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te import adam as te_adam
+from megafp8.backends.te.names import fused_adam
 from megafp8.specs import OptimSpec
 
 Groups = list[dict[str, Any]]
@@ -46,7 +46,7 @@ def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
         return TORCH, TORCH.name
     if device.type != "cuda":
         return TORCH, f"{TORCH.name} (Apex's and Transformer Engine's need a GPU)"
-    return choose_foreign(spec, device, {"Apex": _apex, "Transformer Engine": te_adam.fused_adam})
+    return choose_foreign(spec, device, {"Apex": _apex, "Transformer Engine": fused_adam})
 
 
 def choose_foreign(

@@ -22,8 +22,7 @@ from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink
-from megafp8.precision.scaled_grads import ScaledGradSink
+from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.precision.weights import StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import RunSpec

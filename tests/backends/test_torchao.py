@@ -12,8 +12,7 @@ from torch import nn
 
 pytest.importorskip("torchao.float8")
 
-from megafp8.backends.torchao.linear import TorchaoLinear, load, make_config, why_not
-from megafp8.backends.torchao.parts import first_and_last
+from megafp8.backends.torchao import TorchaoLinear, first_and_last, load, make_config, why_not
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.mesh import single_rank

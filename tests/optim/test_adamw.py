@@ -11,8 +11,7 @@ from torch import nn
 
 from megafp8.models.init import constant, normal, parameter, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
-from megafp8.optim.clip import clip, grad_norm
-from megafp8.optim.masters import Masters
+from megafp8.optim.masters import Masters, clip, grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megafp8.models.init import pieces_of
-from megafp8.optim.clip import clip, grad_norm
+from megafp8.optim.masters import clip, grad_norm
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grad_sink import GradSum

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.torchao.parts import first_and_last
+from megafp8.backends.torchao import first_and_last
 from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.torchao import linear as torchao_linear
+from megafp8.backends import torchao as torchao_linear
 from megafp8.precision.recipes.base import Need, Role
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState

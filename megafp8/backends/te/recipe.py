@@ -1,4 +1,4 @@
-"""Make Transformer Engine's recipe objects from ours.
+"""Make Transformer Engine's recipe objects from ours, and refuse what contradicts them.
 
 Our recipe is checked first, because Transformer Engine's classes ignore what they do not know,
 accept values that mean nothing and read their defaults from the environment. There are two traps,
@@ -12,7 +12,9 @@ read in the sources of 2.12.0 and 2.20.2:
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
@@ -116,3 +118,77 @@ def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any
         "use_f32_scales": not recipe.power_2_scale,
     }
     return found | {key: value for key, value in optional.items() if key in known}
+
+
+UNFUSED_UPDATE = "NVTE_UNFUSED_FP8_UPDATE"
+
+
+class Variable(NamedTuple):
+    """One environment variable, for which recipes it matters, what it does and what to do."""
+
+    name: str
+    matters: Callable[[Fp8Recipe | None], bool]
+    effect: str
+    hint: str
+
+
+def _is(name: str) -> Callable[[Fp8Recipe | None], bool]:
+    return lambda recipe: recipe is not None and recipe.name == name
+
+
+VARIABLES = (
+    Variable(
+        UNFUSED_UPDATE,
+        _is("delayed"),
+        "chooses another update of delayed scaling, which puts zeros into the histories of weights "
+        "that were not cast",
+        "Unset it",
+    ),
+    Variable(
+        "NVTE_APPLY_QK_LAYER_SCALING",
+        lambda recipe: True,
+        "divides the queries of each layer by its number and multiplies the scores again, which "
+        "model.apply_query_key_layer_scaling=False does not ask for",
+        "Unset it",
+    ),
+    Variable(
+        "NVTE_DPA_FP8_RECIPE",
+        lambda recipe: recipe is not None,
+        "chooses a recipe for FP8 attention, and attention runs in high precision here",
+        "Unset it",
+    ),
+    Variable(
+        "NVTE_BACKWARD_OVERRIDE",
+        lambda recipe: recipe is not None,
+        "takes the backward products out of FP8, which no setting asks for",
+        "Unset it",
+    ),
+    Variable(
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+        lambda recipe: (
+            _is("tensorwise")(recipe) and recipe is not None and not recipe.power_2_scale
+        ),
+        "asks for power-of-two scales, and model.fp8_power_2_scale=False does not",
+        "Unset it, or use model.fp8_power_2_scale=True",
+    ),
+    Variable(
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        lambda recipe: _is("blockwise")(recipe) and recipe is not None and recipe.power_2_scale,
+        "asks for FP32 scales, and model.fp8_power_2_scale=True does not",
+        "Unset it, or use model.fp8_power_2_scale=False",
+    ),
+)
+"""Environment variables that ask for another rule than the settings, read in the sources of 2.4,
+2.12 and 2.20. Variables that only choose a kernel (`NVTE_FLASH_ATTN`, …) are left alone."""
+
+
+def why_not_environment(recipe: Fp8Recipe | None) -> str | None:
+    """Return what the environment asks for that the settings do not, with a hint, or None."""
+    return next(_problems(recipe), None)
+
+
+def _problems(recipe: Fp8Recipe | None) -> Iterator[str]:
+    for variable in VARIABLES:
+        value = os.environ.get(variable.name, "").strip()
+        if value not in ("", "0") and variable.matters(recipe):
+            yield f"the environment's {variable.name}={value} {variable.effect}. {variable.hint}"

@@ -17,7 +17,7 @@ from torch import nn
 
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
-from megafp8.backends.torchao.linear import TorchaoLinear
+from megafp8.backends.torchao import TorchaoLinear
 from megafp8.errors import ConfigError
 from megafp8.files import Warn
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars

@@ -15,9 +15,9 @@ from torch import nn
 
 from benchmarks.te_trace import RecordedTeScaling
 from megafp8.backends import choose
-from megafp8.backends.te import environment as te_environment
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
+from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
@@ -352,9 +352,9 @@ def test_the_unfused_update_is_refused(
 ) -> None:
     """It is another rule: two microbatches, of which the second casts no weight. It is refused with
     delayed scaling alone: other recipes have no update."""
-    monkeypatch.delenv(te_environment.UNFUSED_UPDATE, raising=False)
+    monkeypatch.delenv(te_recipe.UNFUSED_UPDATE, raising=False)
     if asked is not None:
-        monkeypatch.setenv(te_environment.UNFUSED_UPDATE, asked)
+        monkeypatch.setenv(te_recipe.UNFUSED_UPDATE, asked)
     state = te_run(DELAYED)
     step(state, 0)
     table = state.scaling.tables["forward"]

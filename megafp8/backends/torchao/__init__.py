@@ -1,1 +1,0 @@
-"""Replace linear layers with those of torchao."""
