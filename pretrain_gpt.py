@@ -85,7 +85,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         spec,
         is_sweep=info.is_sweep,
         command=command,
-        settings=(*info.table, *info.inert),
+        notes=info.inert,
         record=info.record,
     )
 

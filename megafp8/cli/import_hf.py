@@ -25,7 +25,7 @@ from megafp8.cli.job import report_error
 from megafp8.config.architecture import tree_of_spec
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import write_atomically
-from megafp8.runs.directory import CHECKPOINTS_DIR
+from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size

@@ -66,6 +66,8 @@ from megafp8.specs.precision import (
     RecipeName,
 )
 
+VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
+
 
 def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
     """Return the run that a tree asks for.
@@ -96,6 +98,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             log_every_n_steps=trainer.log_every_n_steps,
             val_check_interval=trainer.val_check_interval,
             limit_val_batches=_validation_batches(trainer),
+            last_validation_is_whole=trainer.limit_val_batches is None and not trainer.fast_dev_run,
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
@@ -435,7 +438,8 @@ def _health_mode(model: Model) -> HealthMode:
 
 def _validation_batches(trainer: Trainer) -> int:
     """Return the global batches of one validation; a trial of N steps has at most N."""
-    limit = trainer.limit_val_batches
+    given = trainer.limit_val_batches
+    limit = VALIDATION_BATCHES if given is None else given
     return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
 
 

@@ -273,10 +273,7 @@ def validation_batches(
             samples than that, all are taken.
         rules: The rules for document ends; None applies none.
     """
-    total = source.num_samples
-    count = total if limit is None else min(limit, total)
-    if count >= multiple_of:
-        count -= count % multiple_of
+    total, count = source.num_samples, _num_chosen(source, limit, multiple_of)
     chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
     nothing = np.full(source.seq_length + 1, IGNORE, np.int64)
     per_round = micro_batch_size * dp_size
@@ -284,3 +281,21 @@ def validation_batches(
         (numbers,) = rank_samples(first, 1, micro_batch_size, dp_rank, dp_size)
         windows = [source[int(chosen[n])] if n < count else nothing for n in numbers]
         yield microbatch(windows, rules)
+
+
+def num_validation_batches(
+    source: FiniteSource,
+    micro_batch_size: int,
+    dp_size: int,
+    limit: int | None = None,
+    *,
+    multiple_of: int = 1,
+) -> int:
+    """Return the number of microbatches that `validation_batches` yields with these arguments."""
+    return -(-_num_chosen(source, limit, multiple_of) // (micro_batch_size * dp_size))
+
+
+def _num_chosen(source: FiniteSource, limit: int | None, multiple_of: int) -> int:
+    """Return the number of samples of a validation, over all ranks."""
+    count = source.num_samples if limit is None else min(limit, source.num_samples)
+    return count - count % multiple_of if count >= multiple_of else count

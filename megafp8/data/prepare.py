@@ -130,6 +130,19 @@ class PreparedData:
             for document in part.documents
         )
 
+    def validation_prompt(self, num_tokens: int) -> list[int]:
+        """Return the first tokens of the first validation document that is not empty.
+
+        Without such a document, it is the token that ends a document.
+        """
+        for part in self.final_parts:
+            for document in part.documents:
+                tokens = part.opened.dataset.document(int(document))[:num_tokens]
+                found = [int(token) for token in tokens if token != self.tokenizer.eod_id]
+                if found and max(found) < self.vocab_size:
+                    return found
+        return [self.tokenizer.eod_id]
+
     def document_text(self, opened: OpenedDataset, document: int) -> bytes:
         """Return the bytes of one document; for a byte-level BPE exactly those it was tokenized
         from.

@@ -38,7 +38,10 @@ class RunSummary:
     bytes_per_token: float | None = None  # of the validation text
     unigram_bits_per_byte: float | None = None
     xz_bits_per_byte: float | None = None
-    train_loss: float | None = None  # nats per token, the last one logged
+    train_loss: float | None = None  # nats per token, the mean of the last steps
+    train_loss_steps: int | None = None  # how many steps the mean is over
+    loss_curve: str | None = None  # the training loss of this process, as a line of bars
+    health: str | None = None  # the FP8 health of the last logged step, in words
     consumed_samples: int | None = None
     consumed_tokens: int | None = None
     wall_seconds: float | None = None  # of this process; earlier processes of the run not included
@@ -48,6 +51,7 @@ class RunSummary:
     peak_memory_bytes: int | None = None
     precision: str | None = None  # what really ran, e.g. "FP8 delayed (native, emulated GEMM)"
     metrics_file: str | None = None
+    report_file: str | None = None
     checkpoint: str | None = None
     tensorboard_dir: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)  # more keys of summary.json
@@ -99,9 +103,13 @@ class RunSummary:
             value = format_number(self.val_bits_per_byte, 3)
             rows.append(("bits per byte", value + (f"  ({', '.join(beside)})" if beside else "")))
         if self.train_loss is not None:
-            rows.append(("training loss", format_number(self.train_loss)))
+            rows.append(("training loss", format_number(self.train_loss) + self._mean_of()))
+        if self.loss_curve:
+            rows.append(("its curve", self.loss_curve))
         if self.precision is not None:
             rows.append(("precision", self.precision))
+        if self.health is not None:
+            rows.append(("FP8 health", self.health.removeprefix("FP8 health ")))
         if (speed := self._speed()) is not None:
             rows.append(("speed", speed))
         if self.wall_seconds is not None:
@@ -110,7 +118,7 @@ class RunSummary:
             rows.append(("peak memory", format_bytes(self.peak_memory_bytes)))
         for what, where in (
             ("run", self.log_dir),
-            ("metrics", self.metrics_file),
+            ("report", self.report_file),
             ("checkpoint", self.checkpoint),
             ("curves", self.tensorboard_dir and f"tensorboard --logdir {self.tensorboard_dir}"),
             ("continue with", self.continue_command),
@@ -118,6 +126,10 @@ class RunSummary:
             if where:
                 rows.append((what, where))
         return rows
+
+    def _mean_of(self) -> str:
+        steps = self.train_loss_steps or 1
+        return f", mean of the last {steps} steps" if steps > 1 else ""
 
     def _coverage(self) -> str:
         """Return how many tokens the validation read, or "" if it read all of them."""

@@ -52,6 +52,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def format_tflops(tflops: float) -> str:
+    """Return a number of TFLOP/s with its unit, in GFLOP/s if it is small."""
+    if abs(tflops) < 0.1:
+        return f"{format_number(1e3 * tflops, 1)} GFLOP/s"
+    return f"{format_number(tflops, 2)} TFLOP/s"
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration such as `0:07`, `3:21`, `1:02:03` or `2d 03:04:05`.
 

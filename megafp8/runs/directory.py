@@ -21,16 +21,12 @@ from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
 from megafp8.files import read_json, write_atomically, write_json_atomically
 from megafp8.observe.health import HEALTH_FILE
+from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING
 from megafp8.runs.lock import LOCK_NAME, RunLock, is_locked
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
 from megafp8.runs.tokenizer import TOKENIZER_CONFIG
 from megafp8.specs import RunSpec
-
-RECORD_NAME = "run.json"
-CONFIG_NAME = "config.yaml"
-CHECKPOINTS_DIR = "checkpoints"
-RUNNING = "running"
-FINISHED = "finished"
 
 _MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from it
 
@@ -220,6 +216,8 @@ MADE_AT_THE_START = (
     *TOKENIZER_FILES,
     TOKENIZER_CONFIG,
     "events.out.tfevents.*",
+    CONSOLE_FILE,
+    EVENTS_FILE,
     LOCK_NAME,
 )
 
@@ -250,19 +248,20 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     return choice
 
 
-def withdraw(choice: RunChoice) -> None:
+def withdraw(choice: RunChoice) -> bool:
     """Delete the directory of a new run that was refused before its first step.
 
-    Only files that every run writes are deleted. The directory stays if it has other files.
+    Only files that every run writes are deleted. The directory stays if it has other files. Return
+    whether the run was withdrawn.
     """
     if choice.continues or choice.lock is None:
-        return  # an earlier run, or another process, made the directory
+        return False  # an earlier run, or another process, made the directory
     path = choice.path
     checkpoints = path / CHECKPOINTS_DIR
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        return
+        return False
     if any((path / name).exists() and (path / name).stat().st_size for name in LOGS):
-        return
+        return False
     try:
         for pattern in (*LOGS, *MADE_AT_THE_START):
             for file in path.glob(pattern):
@@ -273,6 +272,7 @@ def withdraw(choice: RunChoice) -> None:
     except OSError:
         pass  # the directory has a file that is not the run's
     choice.release()
+    return True
 
 
 def check(spec: RunSpec) -> None:

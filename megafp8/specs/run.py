@@ -110,7 +110,8 @@ class TrainSpec:
     global_batch_size: int  # samples per optimizer step over all ranks
     log_every_n_steps: int  # the first and the last step are logged besides
     val_check_interval: int
-    limit_val_batches: int  # global batches per validation; the last one is whole; 0: none
+    limit_val_batches: int  # global batches per validation; 0: none
+    last_validation_is_whole: bool = False  # the one at the end of a run takes the whole split
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]
     overfit_batches: int = 0  # train on this many global batches again and again; 0: on all data

@@ -25,7 +25,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.precision.scaling import ScalingState
-from megafp8.runs.directory import CHECKPOINTS_DIR
+from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 from megafp8.checkpoint.best import METRICS
@@ -116,17 +117,19 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     """
     spec, step = run.spec, run.state.step
     run.pace.after_step(seconds)
+    run.curve.add(result.loss)
     is_logged = spec.train.logs_at(step) or not result.is_finite
     if is_logged or run.pace.num_steps == 1:
         report = report_of(run, result, samples, seconds, waited)
         if is_logged:
             log_step(run, result, samples, report)
+            report = dataclasses.replace(report, health=run.health.verdict())
         # A process that continues a run shows its first step but does not log it, so that the files
         # are the same as those of a run that was never interrupted.
         run.console.step(report)
-        run.last_report, run.last_loss = report, result.loss
-    else:
-        run.console.progress(step)
+        run.last_report = report
+    elif run.console.wants_progress:
+        run.console.progress(report_of(run, result, samples, seconds, waited))
     slow = run.pace.slow(spec, step, run.state.mesh.device) if run.state.mesh.is_main else None
     if slow is not None:
         run.console.warn(slow)
@@ -190,6 +193,8 @@ def report_of(
         tflops_full=flops["full"] / 1e12,
         memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
         data_wait_fraction=waited / seconds,
+        health=run.health.verdict(),
+        curve=run.curve.points,
         notes=_notes(state, result),
     )
 
@@ -256,7 +261,8 @@ def save(run: Run, *, must_succeed: bool) -> None:
         warn_of_failed_save(run, step, error)
         return
     run.limit.saved(time.monotonic() - run.last_save)
-    run.console.event(f"step {step} saved and verified: {path}")
+    run.console.event(f"step {step} saved and verified: {path}", kind="save")
+    _report(run)
 
 
 def finish_background_save(run: Run) -> None:
@@ -273,8 +279,16 @@ def finish_background_save(run: Run) -> None:
     run.limit.saved(saved.seconds)
     run.console.event(
         f"step {step} saved and verified: {saved.path} (in the background, in "
-        f"{saved.seconds:.2f} s; the copy took {saved.pause_seconds * 1e3:.0f} ms)"
+        f"{saved.seconds:.2f} s; the copy took {saved.pause_seconds * 1e3:.0f} ms)",
+        kind="save",
     )
+    _report(run)
+
+
+def _report(run: Run) -> None:
+    """Write report.html after a save, unless that would cost more than a little of the time."""
+    if run.reporter is not None:
+        run.reporter.write()
 
 
 def warn_of_failed_save(run: Run, step: int, error: CheckpointError) -> None:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
+from megafp8 import __version__
 from megafp8.backends import choose
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.data.prepare import PreparedData, prepare
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console, open_console
-from megafp8.observe.metrics import MetricsFile
+from megafp8.observe.curve import LossCurve
+from megafp8.observe.journal import JournaledConsole
+from megafp8.observe.metrics import MetricsFile, read_metrics
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
 from megafp8.parallel.agreement import from_main, on_main
 from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
+from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
-from megafp8.runs.directory import CHECKPOINTS_DIR, FINISHED, RunChoice, mark
+from megafp8.runs.directory import RunChoice, mark
+from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
@@ -33,7 +43,7 @@ from megafp8.train.process import StopRequest, TimeLimit, prepare_process
 from megafp8.train.report.fp8 import HealthLog, share_of
 from megafp8.train.report.header import describe
 from megafp8.train.report.profile import StepProfiler, memory_snapshot_on_oom
-from megafp8.train.report.summary import CommandLine, sample_text, summarize
+from megafp8.train.report.summary import CommandLine, show_sample, summarize
 from megafp8.train.run import Run
 from megafp8.train.saver import BackgroundSaver, Saver
 from megafp8.train.state import TrainState
@@ -45,7 +55,7 @@ def pretrain(
     *,
     is_sweep: bool,
     command: Sequence[str],
-    settings: Sequence[str] = (),
+    notes: Sequence[str] = (),
     record: Mapping[str, object] | None = None,
 ) -> int:
     """Train, or continue, the run that `spec` describes, and return the exit code.
@@ -54,15 +64,15 @@ def pretrain(
         spec: The run, resolved and checked.
         is_sweep: Whether the run is one job of a sweep.
         command: The words of the user's command line; the end table shows how to continue with it.
-        settings: Lines shown at the start: the settings that differ from the default job, and those
-            that have no effect.
-        record: The same settings for `summary.json`.
+        notes: Lines shown at the start: the settings that have no effect.
+        record: The settings that differ from the default job, and those that have no effect, for
+            `summary.json`.
 
     Raises:
         UserError: The run cannot start or continue. If all ranks know of the error, the main rank
             raises it and the others return its exit code.
     """
-    command_line = CommandLine(command, tuple(settings), record or {})
+    command_line = CommandLine(command, tuple(notes), record or {})
     began = time.monotonic()
     follow_launcher()
     mesh = join(spec.parallel)  # a signal ends ranks that still wait: no run has begun
@@ -101,11 +111,22 @@ def _pretrain(
     began: float,
 ) -> int:
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
+    reporter: Reporter | None = None
+    if mesh.is_main:
+        console = JournaledConsole(console, choice.path)
+        reporter = Reporter(choice.path, console.warn)
     try:
-        return _run_in(choice, spec, mesh, console, stop, command_line, began)
-    except UserError:
-        directory.withdraw(choice)
+        return _run_in(choice, spec, mesh, console, stop, command_line, began, reporter)
+    except Exception as error:
+        is_refused = isinstance(error, UserError) and directory.withdraw(choice)
+        if reporter is not None and not is_refused:
+            lines = str(error).splitlines() or [""]
+            console.record("failed", f"{type(error).__name__}: {lines[0]}")
+            reporter.write("failed")
         raise
+    finally:
+        if mesh.is_main:
+            console.close()  # the journal; the console that shows everything stays open
 
 
 def _run_in(
@@ -116,16 +137,36 @@ def _run_in(
     stop: StopRequest,
     command_line: CommandLine,
     began: float,
+    reporter: Reporter | None,
 ) -> int:
     path = choice.path
-    if mesh.is_main:
-        console.header([f"{path}: {choice.reason}", *command_line.settings])
+    console.header([f"{path}: {choice.reason}"])
+    if command_line.changed:
+        console.header(["settings that are not the default job's:"])
+        console.settings(command_line.changed)
+    console.header(command_line.notes)
+    stop.answer = lambda number: console.answer(
+        f"{number.name}: stopping after the first step; again to leave at once"
+    )
     run = open_run(path, spec, mesh, console, stop, began)
+    run.reporter = reporter
+    console.record(
+        "start",
+        choice.reason,
+        command=shlex.join(command_line.command),
+        settings=command_line.record,
+        versions={"megafp8": __version__, "torch": torch.__version__},
+        host=socket.gethostname(),
+        num_ranks=mesh.world.size,
+        max_steps=spec.train.max_steps,
+        first_step=run.state.step,
+    )
+    stop.answer = lambda number: console.answer(_answer(run, number))
     try:
         finished = _train_to_the_end(run, path)
         summary = summarize(run, path, command_line, finished, began)
         if finished and not spec.train.fast_dev_run:
-            console.event(f"a sample: {sample_text(run)!r}")
+            show_sample(run)
     finally:
         run.close()
     if mesh.is_main:
@@ -133,12 +174,23 @@ def _run_in(
             write_summary(path / "summary.json", summary)
         except OSError as error:
             console.warn(f"{path / 'summary.json'}: cannot be written ({error})")
+        console.record("end", f"{summary.status}, step {summary.step}/{summary.total_steps}")
+        if reporter is not None:
+            reporter.write("finished" if finished else "stopped")
         if finished:
             mark(path, FINISHED)  # last of all: a run that is killed before can be continued
         console.finish(summary.rows())
     if not finished:
         from_main(mesh, None)  # ranks exit together: a launcher may end the others after one
     return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
+
+
+def _answer(run: Run, number: signal.Signals) -> str:
+    """Return what the user sees at once after a first signal."""
+    step, last = run.state.step, run.spec.train.max_steps
+    if step >= last:
+        return f"{number.name}: the run ends by itself soon; a second signal ends it at once"
+    return f"{number.name}: saving after this step ({step + 1}); again to leave at once"
 
 
 def _train_to_the_end(run: Run, path: Path) -> bool:
@@ -193,10 +245,12 @@ def open_run(
         health=HealthLog(state, spec.observe.health, files_of_health, state.step, console.warn),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
+        curve=_curve_so_far(path, spec, state),
     )
     console.header(describe(spec, state, data, share))
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
+    console.follow(lambda: state.step)
     goes_back = spec.train.nonfinite_policy == "rollback" and saver.last_step is None
     require_disk_space(
         saver.root,
@@ -211,6 +265,19 @@ def open_run(
         run.background = _background_saver(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
+
+
+def _curve_so_far(path: Path, spec: RunSpec, state: TrainState) -> LossCurve:
+    """Return the curve of the losses that earlier processes of the run logged."""
+    curve = LossCurve(window=spec.train.log_every_n_steps)
+    if state.step and state.mesh.is_main:
+        try:
+            for line in read_metrics(path / "metrics.jsonl"):
+                if line.get("step", 0) <= state.step and "loss" in line:
+                    curve.add(line["loss"])
+        except (OSError, ValueError):
+            pass  # a curve without its beginning is still shown
+    return curve
 
 
 def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:

@@ -20,11 +20,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequest:
     """Remember the first signal, so that training can save and stop after the current step.
 
-    Use it as a context around training. A second signal ends the process at once.
+    Use it as a context around training. A second signal ends the process at once. `answer` is
+    called with the first one inside its handler, so that the user sees at once what follows.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.answer: Callable[[signal.Signals], None] = lambda number: None
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,6 +42,7 @@ class StopRequest:
         if self.signal is not None:
             os._exit(128 + number)  # the exit code that a shell reports after a signal
         self.signal = signal.Signals(number)
+        self.answer(self.signal)
 
 
 class TimeLimit:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from megafp8.data.prepare import PreparedData
 from megafp8.observe.console import Console, StepReport
+from megafp8.observe.curve import LossCurve
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.report.writer import Reporter
 from megafp8.specs import RunSpec
 from megafp8.train.pace import Pace
 from megafp8.train.process import StopRequest, TimeLimit
@@ -34,10 +36,11 @@ class Run:
     health: HealthLog
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
+    curve: LossCurve  # of the training loss, in this process
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None
-    last_loss: float | None = None
+    reporter: Reporter | None = None  # writes report.html; None on all ranks but the main one
     stopped_by_time: bool = False  # the time limit, not a signal, ended training
     last_save: float = field(default_factory=time.monotonic)  # when, on the monotonic clock
     nonfinite_in_a_row: int = 0

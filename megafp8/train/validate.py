@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from megafp8.data.loader import Microbatch, validation_batches
+from megafp8.data.loader import Microbatch, num_validation_batches, validation_batches
 from megafp8.observe.summary import bits_per_byte
 from megafp8.train.run import Run
 from megafp8.train.state import TrainState
@@ -34,36 +34,48 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
     return (totals[0] / totals[1]).item(), int(totals[1].item())
 
 
-def validate(run: Run, *, whole: bool = False) -> float:
+def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
     """Validate, log and show the result, and return the loss in nats per token.
 
     It is over `limit_val_batches` global batches, or over the validation text of a run's end if
-    `whole` is set.
+    `whole` is set. `is_last` says that it ends the run. A run that is killed after it validates
+    again, and the result must not be logged twice.
     """
     began = time.perf_counter()
     train, mesh = run.spec.train, run.state.mesh
     limit = None if whole else train.limit_val_batches * train.global_batch_size
     drops_last = run.spec.data.validation_drop_last and not whole
+    source = run.data.validation if whole else run.data.periodic_validation
+    multiple_of = train.global_batch_size if drops_last else 1
     batches = validation_batches(
-        run.data.validation if whole else run.data.periodic_validation,
+        source,
         train.micro_batch_size,
         mesh.dp.rank,
         mesh.dp.size,
         limit,
-        multiple_of=train.global_batch_size if drops_last else 1,
+        multiple_of=multiple_of,
         rules=run.data.rules,
     )
-    val_loss, _ = evaluate(run.state, batches)
+    total = num_validation_batches(
+        source, train.micro_batch_size, mesh.dp.size, limit, multiple_of=multiple_of
+    )
+    val_loss, _ = evaluate(run.state, _shown(run, batches, total))
     bits = bits_per_byte(val_loss, run.bytes_per_token)
     values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
     if run.metrics is not None:
-        # The whole validation ends a run. A run that is killed after it validates again.
-        run.metrics.log({"step": run.state.step, **values}, unless_last=whole)
+        run.metrics.log({"step": run.state.step, **values}, unless_last=is_last)
     run.trackers.log(run.state.step, values)
     run.saver.metrics["val_loss"] = val_loss
     seconds = time.perf_counter() - began
     run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
     return val_loss
+
+
+def _shown(run: Run, batches: Iterable[Microbatch], total: int) -> Iterator[Microbatch]:
+    """Yield the batches, and show how many of them are done."""
+    for done, batch in enumerate(batches):
+        run.console.validating(done, total)
+        yield batch
 
 
 def check_validation(run: Run) -> None:

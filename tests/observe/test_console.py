@@ -50,8 +50,8 @@ def test_a_plain_line_explains_itself() -> None:
     console.start(600)
     console.step(REPORT)
     assert stream.getvalue() == (
-        "step  50/600 | loss 5.1234 | grad norm 0.87 | lr 9.8e-04 | 21.3k tok/s"
-        " | 0.51 TFLOP/s causal (0.55 full) | mem 1.2 GiB | data wait 0.1 % | ETA 3:21\n"
+        "step  50/600 | loss 5.1234 | grad norm 0.87 | lr 9.8e-04 | 0.365 s/step | 21.3k tok/s"
+        " | 0.51 TFLOP/s | mem 1.2 GiB | ETA 3:21\n"
     )
 
 
@@ -69,7 +69,7 @@ def test_plain_lines_of_everything_else() -> None:
         "a run",
         "of a model",
         "continuing after step 40 of 600",
-        "step  50/600 | val loss 5.3000 | perplexity 200.34 | 2.100 bits/byte | 0.4 s",
+        "step  50/600 | val loss 5.3000 | perplexity 200.34 | 2.100 bits/byte | validated in 0.4 s",
         "step 100/600 | val loss NaN",
         "checkpoint saved: /x [bold]",
         "warning: disk is full",
@@ -128,13 +128,24 @@ def test_the_live_block_counts_steps_that_are_not_logged() -> None:
 
     console.start(100)
     assert "step   0/100" in shown() and "no step is done yet" in shown()
-    assert "ETA -:--" in shown()
-    console.step(dataclasses.replace(REPORT, step=1, step_seconds=2.0))
-    assert "loss 5.1234" in shown() and "numbers of step 1 | ETA 3:18" in shown()
-    assert "no step" not in shown()
-    console.progress(3)
+    assert "0:00 elapsed, -:-- left" in shown()
+    clock.now += 9.0  # the first step has costs that others do not have
+    console.step(dataclasses.replace(REPORT, step=1, step_seconds=9.0))
+    assert "loss 5.1234" in shown() and "0:09 elapsed, 14:51 left" in shown()
+    assert "no step" not in shown() and not console.wants_progress
+    clock.now += 4.0
+    assert console.wants_progress
+    losses = (9.0, 8.0, 7.0, 6.5)
+    console.progress(dataclasses.replace(REPORT, step=3, loss=4.5, curve=losses))
     text = shown()
-    assert "step   3/100" in text and "numbers of step 1 | ETA 3:14" in text
+    assert "step   3/100" in text and "loss 4.5000 █▅▂▁" in text
+    assert "0:13 elapsed, 3:14 left" in text  # 97 steps of the 2 s that the last two took
+    console.validating(12, 40)
+    assert "validating: 12 of 40 microbatches" in shown()
+    console.validation(3, 4.2)
+    assert "validating" not in shown() and "val loss 4.2000 at 3" in shown()
+    console.answer("SIGINT: saving after this step (4); again to leave at once")
+    assert "SIGINT: saving after this step (4); again to leave at once" in shown()
     console.close()
     again = LiveConsole(Terminal(), clock=clock)
     again.start(100, 40)
@@ -156,7 +167,11 @@ def use_everything(console: Console) -> None:
         console.header(["header"])
         console.start(100, 10)
         console.step(REPORT)
-        console.progress(51)
+        console.settings([{"key": "a", "value": 1, "origin": "b", "default": None}])
+        console.progress(dataclasses.replace(REPORT, step=51))
+        console.validating(1, 2)
+        console.sample(50, "def", " f():\n\x07")
+        console.answer("answer")
         console.validation(50, 1.0)
         console.event("event")
         console.warn("warning")
@@ -301,8 +316,9 @@ def test_live_block_and_permanent_lines() -> None:
         "stdout is back: True",
     ):
         assert text.count(line + "\r\n") == 1, (line, text)
-    assert "loss 5.1234 | val loss 2.5000 | grad norm 0.87 | lr 9.8e-04 | 0.365 s/step" in text
-    assert "0.51 TFLOP/s causal (0.55 full) | mem 1.2 GiB | data wait 0.1 %" in text
+    assert "loss 5.1234 | val loss 2.5000 at 20\r\n" in text
+    cost = "0.365 s/step | 21.3k tok/s | 0.51 TFLOP/s"
+    assert f"grad norm 0.87 | lr 9.8e-04 | {cost}\r\nmem 1.2 GiB\r\n" in text
     assert "step 40/40" in text
     assert "/a/long/path" * 20 in text, "a long path is one line, to be copied whole"
 

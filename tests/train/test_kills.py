@@ -104,7 +104,7 @@ def test_killed_while_the_manifest_is_half_written(
     assert_same(place, undisturbed[0])
 
 
-@pytest.mark.parametrize("before", ["summarize", "sample_text", "write_summary", "mark"])
+@pytest.mark.parametrize("before", ["summarize", "show_sample", "write_summary", "mark"])
 def test_killed_at_the_very_end(place: Place, undisturbed: tuple[Place, Done], before: str) -> None:
     """The run is trained and saved but has not ended: the same command does the rest, once."""
     done = place.run(fault=["killed_before", before])

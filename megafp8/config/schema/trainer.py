@@ -61,13 +61,13 @@ class Trainer:
     val_check_interval: int = key(
         MISSING, "Steps between two validations.", nemo=100, kind="logging", valid=at_least(1)
     )
-    limit_val_batches: int = key(
-        MISSING,
-        "Number of global batches in a validation during training. The validation at the end of "
-        "the run takes the whole split. 0: no validation at all.",
+    limit_val_batches: int | None = key(
+        None,
+        "Number of global batches in each validation. `null`: 8 during training, and the whole "
+        "split at the end of the run. 0: no validation at all.",
         nemo=50,
         kind="logging",
-        valid=at_least(0),
+        valid=or_null(at_least(0)),
     )
     gradient_clip_val: float | None = key(
         1.0,

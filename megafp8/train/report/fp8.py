@@ -217,6 +217,7 @@ class HealthLog:
         if self._probe is not None and run_dir is not None:
             self._file = MetricsFile(run_dir / HEALTH_FILE, resume_step=step, warn=warn)
         self._warned: set[str] = set()
+        self._num_tensors = 0
         self._is_attached = False
 
     def begin(self) -> None:
@@ -246,6 +247,13 @@ class HealthLog:
         trackers.log(step, scalars(record))
         self._complain(record)
 
+    def verdict(self) -> str | None:
+        """Return the health of the last logged step in a few words, or None if there is none."""
+        if not self._num_tensors:
+            return None
+        bad = len(self._warned)
+        return f"FP8 health: {bad} of {self._num_tensors} tensors bad" if bad else "FP8 health ok"
+
     def abandon(self) -> None:
         """Forget what was measured since `begin`, because the step will be done again."""
         if self._probe is not None and self._is_attached:
@@ -271,4 +279,4 @@ class HealthLog:
         if len(new) > MOST_WARNINGS:
             rest = len(new) - MOST_WARNINGS
             self._warn(f"step {record.step}: and {rest} more tensors; all are in {HEALTH_FILE}")
-        self._warned = set(found)
+        self._warned, self._num_tensors = set(found), len(record.tensors)

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from megafp8.data.prepare import PreparedData
 from megafp8.data.tokenize import continuation
+from megafp8.observe.curve import sparkline
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
+from megafp8.report.writer import REPORT_FILE
 from megafp8.specs import RunSpec
 from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
@@ -22,8 +24,9 @@ from megafp8.train.report.header import fp8_kernel, precision_of
 from megafp8.train.run import Run
 from megafp8.train.validate import validate
 
-SAMPLE_PROMPT = "def "
+PROMPT_TOKENS = 8  # the beginning of a validation document that a sample continues
 SAMPLE_TOKENS = 64
+SPARKLINE = 40  # bars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +34,15 @@ class CommandLine:
     """Hold the user's command and settings, for reports; see `megafp8.train.pretrain.pretrain`."""
 
     command: Sequence[str]  # the words of the command
-    settings: tuple[str, ...]  # lines for the console
-    record: Mapping[str, object]  # the same settings, for summary.json
+    notes: tuple[str, ...]  # lines for the console
+    record: Mapping[str, object]  # the settings that are not the default job's, for summary.json
+
+    @property
+    def changed(self) -> Sequence[Mapping[str, object]]:
+        """The settings that are not the default job's: key, value, origin, default."""
+        found = self.record.get("non_default", ())
+        assert isinstance(found, Sequence)
+        return found
 
 
 def summarize(
@@ -46,11 +56,11 @@ def summarize(
     spec, state, data = run.spec, run.state, run.data
     val_loss = unigram = xz = None
     validates = finished and spec.train.limit_val_batches > 0
-    if validates and spec.train.fast_dev_run:
-        val_loss = validate(run)
+    if validates and not spec.train.last_validation_is_whole:
+        val_loss = validate(run, is_last=True)
     elif validates:
         run.console.event(f"validating on {_coverage(data)}")
-        val_loss = validate(run, whole=True)
+        val_loss = validate(run, whole=True, is_last=True)
         text = data.validation_text()
         unigram = unigram_bits_per_byte(
             data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
@@ -63,6 +73,7 @@ def summarize(
     totals = counter.by_precision()
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
     gemms = sum(totals.values()) - attention
+    mean = run.curve.recent
     return RunSummary(
         status="finished" if finished else f"saved on {name}",
         step=state.step,
@@ -79,7 +90,10 @@ def summarize(
         val_tokens_in_all=data.num_validation_tokens if validates else None,
         unigram_bits_per_byte=unigram,
         xz_bits_per_byte=xz,
-        train_loss=run.last_loss,
+        train_loss=mean[0] if mean else None,
+        train_loss_steps=mean[1] if mean else None,
+        loss_curve=sparkline(run.curve.points, SPARKLINE) or None,
+        health=run.health.verdict(),
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         wall_seconds=time.monotonic() - began,
@@ -89,6 +103,7 @@ def summarize(
         peak_memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
         precision=precision_of(spec, state),
         metrics_file=str(path / "metrics.jsonl"),
+        report_file=str(path / REPORT_FILE),
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
         extra={
@@ -126,7 +141,7 @@ def _coverage(data: PreparedData) -> str:
 def _num_validated(run: Run) -> int:
     """Return the number of tokens that the last validation read."""
     train, data = run.spec.train, run.data
-    if not train.fast_dev_run:
+    if train.last_validation_is_whole:
         return data.num_final_tokens
     samples = train.limit_val_batches * train.global_batch_size
     return min(samples * run.spec.data.seq_length, data.num_final_tokens)
@@ -150,19 +165,23 @@ def continue_command(
     return shlex.join(arguments)
 
 
-def sample_text(run: Run) -> str:
-    """Return a short text that the model generates in its current state, after a fixed prompt."""
-    tokenizer = run.data.tokenizer
-    prompt = tokenizer.encode(SAMPLE_PROMPT)
+def show_sample(run: Run) -> None:
+    """Show a short text that the model writes after the beginning of a validation document.
+
+    All ranks call it together.
+    """
+    tokenizer, data = run.data.tokenizer, run.data
+    prompt = data.validation_prompt(PROMPT_TOKENS)
     drawn = sample(
         run.state,
         prompt,
         SAMPLE_TOKENS,
-        vocab_size=run.data.vocab_size,
+        vocab_size=data.vocab_size,
         temperature=0.7,
         seed=run.spec.train.seed,
     )
-    return SAMPLE_PROMPT + continuation(tokenizer, prompt, drawn)
+    text = continuation(tokenizer, prompt, drawn)
+    run.console.sample(run.state.step, tokenizer.decode(prompt), text)
 
 
 def _newest_checkpoint(run: Run) -> str | None:

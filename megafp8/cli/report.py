@@ -1,0 +1,76 @@
+"""Write the report of runs as one HTML page, also of unfinished and failed runs.
+
+python -m megafp8.cli.report RUN… [--output FILE]
+
+One run gets its report as report.html in its own directory. Several runs, or a folder of runs, are
+compared on one page. `latest` stands for the newest run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli.job import report_error
+from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.files import write_atomically
+from megafp8.report.page import run_page, runs_page
+from megafp8.report.record import RunRecord, read_run
+from megafp8.report.writer import REPORT_FILE
+from megafp8.runs.find import find_run, is_run, runs_below
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page and print its path; return 0, or 2 after printing an error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run, or a folder")
+    parser.add_argument("--output", "-o", type=Path, help="the page's file (default: report.html)")
+    options = parser.parse_args(argv)
+    try:
+        print(write_report(options.runs, options.output))
+    except UserError as error:
+        return report_error(error)
+    return ExitCode.FINISHED
+
+
+def write_report(named: Sequence[Path], output: Path | None) -> Path:
+    """Write the page of the named runs, and return its path.
+
+    Raises:
+        RunError: None of the runs can be read, or the page cannot be written.
+    """
+    runs: list[RunRecord] = []
+    problems: list[str] = []
+    folder: Path | None = None
+    for path in map(find_run, named):
+        below = [path] if is_run(path) else runs_below(path)
+        if not is_run(path) and below and len(named) == 1:
+            folder = path
+        try:
+            runs += [read_run(found) for found in below or [path]]
+        except RunError as error:
+            problems.append(str(error))
+    if not runs:
+        raise RunError("\n".join(problems))
+    if len(runs) == 1 and not problems and folder is None:
+        page = run_page(runs[0])
+        target = output or runs[0].path / REPORT_FILE
+    else:
+        title = f"{len(runs)} runs" if folder is None else f"{len(runs)} runs in {folder}"
+        page = runs_page(title, runs, problems=problems)
+        target = output or (folder or Path()) / REPORT_FILE
+    try:
+        write_atomically(target, page)
+    except OSError as error:
+        raise RunError(f"{target}: cannot be written ({error.strerror}). Use --output") from error
+    return target
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""List runs with their status, loss and speed, the newest last.
+
+python -m megafp8.cli.runs [FOLDER …] [--all]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megafp8.cli.job import report_error
+from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.observe.units import format_count, format_number
+from megafp8.report.page import typical_speed
+from megafp8.report.record import RunRecord, read_run
+from megafp8.runs.find import USUAL_FOLDER, runs_below
+
+NEWEST = 20
+PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
+COLORS = {"finished": "green", "failed": "red", "running": "cyan"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the list; return 0, or 2 after printing an error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megafp8.cli.runs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders", type=Path, nargs="*", default=[USUAL_FOLDER], help="folders of runs (runs)"
+    )
+    parser.add_argument("--all", action="store_true", help=f"not only the newest {NEWEST}")
+    options = parser.parse_args(argv)
+    try:
+        _list(options.folders, None if options.all else NEWEST)
+    except UserError as error:
+        return report_error(error)
+    return ExitCode.FINISHED
+
+
+def _list(folders: Sequence[Path], newest: int | None) -> None:
+    paths = [path for folder in folders for path in runs_below(folder)]
+    if not paths:
+        named = ", ".join(map(str, folders))
+        raise RunError(f"{named}: no runs. Name the folder that has them (exp_manager.exp_dir)")
+    shown = paths if newest is None else paths[-newest:]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("run", "status", "step", "loss", "val loss", "tokens/s", "last written"):
+        is_number = title in ("step", "loss", "val loss", "tokens/s")
+        table.add_column(
+            title, justify="right" if is_number else "left", no_wrap=True, overflow="fold"
+        )
+    for path in shown:
+        run = read_run(path)
+        color = COLORS.get(run.status, "yellow")
+        table.add_row(str(path), f"[{color}]{run.status}[/]", *_figures(run), _written(path))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    console.print(table)
+    if len(shown) < len(paths):
+        console.print(f"{len(paths) - len(shown)} older runs: --all")
+
+
+def _figures(run: RunRecord) -> tuple[str, str, str, str]:
+    total = run.max_steps
+    steps = f"{run.last_step}/{total}" if total else str(run.last_step)
+    losses = [run.figure(key) for key in ("train_loss", "val_loss")]
+    loss, val = ("" if value is None else format_number(value) for value in losses)
+    speed = typical_speed(run)
+    return steps, loss, val, "" if speed is None else format_count(speed)
+
+
+def _written(path: Path) -> str:
+    times = [file.stat().st_mtime for file in path.glob("*") if file.is_file()]
+    return datetime.fromtimestamp(max(times)).strftime("%Y-%m-%d %H:%M") if times else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

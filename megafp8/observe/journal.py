@@ -1,0 +1,185 @@
+"""Keep what a run said: console.log for people, and events.jsonl and samples.jsonl for reports.
+
+All of them only grow. A run that continues appends to them, so that they tell of every start, of
+every save and of every warning, also of steps that were trained again after an interruption.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megafp8.files import to_json
+from megafp8.observe.console import Console, PlainConsole, Row, StepReport
+
+CONSOLE_FILE = "console.log"
+EVENTS_FILE = "events.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class JournaledConsole(Console):
+    """Show everything on another console, and keep it in the files of a run.
+
+    A disk that fails costs the records with one warning, never the run.
+
+    Args:
+        shown: The console on which everything is shown; closing it is its owner's part.
+        directory: The run's directory, which exists.
+    """
+
+    def __init__(self, shown: Console, directory: Path) -> None:
+        self._shown = shown
+        self._directory = directory
+        self._warned = False
+        self._step: Callable[[], int] = lambda: 0  # `follow` sets it when there is a step
+        self._log: PlainConsole | None = None
+        try:
+            self._stream = open(directory / CONSOLE_FILE, "a", encoding="utf-8", errors="replace")
+            self._log = PlainConsole(self._stream)
+        except OSError as error:
+            self._lost(CONSOLE_FILE, error)
+
+    # ---- records
+
+    def record(self, kind: str, text: str, **more: object) -> None:
+        """Append an event to events.jsonl; `more` are further fields, as JSON can hold them."""
+        self._append(EVENTS_FILE, {"kind": kind, "text": text, **more})
+
+    def follow(self, step: Callable[[], int]) -> None:
+        """Use `step`, which returns the number of steps that are done, in every record."""
+        self._step = step
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Show a text that the model wrote after `prompt`, and append it to samples.jsonl."""
+        self._shown.sample(step, prompt, text)
+        if self._log is not None:
+            self._log.sample(step, prompt, text)
+        self._append(SAMPLES_FILE, {"prompt": prompt, "text": text})
+
+    def _append(self, name: str, fields: Mapping[str, object]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = to_json({"time": now, "step": self._step(), **fields}) + "\n"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._directory / name, flags, 0o666)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._lost(name, error)
+
+    def _lost(self, name: str, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            path = self._directory / name
+            self._shown.warn(f"{path}: cannot be written ({error}); training continues without it")
+
+    # ---- what every console does
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:
+        """Begin to show and to keep a run."""
+        self._shown.start(total_steps, first_step)
+        if self._log is not None:
+            self._log.start(total_steps, first_step)
+
+    def header(self, lines: Sequence[str]) -> None:
+        """Show and keep lines that describe the run."""
+        self._shown.header(lines)
+        if self._log is not None:
+            self._log.header(lines)
+
+    def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
+        """Show and keep the settings that are not the default job's."""
+        self._shown.settings(settings)
+        if self._log is not None:
+            self._log.settings(settings)
+
+    def step(self, report: StepReport) -> None:
+        """Show and keep the numbers of a step."""
+        self._shown.step(report)
+        if self._log is not None:
+            self._log.step(report)
+        if report.notes:
+            self.record("skipped", "; ".join(report.notes))
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether the console that shows everything can show a step that is not logged."""
+        return self._shown.wants_progress
+
+    def progress(self, report: StepReport) -> None:
+        """Show a step that is not logged."""
+        self._shown.progress(report)
+
+    def validating(self, done: int, total: int) -> None:
+        """Show how far a validation is."""
+        self._shown.validating(done, total)
+
+    def validation(
+        self,
+        step: int,
+        val_loss: float,
+        *,
+        perplexity: float | None = None,
+        bits_per_byte: float | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Show and keep the result of a validation."""
+        for console in (self._shown, self._log):
+            if console is not None:
+                console.validation(
+                    step,
+                    val_loss,
+                    perplexity=perplexity,
+                    bits_per_byte=bits_per_byte,
+                    seconds=seconds,
+                )
+
+    def event(self, text: str, *, kind: str = "note") -> None:
+        """Show a line about an event, and record it."""
+        self._shown.event(text)
+        if self._log is not None:
+            self._log.event(text)
+        self.record(kind, text)
+
+    def answer(self, text: str) -> None:
+        """Show what follows a signal; nothing is written inside the signal's handler."""
+        self._shown.answer(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning, and record it."""
+        self._shown.warn(text)
+        if self._log is not None:
+            self._log.warn(text)
+        self.record("warning", text)
+
+    def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
+        """Show and keep the table at the end of a run."""
+        self._shown.finish(rows, lines)
+        if self._log is not None:
+            self._log.finish(rows, lines)
+
+    def close(self) -> None:
+        """Close console.log; the console that shows everything stays open. It is safe to repeat."""
+        if self._log is not None:
+            self._log = None
+            try:
+                self._stream.close()
+            except OSError as error:
+                self._lost(CONSOLE_FILE, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

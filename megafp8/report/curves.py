@@ -1,0 +1,194 @@
+"""Make the data of a page's plots: curves of few points, and heat maps of FP8 health."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megafp8.observe.health import ROLES
+from megafp8.report.record import Line, RunRecord
+
+MOST_NUMBERS = 60_000  # of all curves of a page: with five digits each, less than half a megabyte
+MOST_CELLS = 40_000  # of all heat maps of a page
+MOST_ROWS = 64  # of a heat map; a model with more linears gets a row for each layer
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Say which values a plot shows, and how.
+
+    Attributes:
+        key: The key in metrics.jsonl.
+        title: The plot's title, with the unit.
+        factor: What the values are multiplied by to get the unit.
+        is_log: Whether the plot begins with a logarithmic axis.
+    """
+
+    key: str
+    title: str
+    factor: float = 1.0
+    is_log: bool = False
+
+
+CURVES = (
+    Curve("loss", "loss, nats per token"),
+    Curve("grad_norm", "gradient norm, before clipping", is_log=True),
+    Curve("lr", "learning rate"),
+    Curve("tokens_per_second", "thousand tokens per second", 1e-3),
+    Curve("mfu", "model FLOPs utilization, %", 100.0),
+    Curve("peak_memory_bytes", "peak memory, GiB", 2.0**-30),
+    Curve("step_seconds", "seconds per step"),
+    Curve("data_wait_fraction", "waiting for data, % of a step", 100.0),
+    Curve("loss_scale", "loss scale (FP16)", is_log=True),
+    Curve("global_batch_size", "global batch, samples"),
+)
+SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu")
+"""The curves of a page of several runs."""
+
+MEASURES = {
+    "underflow": ("underflow, % of the values", 100.0, max),
+    "overflow": ("saturation, % of the values", 100.0, max),
+    "snr_db": ("signal to noise of the worst row, dB", 1.0, min),
+    "quant_scale": ("scale, log2", None, min),
+    "amax": ("amax, log2", None, max),
+}
+"""The measures of FP8 health: title, factor (None: the logarithm), and the worse of two values."""
+
+
+def number(value: float) -> float | None:
+    """Return a value with five digits for a page; None for one that is not finite."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def points(lines: Sequence[Line], curve: Curve, most: int) -> tuple[list[int], list[float | None]]:
+    """Return steps and values of a curve as at most `most` points, each a mean of its lines."""
+    pairs = [
+        (int(line["step"]), float(line[curve.key]))
+        for line in lines
+        if isinstance(line.get(curve.key), int | float)
+    ]
+    pairs.sort(key=lambda pair: pair[0])
+    per_point = -(-len(pairs) // most) if pairs else 1
+    steps, values = [], []
+    for first in range(0, len(pairs), per_point):
+        bucket = pairs[first : first + per_point]
+        finite = [value for _, value in bucket if math.isfinite(value)]
+        mean = sum(finite) / len(finite) * curve.factor if finite else math.nan
+        steps.append(bucket[-1][0])
+        values.append(number(mean))
+    return steps, values
+
+
+def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the plots of one or several runs, for the page's script; empty ones are left out."""
+    one = len(runs) == 1
+    wanted = [c for c in CURVES if one or c.key in SHARED_BY_RUNS]
+    most = max(50, MOST_NUMBERS // (2 * len(runs) * (len(wanted) + 1)))
+    found = []
+    for curve in wanted:
+        series: list[dict[str, Any]] = []
+        for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            for lines, key, name in (
+                (run.metrics, curve.key, "training" if one else label),
+                (run.validations, "val_loss", "validation" if one else f"{label}, validation"),
+            ):
+                if key == "val_loss" and curve.key != "loss":
+                    continue
+                steps, values = points(lines, Curve(key, "", curve.factor), most)
+                if any(value is not None for value in values):
+                    series.append(
+                        {
+                            "label": name,
+                            "x": steps,
+                            "y": values,
+                            "color": index + (one and key == "val_loss"),
+                            "points": key == "val_loss",
+                        }
+                    )
+        is_dull = curve.key == "data_wait_fraction" and all(
+            (value or 0.0) < 1.0 for each in series for value in each["y"]
+        )
+        if series and not is_dull:
+            found.append({"title": curve.title, "log": curve.is_log, "series": series})
+    return found
+
+
+def gap_chart(
+    title: str, gaps: Sequence[tuple[str, Sequence[int], Sequence[float]]]
+) -> dict[str, Any]:
+    """Return a plot of differences: label, steps and values of each curve."""
+    series = [
+        {"label": label, "x": list(x), "y": [number(v) for v in y], "color": index, "points": False}
+        for index, (label, x, y) in enumerate(gaps)
+    ]
+    return {"title": title, "log": False, "series": series}
+
+
+def heat_maps(run: RunRecord) -> dict[str, Any] | None:
+    """Return the FP8 health of a run as maps of linears or layers over steps; None without any.
+
+    The result has `steps`, `rows` and, for each role and measure that was measured, the values: a
+    list for each row. Where a row stands for several tensors, the worst of them counts.
+    """
+    groups: dict[str, dict[str, list[str]]] = {role: {} for role in ROLES}
+    names = {name for line in run.health for name in line["tensors"]}
+    linears = {name.rpartition(".")[0] for name in names}
+    by_layer = len(linears) > MOST_ROWS
+    for name in names:
+        linear, _, role = name.rpartition(".")
+        if role in groups:
+            row = _layer(linear) if by_layer else linear.removeprefix("layers.")
+            groups[role].setdefault(row, []).append(name)
+    rows = sorted({row for group in groups.values() for row in group}, key=_natural)
+    if not rows:
+        return None
+    per_step = len(rows) * len(ROLES) * len(MEASURES)
+    lines = _thinned(run.health, max(10, MOST_CELLS // per_step))
+    maps: dict[str, dict[str, Any]] = {}
+    for role, group in groups.items():
+        for measure in MEASURES:
+            values = [[_worst(line, group.get(row, ()), measure) for line in lines] for row in rows]
+            if any(value is not None for row in values for value in row):
+                maps.setdefault(role, {})[measure] = values
+    return {
+        "steps": [line["step"] for line in lines],
+        "rows": rows,
+        "maps": maps,
+        "titles": {name: title for name, (title, *_) in MEASURES.items()},
+        "rows_are": "layers" if by_layer else "linears",
+    }
+
+
+def _worst(line: Mapping[str, Any], names: Sequence[str], measure: str) -> float | None:
+    _, factor, worse = MEASURES[measure]
+    found = []
+    for name in names:
+        tensor = line["tensors"].get(name)
+        value = tensor.get(measure) if isinstance(tensor, dict) else None
+        if isinstance(value, int | float) and math.isfinite(value):
+            found.append(float(value))
+    if not found:
+        return None
+    value = worse(found)
+    if factor is None:
+        return round(math.log2(value), 1) if value > 0 else None
+    return float(f"{value * factor:.3g}")
+
+
+def _thinned(lines: Sequence[Line], most: int) -> Sequence[Line]:
+    if len(lines) <= most:
+        return lines
+    last = len(lines) - 1
+    return [lines[i * last // (most - 1)] for i in range(most)]
+
+
+def _layer(linear: str) -> str:
+    found = re.match(r"layers\.(\d+)\.", linear)
+    return found[1] if found else linear
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]

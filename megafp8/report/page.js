@@ -1,0 +1,127 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const palette = () => dark.matches
+    ? ["#6cb0ff", "#ffa657", "#7ee787", "#ff7b9c", "#c8a6ff", "#5fd7d7", "#f2d160", "#b5bfc9"]
+    : ["#1f6fd1", "#d9680b", "#1f8a3d", "#cf2f62", "#7d4bc9", "#0f8f8f", "#a98500", "#5c6773"];
+  const short = (v) => v == null ? "–" : Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3)
+    ? v.toExponential(2) : String(+v.toPrecision(5));
+
+  // ---- curves
+  const drawn = [];
+  function draw(box, chart, isLog) {
+    box.querySelector(".plot").replaceChildren();
+    const colors = palette();
+    const tables = chart.series.map((s) => [s.x, s.y]);
+    const joined = uPlot.join(tables);
+    const many = chart.series.length > 12;
+    const series = [{ label: "step" }].concat(chart.series.map((s) => ({
+      label: s.label, stroke: colors[s.color % colors.length], width: s.points ? 2 : 1.4,
+      dash: s.points ? [5, 4] : undefined, spanGaps: true,
+      points: { show: s.points || s.x.length < 2, size: 6 },
+      value: (u, v) => short(v),
+    })));
+    const axis = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 },
+      ticks: { stroke: style("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+    const positive = chart.series.every((s) => s.y.every((v) => v == null || v > 0));
+    const plot = new uPlot({
+      width: Math.max(200, box.clientWidth), height: box.classList.contains("wide") ? 320 : 220,
+      scales: { x: { time: false }, y: isLog && positive ? { distr: 3 } : {} },
+      axes: [axis, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
+      series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
+    }, joined, box.querySelector(".plot"));
+    return plot;
+  }
+  for (const chart of data.charts) {
+    const box = document.getElementById(chart.id);
+    let isLog = chart.log;
+    const button = box.querySelector("button");
+    const entry = { box, plot: null, again: () => { entry.plot = draw(box, chart, isLog); } };
+    const name = () => { button.textContent = isLog ? "linear axis" : "logarithmic axis"; };
+    button.addEventListener("click", () => { isLog = !isLog; name(); entry.again(); });
+    name();
+    entry.again();
+    drawn.push(entry);
+  }
+  addEventListener("resize", () => {
+    for (const { box, plot } of drawn)
+      plot.setSize({ width: Math.max(200, box.clientWidth), height: plot.height });
+  });
+
+  // ---- heat maps of FP8 health
+  function shade(t) {  // a scale that also reads in grey: dark blue, green, yellow
+    const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+    const at = Math.min(0.9999, Math.max(0, t)) * (stops.length - 1), i = Math.floor(at), f = at - i;
+    return stops[i].map((v, k) => Math.round(v + f * (stops[i + 1][k] - v)));
+  }
+  function drawMap(box, heat) {
+    const role = box.querySelector("select.role").value;
+    const measure = box.querySelector("select.measure");
+    const measured = Object.keys(heat.maps[role]);
+    const wanted = measured.includes(measure.value) ? measure.value : measured[0];
+    measure.replaceChildren(...measured.map((m) => new Option(heat.titles[m], m, false, m === wanted)));
+    const rows = heat.maps[role][wanted];
+    const flat = rows.flat().filter((v) => v != null);
+    const low = Math.min(...flat), high = Math.max(...flat);
+    const canvas = box.querySelector("canvas");
+    canvas.width = heat.steps.length; canvas.height = rows.length;
+    canvas.style.height = `${Math.max(120, Math.min(26, 900 / rows.length) * rows.length)}px`;
+    const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+    rows.forEach((row, y) => row.forEach((v, x) => {
+      const at = 4 * (y * canvas.width + x);
+      const [r, g, b] = v == null ? [128, 128, 128] : shade(high > low ? (v - low) / (high - low) : 0);
+      image.data.set([r, g, b, v == null ? 40 : 255], at);
+    }));
+    context.putImageData(image, 0, 0);
+    const every = Math.ceil(rows.length / 24);
+    box.querySelector("ul").replaceChildren(...heat.rows.map((name, i) => {
+      const item = document.createElement("li");
+      item.textContent = i % every ? "" : name;
+      return item;
+    }));
+    box.querySelector(".low").textContent = short(low);
+    box.querySelector(".high").textContent = short(high);
+    const steps = box.querySelector(".steps");
+    steps.textContent = `steps ${heat.steps[0]} to ${heat.steps.at(-1)}, from left to right`;
+    canvas.onmousemove = canvas.onclick = (event) => {
+      const area = canvas.getBoundingClientRect();
+      const x = Math.min(canvas.width - 1, Math.floor((event.clientX - area.left) / area.width * canvas.width));
+      const y = Math.min(rows.length - 1, Math.floor((event.clientY - area.top) / area.height * rows.length));
+      if (x < 0 || y < 0) return;
+      steps.textContent = `step ${heat.steps[x]}, ${heat.rows[y]}: ${short(rows[y][x])}`;
+    };
+  }
+  if (data.heat) {
+    const box = document.getElementById("maps"), roles = Object.keys(data.heat.maps);
+    box.querySelector("select.role").replaceChildren(...roles.map((r) => new Option(r.replace("_", " "), r)));
+    box.querySelector(".scale").style.background =
+      `linear-gradient(to right, ${[0, .25, .5, .75, 1].map((t) => `rgb(${shade(t)})`).join(",")})`;
+    box.querySelectorAll("select").forEach((s) => s.addEventListener("change", () => drawMap(box, data.heat)));
+    drawMap(box, data.heat);
+  }
+  dark.addEventListener("change", () => drawn.forEach((entry) => entry.again()));
+
+  // ---- tables that are sorted by a click on a head
+  const key = (cell) => cell.dataset.value === undefined || cell.dataset.value === "" ? null : +cell.dataset.value;
+  for (const table of document.querySelectorAll("table.sortable")) {
+    const heads = [...table.tHead.rows[0].cells];
+    heads.forEach((head, index) => head.addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const rows = [...table.tBodies[0].rows];
+      const isNumber = rows.some((row) => key(row.cells[index]) !== null);
+      rows.sort((a, b) => {
+        const [x, y] = [a.cells[index], b.cells[index]];
+        if (!isNumber) return x.textContent.localeCompare(y.textContent, undefined, { numeric: true });
+        if (key(x) === null || key(y) === null) return (key(x) === null) - (key(y) === null);
+        return key(x) - key(y);
+      });
+      const empty = (row) => isNumber && key(row.cells[index]) === null;
+      const full = rows.filter((row) => !empty(row)), rest = rows.filter(empty);
+      table.tBodies[0].append(...(down ? full.reverse() : full), ...rest);
+    }));
+  }
+})();

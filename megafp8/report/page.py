@@ -1,0 +1,444 @@
+"""Write one run, or several beside each other, as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megafp8 import __version__
+from megafp8.observe.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_tflops,
+)
+from megafp8.report.curves import charts, heat_maps
+from megafp8.report.record import Line, RunRecord
+
+HERE = Path(__file__).parent
+MOST_EVENTS = 300
+MOST_SAMPLES = 12
+MOST_CONFIG = 60_000  # characters of config.yaml
+MOST_DIFFERENCES = 8  # settings that get a column of their own in the table of several runs
+SAMPLE_CHARACTERS = 1_500
+NOT_A_DIFFERENCE = ("exp_manager.name", "exp_manager.explicit_log_dir", "exp_manager.exp_dir")
+
+Figure = tuple[str, str, str]  # name, value, what it means
+
+
+def run_page(run: RunRecord) -> str:
+    """Return the page of one run."""
+    plots, heat = charts([run], [run.name]), heat_maps(run)
+    total = run.max_steps
+    steps = f"step {run.last_step}" + (f" of {total}" if total else "")
+    lead = [run.summary.get("precision"), str(run.path)]
+    body = [
+        _head(run.name, run.status, f"{run.status}, {steps}", [str(t) for t in lead if t]),
+        _problems([(None, run.problems)]),
+        _tiles(_figures(run)),
+        _failure(run),
+        _charts(plots),
+        _maps(heat),
+        _samples(run),
+        _settings(run),
+        _events(run),
+    ]
+    return _document(run.name, body, plots, heat)
+
+
+def runs_page(
+    title: str,
+    runs: Sequence[RunRecord],
+    *,
+    labels: Sequence[str] | None = None,
+    lead: Sequence[str] = (),
+    notes: Sequence[tuple[str, str]] = (),
+    more: str = "",
+    more_charts: Sequence[Mapping[str, Any]] = (),
+    problems: Sequence[str] = (),
+) -> str:
+    """Return a page of several runs: what differs, what came out, and their curves.
+
+    Args:
+        title: The page's title.
+        runs: The runs.
+        labels: Their names on the page; None takes the names of their directories.
+        lead: Lines under the title.
+        notes: Failures: the name of a run and what it said.
+        more: HTML that follows the title, such as a verdict.
+        more_charts: Plots before those of the runs.
+        problems: What could not be read besides what the runs themselves say.
+    """
+    names = list(labels) if labels is not None else _names(runs)
+    plots = [*(dict(chart) for chart in more_charts), *charts(runs, names)] if runs else []
+    read = [(name, run.problems) for name, run in zip(names, runs, strict=True)]
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p class=lead>{escape(line)}</p>" for line in lead),
+        more,
+        _problems([(None, tuple(problems)), *read]),
+        _table(runs, names),
+        _failures(runs, names, notes),
+        _charts(plots),
+        _same_settings(runs),
+    ]
+    return _document(title, body, plots, None)
+
+
+# ---- the document
+
+
+def _document(
+    title: str,
+    body: Sequence[str],
+    plots: Sequence[dict[str, Any]],
+    heat: Mapping[str, Any] | None,
+) -> str:
+    for index, plot in enumerate(plots):
+        plot["id"] = f"chart{index}"
+    # "<" inside the JSON could end the script element.
+    data = json.dumps({"charts": plots, "heat": heat}, allow_nan=False, separators=(",", ":"))
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return "".join(
+        (
+            "<!doctype html>\n<html lang=en><head><meta charset=utf-8>",
+            '<meta name=viewport content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{_asset('vendor/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
+            *body,
+            f"<footer>Written by megafp8 {__version__} on {now}. Plots: uPlot (MIT).</footer>",
+            f'<script type="application/json" id=data>{data.replace("<", chr(92) + "u003c")}',
+            f"</script><script>{_asset('vendor/uPlot.iife.min.js')}</script>",
+            f"<script>{_asset('page.js')}</script></body></html>\n",
+        )
+    )
+
+
+def _asset(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _head(name: str, status: str, text: str, lead: Sequence[str]) -> str:
+    lines = "".join(f"<p class=lead>{escape(line)}</p>" for line in lead)
+    return f"<h1>{escape(name)}<span class='pill {status}'>{escape(text)}</span></h1>{lines}"
+
+
+def _problems(found: Sequence[tuple[str | None, Sequence[str]]]) -> str:
+    lines = [
+        escape(f"{name}: {problem}" if name else problem)
+        for name, problems in found
+        for problem in problems
+    ]
+    if not lines:
+        return ""
+    items = "".join(f"<li>{line}</li>" for line in lines)
+    what = "Some files could not be read; the rest is shown:"
+    return f"<div class=problems>{what}<ul>{items}</ul></div>"
+
+
+# ---- figures
+
+
+def _figures(run: RunRecord) -> list[Figure]:
+    """Return what a run came to: name, value and meaning of each figure that it has."""
+    found: list[Figure] = []
+
+    def add(name: str, value: float | None, text: str, meaning: str = "") -> None:
+        if value is not None:
+            found.append((name, text, meaning))
+
+    val, train = run.figure("val_loss"), run.figure("train_loss")
+    add("validation loss", val, format_number(val or 0.0), "nats per token")
+    if val is not None and val < 50:
+        add("perplexity", val, format_number(math.exp(val), 2))
+    bits = run.figure("val_bits_per_byte")
+    beside = [
+        f"{name} {format_number(other, 3)}"
+        for name, key in (("unigram", "unigram_bits_per_byte"), ("xz", "xz_bits_per_byte"))
+        if (other := run.figure(key)) is not None
+    ]
+    add("bits per byte", bits, format_number(bits or 0.0, 3), ", ".join(beside))
+    mean = int(run.summary.get("train_loss_steps") or 1)
+    meaning = f"mean of the last {mean} steps" if mean > 1 else "last logged step"
+    add("training loss", train, format_number(train or 0.0), meaning)
+    speed = _typical(run.metrics, "tokens_per_second")
+    add("tokens per second", speed, format_count(speed or 0.0), "median of logged steps")
+    mfu = _typical(run.metrics, "mfu")
+    add("MFU", mfu, f"{100 * (mfu or 0.0):.1f} %", "of the device's peak")
+    tflops = _typical(run.metrics, "tflops_causal")
+    add("model FLOP/s", tflops, format_tflops(tflops or 0.0), "causal attention, all ranks")
+    memory = run.figure("peak_memory_bytes")
+    add("peak memory", memory, format_bytes(memory or 0.0), "of rank 0")
+    share = run.figure("fp8_share_of_gemm_flops")
+    if share:
+        add("FP8 share", share, f"{100 * share:.1f} %", "of GEMM FLOPs, without attention")
+    wall = run.figure("wall_seconds")
+    add("time", wall, format_duration(wall or 0.0), "of the last process")
+    consumed = run.figure("consumed_tokens")
+    add("tokens", consumed, format_count(consumed or 0.0), "trained on")
+    skipped = run.figure("num_skipped_steps")
+    if skipped:
+        add("skipped steps", skipped, f"{skipped:.0f}", "not finite")
+    return found
+
+
+def typical_speed(run: RunRecord) -> float | None:
+    """Return the median of the tokens per second of a run's logged steps, without its first."""
+    return _typical(run.metrics, "tokens_per_second")
+
+
+def _typical(lines: Sequence[Line], key: str) -> float | None:
+    """Return the median over logged steps; the first one is left out, since it warms up."""
+    values = [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    values = sorted(value for value in (values[1:] or values) if math.isfinite(value))
+    if not values:
+        return None
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+
+
+def _tiles(figures: Sequence[Figure]) -> str:
+    tiles = "".join(
+        f"<div><small>{escape(name)}</small><b>{escape(value)}</b>"
+        f"<small>{escape(meaning)}</small></div>"
+        for name, value, meaning in figures
+    )
+    return f"<div class=tiles>{tiles}</div>" if tiles else ""
+
+
+# ---- sections of one run
+
+
+def _failure(run: RunRecord) -> str:
+    if run.status != "failed" or not run.tail:
+        return ""
+    reasons = [str(e.get("text")) for e in run.events if e.get("kind") == "failed"]
+    why = f"<p class=failed>{escape(reasons[-1])}</p>" if reasons else ""
+    return f"<h2>How it ended</h2>{why}<pre>{escape(chr(10).join(run.tail))}</pre>"
+
+
+def _charts(plots: Sequence[Mapping[str, Any]]) -> str:
+    boxes = "".join(
+        f"<div class='chart{' wide' if index == 0 else ''}' id=chart{index}><header>"
+        f"<span>{escape(plot['title'])}</span><button type=button></button></header>"
+        "<div class=plot></div></div>"
+        for index, plot in enumerate(plots)
+    )
+    if not boxes:
+        return ""
+    hint = "<p class=dim>Drag over a plot to enlarge it; double-click to see all of it.</p>"
+    return f"<h2>Curves</h2>{hint}<div class=charts>{boxes}</div>"
+
+
+def _maps(heat: Mapping[str, Any] | None) -> str:
+    if heat is None:
+        return ""
+    only_scales = all(
+        set(measures) <= {"amax", "quant_scale"} for measures in heat["maps"].values()
+    )
+    hint = ""
+    if only_scales:
+        hint = (
+            "<p class=dim>Only amaxes and scales were measured. A run with "
+            "<code>model.fp8_health=full</code> also measures underflow, saturation and the "
+            "signal-to-noise ratio at logged steps.</p>"
+        )
+    return (
+        f"<h2>FP8 health: {heat['rows_are']} × steps</h2>{hint}<div class=maps id=maps><header>"
+        "<span><select class=role aria-label=tensor></select> "
+        "<select class=measure aria-label=measure></select></span>"
+        "<span class='steps dim'></span></header><div class=maprow><ul></ul>"
+        "<canvas class=map></canvas></div><div class=legend><span class=low></span>"
+        "<span class=scale></span><span class=high></span></div></div>"
+    )
+
+
+def _samples(run: RunRecord) -> str:
+    if not run.samples:
+        return ""
+    shown = []
+    for line in run.samples[-MOST_SAMPLES:]:
+        prompt, text = str(line.get("prompt", "")), str(line.get("text", ""))
+        shown.append(
+            f"<p class=dim>after step {escape(str(line.get('step')))}; the prompt is bold</p>"
+            f"<pre><b>{escape(prompt)}</b>{escape(text[:SAMPLE_CHARACTERS])}</pre>"
+        )
+    return f"<h2>Text that the model wrote</h2>{''.join(shown)}"
+
+
+def _settings(run: RunRecord) -> str:
+    parts = []
+    commands = [str(event["command"]) for event in run.events if event.get("command")]
+    if commands:
+        parts.append(f"<pre>{escape(commands[-1])}</pre>")
+    if run.changed:
+        rows = "".join(
+            f"<tr><td>{escape(str(row.get('key')))}<td>{escape(_text(row.get('value')))}"
+            f"<td>{escape(str(row.get('origin')))}<td class=dim>{escape(_text(row.get('default')))}"
+            for row in run.changed
+        )
+        parts.append(
+            "<div class=scroll><table><thead><tr><th>setting<th>value<th>set by"
+            f"<th>default job</thead><tbody>{rows}</tbody></table></div>"
+        )
+    if run.config_text:
+        text = run.config_text[:MOST_CONFIG]
+        parts.append(f"<details><summary>all settings</summary><pre>{escape(text)}</pre></details>")
+    return f"<h2>Settings</h2>{''.join(parts)}" if parts else ""
+
+
+def _events(run: RunRecord) -> str:
+    if not run.events:
+        return ""
+    left_out = len(run.events) - MOST_EVENTS
+    rows = "".join(
+        f"<tr><td class=dim>{escape(str(e.get('time', ''))[:19].replace('T', ' '))}"
+        f"<td class=number>{escape(str(e.get('step', '')))}<td>{escape(str(e.get('kind', '')))}"
+        f"<td class=text>{escape(str(e.get('text', '')))}"
+        for e in run.events[-MOST_EVENTS:]
+    )
+    note = f"<p class=dim>{left_out} earlier events are left out.</p>" if left_out > 0 else ""
+    return (
+        f"<h2>Events</h2>{note}<div class=scroll><table><thead><tr><th>time (UTC)<th>step"
+        f"<th>kind<th>what happened</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+# ---- several runs
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the runs' directory names, with as much of the path as makes them different."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else str(run.path)
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the settings in which runs differ, with the value of each run."""
+    known = [run.config for run in runs]
+    keys = list(dict.fromkeys(key for config in known for key in config))
+    found = {}
+    for key in keys:
+        values = [config.get(key) for config in known]
+        if key not in NOT_A_DIFFERENCE and any(
+            value != values[0] for value, config in zip(values, known, strict=True) if config
+        ):
+            found[key] = values
+    return found
+
+
+_OUTCOMES: tuple[tuple[str, str], ...] = (
+    ("validation loss", "val_loss"),
+    ("training loss", "train_loss"),
+    ("tokens/s", "speed"),
+    ("MFU", "mfu"),
+    ("memory", "peak_memory_bytes"),
+    ("time", "wall_seconds"),
+    ("steps", "step"),
+)
+
+
+def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
+    """Return a figure of a run as a number and as text."""
+    if key == "speed":
+        value = typical_speed(run)
+        return value, "" if value is None else format_count(value)
+    if key == "mfu":
+        value = _typical(run.metrics, "mfu")
+        return value, "" if value is None else f"{100 * value:.1f} %"
+    if key == "step":
+        return float(run.last_step), str(run.last_step)
+    value = run.figure(key)
+    if value is None:
+        return None, ""
+    if key == "peak_memory_bytes":
+        return value, format_bytes(value)
+    return value, format_duration(value) if key == "wall_seconds" else format_number(value)
+
+
+def _table(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    if not runs:
+        return ""
+    differ = differences(runs)
+    columns = list(differ)[:MOST_DIFFERENCES]
+    outcomes = [
+        (title, key)
+        for title, key in _OUTCOMES
+        if any(_outcome(run, key)[0] is not None for run in runs)
+    ]
+    best = _best(runs)
+    heads = ["run", "status", *(key.removeprefix("model.") for key in columns)]
+    heads += [title for title, _ in outcomes]
+    rows = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        cells = [f"<td>{escape(name)}", f"<td class={run.status}>{escape(run.status)}"]
+        for key in columns:
+            value = differ[key][index]
+            number = value if isinstance(value, int | float) and not isinstance(value, bool) else ""
+            cells.append(f"<td data-value='{number}'>{escape(_text(value))}")
+        for _, key in outcomes:
+            figure, text = _outcome(run, key)
+            given = "" if figure is None or not math.isfinite(figure) else repr(figure)
+            mark = " best" if index == best and key in ("val_loss", "train_loss") else ""
+            cells.append(f"<td class='number{mark}' data-value='{given}'>{escape(text)}")
+        rows.append("<tr>" + "".join(cells))
+    more = ""
+    if len(differ) > len(columns):
+        rest = [key for key in differ if key not in columns]
+        more = f"<p class=dim>Other settings that differ: {escape(', '.join(rest))}</p>"
+    head = "".join(f"<th>{escape(title)}" for title in heads)
+    return (
+        "<h2>What differs, and what came out</h2><div class=scroll><table class=sortable>"
+        f"<thead><tr>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>{more}"
+    )
+
+
+def _best(runs: Sequence[RunRecord]) -> int | None:
+    """Return the place of the run with the least validation loss, else training loss."""
+    for key in ("val_loss", "train_loss"):
+        known = [
+            (value, index)
+            for index, run in enumerate(runs)
+            if (value := run.figure(key)) is not None and math.isfinite(value)
+        ]
+        if len(known) > 1:
+            return min(known)[1]
+    return None
+
+
+def _failures(
+    runs: Sequence[RunRecord], names: Sequence[str], notes: Sequence[tuple[str, str]]
+) -> str:
+    parts = [f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in notes]
+    told = {name for name, _ in notes}
+    for run, name in zip(runs, names, strict=True):
+        if run.status == "failed" and name not in told:
+            parts.append(f"<h3>{escape(name)}</h3><pre>{escape(chr(10).join(run.tail))}</pre>")
+    return f"<h2>Failures</h2>{''.join(parts)}" if parts else ""
+
+
+def _same_settings(runs: Sequence[RunRecord]) -> str:
+    if not runs or not runs[0].config:
+        return ""
+    differ = differences(runs)
+    lines = [
+        f"{key}: {_text(value)}"
+        for key, value in runs[0].config.items()
+        if key not in differ and key not in NOT_A_DIFFERENCE
+    ]
+    text = escape("\n".join(lines)[:MOST_CONFIG])
+    what = "<summary>what all runs have</summary>"
+    return f"<h2>Settings</h2><details>{what}<pre>{text}</pre></details>"
+
+
+def _text(value: object) -> str:
+    return "null" if value is None else str(value)

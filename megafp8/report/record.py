@@ -1,0 +1,254 @@
+"""Read what a run has left in its directory, as far as it can be read.
+
+A file that is missing or damaged costs only what it holds: the problem is named, and the rest is
+read. Nothing here imports torch, so that a report is made in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megafp8.errors import RunError
+from megafp8.observe.health import HEALTH_FILE
+from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
+from megafp8.runs.find import (
+    CONFIG_NAME,
+    FINISHED,
+    METRICS_NAME,
+    RECORD_NAME,
+    SUMMARY_NAME,
+    is_run,
+)
+from megafp8.runs.lock import is_locked
+
+HEALTH_COLUMNS = 120  # the most log steps whose FP8 health is read, evenly spread over the run
+TAIL_LINES = 15  # of console.log, shown for a run that failed
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Hold what a run has left behind.
+
+    Attributes:
+        path: The run's directory.
+        status: One word: finished, running, failed, stopped or unfinished.
+        problems: What could not be read, each as a sentence with the file's name.
+        config: The resolved configuration, as dotted keys.
+        config_text: The same as it is written in config.yaml.
+        changed: The settings that are not the default job's: key, value, origin, default.
+        metrics: The lines of logged steps, in the order of their steps.
+        validations: The lines of validations.
+        health: Lines of health.jsonl, at most `HEALTH_COLUMNS`.
+        events: Starts, saves, warnings and the end, in the order of their times.
+        samples: Texts that the model wrote.
+        summary: The figures of the run's end.
+        tail: The last lines of the console.
+    """
+
+    path: Path
+    status: str
+    problems: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    changed: Sequence[Line] = ()
+    metrics: Sequence[Line] = ()
+    validations: Sequence[Line] = ()
+    health: Sequence[Line] = ()
+    events: Sequence[Line] = ()
+    samples: Sequence[Line] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    tail: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the run's directory."""
+        return self.path.absolute().name
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last line of metrics, or 0."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def max_steps(self) -> int | None:
+        """The number of steps that the run was to have, if it is known."""
+        total = self.config.get("trainer.max_steps", self.summary.get("total_steps"))
+        trial = self.config.get("trainer.fast_dev_run")
+        total = int(trial) if trial else total
+        return total if isinstance(total, int) else None
+
+    def figure(self, key: str) -> float | None:
+        """Return a figure of the summary, or of the last line that has it."""
+        found = self.summary.get(key)
+        if isinstance(found, int | float) and not isinstance(found, bool):
+            return float(found)
+        lines = self.validations if key == "val_loss" else self.metrics
+        name = {"train_loss": "loss"}.get(key, key)
+        for line in reversed(lines):
+            if isinstance(line.get(name), int | float):
+                return float(line[name])
+        return None
+
+
+def read_run(path: Path, status: str | None = None) -> RunRecord:
+    """Return everything that can be read of a run.
+
+    Args:
+        path: The run's directory.
+        status: The status of a run that writes its own last report; otherwise it is read.
+
+    Raises:
+        RunError: The directory is missing, or no run has worked in it.
+    """
+    if not is_run(path):
+        what = "has no run: there is neither run.json nor metrics.jsonl" if path.is_dir() else ""
+        raise RunError(f"{path}: {what or 'is no directory'}. Name the directory of a run")
+    problems: list[str] = []
+    config_text, config = _config(path, problems)
+    lines = _lines(path / METRICS_NAME, problems, must=True)
+    lines = [line for line in lines if isinstance(line.get("step"), int)]
+    events = _lines(path / EVENTS_FILE, problems)
+    summary = _summary(path, problems)
+    starts = [event for event in events if event.get("kind") == "start"]
+    settings = starts[-1].get("settings") if starts else None
+    changed = (settings if isinstance(settings, dict) else summary).get("non_default")
+    health = _spread(path / HEALTH_FILE, problems)
+    samples = _lines(path / SAMPLES_FILE, problems)
+    status = status or _status(path, events, problems)
+    return RunRecord(
+        path=path,
+        status=status,
+        problems=tuple(problems),  # after everything is read
+        config=config,
+        config_text=config_text,
+        changed=[row for row in changed if isinstance(row, dict)] if changed else [],
+        metrics=[line for line in lines if "loss" in line],
+        validations=[line for line in lines if "val_loss" in line],
+        health=health,
+        events=events,
+        samples=samples,
+        summary=summary,
+        tail=_tail(path / CONSOLE_FILE),
+    )
+
+
+def _status(path: Path, events: Sequence[Line], problems: list[str]) -> str:
+    if is_locked(path):
+        return "running"
+    try:
+        record = json.loads((path / RECORD_NAME).read_bytes())
+    except (OSError, ValueError):
+        problems.append(f"{RECORD_NAME} is missing or damaged")
+        record = {}
+    if isinstance(record, dict) and record.get("status") == FINISHED:
+        return FINISHED
+    last = next((e for e in reversed(events) if e.get("kind") in ("start", "end", "failed")), {})
+    return {"failed": "failed", "end": "stopped"}.get(str(last.get("kind")), "unfinished")
+
+
+def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
+    try:
+        text = (path / CONFIG_NAME).read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        problems.append(f"{CONFIG_NAME} cannot be read ({reason})")
+        return "", {}
+    return text, dict(_dotted(tree)) if isinstance(tree, dict) else {}
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            found += _dotted(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
+def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads((path / SUMMARY_NAME).read_bytes())
+    except FileNotFoundError:
+        return {}  # the run has not ended
+    except (OSError, ValueError) as error:
+        problems.append(f"{SUMMARY_NAME} cannot be read ({error})")
+        return {}
+    return {key: _value(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]:
+    try:
+        raw = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        if must:
+            problems.append(f"{path.name} is missing: no step was logged")
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror})")
+        return []
+    if must and not raw:
+        problems.append(f"{path.name} is empty: no step was logged")
+    return _parsed(path.name, raw, problems)
+
+
+def _spread(path: Path, problems: list[str]) -> list[Line]:
+    """Return evenly spread lines of a file that may be large; the last line is one of them."""
+    try:
+        raw = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return []  # a run without FP8 has no such file
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror})")
+        return []
+    if len(raw) > HEALTH_COLUMNS:
+        last = len(raw) - 1
+        raw = [raw[i * last // (HEALTH_COLUMNS - 1)] for i in range(HEALTH_COLUMNS)]
+    lines = _parsed(path.name, raw, problems)
+    return [
+        line
+        for line in lines
+        if isinstance(line.get("tensors"), dict) and isinstance(line.get("step"), int)
+    ]
+
+
+def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:
+    found, bad = [], 0
+    for text in raw:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if isinstance(line, dict):
+            found.append({key: _value(value) for key, value in line.items()})
+        else:
+            bad += 1
+    if bad:
+        problems.append(f"{name} is damaged: {bad} of {len(raw)} lines cannot be read")
+    return found
+
+
+def _value(value: Any) -> Any:
+    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 8192))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return text.splitlines()[-TAIL_LINES:]

@@ -1,0 +1,92 @@
+"""A run's console.log, events.jsonl and samples.jsonl, and the curve of its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megafp8.observe.console import PlainConsole
+from megafp8.observe.curve import MOST_POINTS, LossCurve, sparkline
+from megafp8.observe.journal import JournaledConsole
+from tests.observe.test_console import REPORT, use_everything
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_everything_shown_is_kept(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    for _ in range(2):  # a run that continues appends
+        use_everything(JournaledConsole(PlainConsole(shown), tmp_path))
+    kept = (tmp_path / "console.log").read_text()
+    without_answers = "".join(
+        line for line in shown.getvalue().splitlines(keepends=True) if line != "answer\n"
+    )
+    assert kept == without_answers and kept.count("event\n") == 2
+
+
+def test_events_and_samples(tmp_path: Path) -> None:
+    step = 7
+    with JournaledConsole(PlainConsole(io.StringIO()), tmp_path) as journal:
+        journal.follow(lambda: step)
+        journal.event("step 7 saved", kind="save")
+        journal.warn("disk is full")
+        journal.record("end", "finished", reached=7, loss=math.nan)
+        journal.step(dataclasses.replace(REPORT, notes=("not finite: weights unchanged",)))
+        journal.sample(7, "def", " f():\n\x07")
+    events = lines_of(tmp_path / "events.jsonl")
+    assert [(e["kind"], e["text"]) for e in events] == [
+        ("save", "step 7 saved"),
+        ("warning", "disk is full"),
+        ("end", "finished"),
+        ("skipped", "not finite: weights unchanged"),
+    ]
+    assert all(event["step"] == 7 for event in events) and events[2]["loss"] == "NaN"
+    (sample,) = lines_of(tmp_path / "samples.jsonl")
+    assert (sample["prompt"], sample["text"]) == ("def", " f():\n\x07")
+    assert "\x07" not in (tmp_path / "console.log").read_text()
+
+
+def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    use_everything(JournaledConsole(PlainConsole(shown), tmp_path / "missing"))
+    assert shown.getvalue().count("training continues without it") == 1
+    assert "event\n" in shown.getvalue()
+
+
+def test_the_curve_keeps_means_and_the_last_losses() -> None:
+    curve = LossCurve(window=3)
+    assert curve.recent is None and curve.points == ()
+    for loss in (4.0, math.nan, 3.0, 2.0, 1.0):
+        curve.add(loss)
+    assert curve.recent == (2.0, 3) and curve.points == (4.0, 3.0, 2.0, 1.0)
+    long = LossCurve(window=10)
+    count = 10 * MOST_POINTS + 3
+    for step in range(count):
+        long.add(float(step))
+    assert len(long.points) <= MOST_POINTS + 1 and long.recent == (count - 5.5, 10)
+    assert list(long.points) == sorted(long.points)
+    assert long.points[0] == pytest.approx((len(range(16)) - 1) / 2)  # the mean of 16 steps
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [
+        ([], 5, ""),
+        ([1.0], 5, "▁"),
+        ([2.0, 2.0], 5, "▁▁"),
+        ([0.0, 7.0], 5, "▁█"),
+        ([7.0, math.nan, 0.0, math.inf], 5, "█▁"),
+        ([0, 1, 2, 3, 4, 5, 6, 7], 8, "▁▂▃▄▅▆▇█"),
+        ([0, 0, 4, 4, 7, 7], 3, "▁▅█"),
+        ([1.0], 0, ""),
+    ],
+)
+def test_sparkline(values: list[float], width: int, bars: str) -> None:
+    assert sparkline(values, width) == bars

@@ -1,0 +1,272 @@
+"""Reports have the figures of their runs, and name what they cannot read."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.cli import report
+from megafp8.report.curves import Curve, charts, heat_maps, points
+from megafp8.report.page import differences, run_page, runs_page
+from megafp8.report.record import HEALTH_COLUMNS, read_run
+from megafp8.report.writer import REPORT_FILE, Reporter
+from megafp8.runs.lock import RunLock
+from tests.report.made import NAMES, loss_at, make_run
+
+MEBIBYTE = 2**20
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id=data>(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def text_of(page: str) -> str:
+    """Return the visible text of a page, without its scripts and styles."""
+    page = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]+>", "\n", page))
+
+
+def test_the_page_of_a_run_has_its_figures(tmp_path: Path) -> None:
+    page = run_page(read_run(make_run(tmp_path / "first")))
+    text = text_of(page)
+    for figure in (
+        "finished, step 100 of 100", "2.2345", "9.34", "1.011", "2.2789", "4.32k", "37.5 %",
+        "1.0 GiB", "75.0 %", "1:01", "model.fp8", "command line", "a </script> b",
+        "once upon", " a <time>", "python pretrain_gpt.py model.fp8=True",
+    ):  # fmt: skip
+        assert figure in text, figure
+    data = data_of(page)
+    loss = data["charts"][0]
+    assert loss["title"] == "loss, nats per token"
+    training, validation = loss["series"]
+    assert training["x"] == [1, *range(10, 101, 10)]
+    assert training["y"] == [float(f"{loss_at(step):.5g}") for step in training["x"]]
+    assert (validation["x"], validation["y"]) == ([100], [2.2345])
+    assert "model FLOPs utilization, %" in [chart["title"] for chart in data["charts"]]
+    heat = data["heat"]
+    assert heat["rows"] == ["0.attention.qkv", "0.mlp.fc1", "1.attention.qkv", "1.mlp.fc1"]
+    underflow = heat["maps"]["input"]["underflow"]
+    assert underflow[3][-1] == pytest.approx(10.0)  # percent
+    assert heat["maps"]["weight"]["quant_scale"][0][0] == 6.0  # log2 of 64
+    assert "http://" not in re.sub(r"/\*!.*?\*/", "", page) and "src=" not in page
+    assert len(page) < MEBIBYTE
+
+
+def test_a_large_run_stays_below_one_mebibyte(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "large")
+    tensor = {"amax": 1.23456, "quant_scale": 3.4567, "underflow": 0.0123456, "overflow": 1e-7,
+              "snr_db": 31.23456}  # fmt: skip
+    names = [
+        f"layers.{layer}.{linear}.{role}"
+        for layer in range(96)
+        for linear in ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
+        for role in ("input", "weight", "grad_output")
+    ]
+    tensors = json.dumps(dict.fromkeys(names, tensor))
+    with open(path / "health.jsonl", "w") as file:
+        for step in range(125):
+            file.write(f'{{"step": {step}, "tensors": {tensors}, "num_nonfinite": {{}}}}\n')
+    with open(path / "metrics.jsonl", "w") as file:
+        for step in range(10_000):
+            line = {"step": step, "loss": 3.0 + 1 / (1 + step), "grad_norm": 0.123456, "lr": 1e-3}
+            file.write(json.dumps({**line, "tokens_per_second": 1e6 + step}) + "\n")
+    run = read_run(path)
+    assert len(run.health) == HEALTH_COLUMNS and run.health[-1]["step"] == 124
+    heat = heat_maps(run)
+    assert heat is not None and heat["rows_are"] == "layers"
+    assert heat["rows"] == [str(layer) for layer in range(96)]
+    assert len(run_page(run)) < MEBIBYTE
+    many = [dataclasses.replace(run, metrics=run.metrics[:2000])] * 40
+    assert len(runs_page("many", many, labels=[str(i) for i in range(40)])) < MEBIBYTE
+
+
+def test_points_are_means_of_the_lines_that_they_stand_for() -> None:
+    lines = [{"step": step, "loss": float(step)} for step in range(1, 11)]
+    assert points(lines, Curve("loss", ""), 5) == ([2, 4, 6, 8, 10], [1.5, 3.5, 5.5, 7.5, 9.5])
+    lines[0]["loss"] = float("nan")
+    assert points(lines, Curve("loss", ""), 5)[1][0] == 2.0
+    lines[1]["loss"] = float("inf")
+    assert points(lines, Curve("loss", ""), 5)[1][0] is None
+    assert points([], Curve("loss", ""), 5) == ([], [])
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    runs = [
+        read_run(make_run(tmp_path / "a", model__fp8=False)),
+        read_run(make_run(tmp_path / "b", steps=50, trainer__max_steps=50)),
+    ]
+    assert differences(runs) == {"trainer.max_steps": [100, 50], "model.fp8": [False, True]}
+    page = runs_page("two", runs)
+    labels = [series["label"] for series in data_of(page)["charts"][0]["series"]]
+    assert labels == ["a", "a, validation", "b", "b, validation"]
+    assert "trainer.precision: bf16" in text_of(page) and "what all runs have" in text_of(page)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ({"metrics.jsonl": None}, "metrics.jsonl is missing: no step was logged"),
+        ({"metrics.jsonl": ""}, "metrics.jsonl is empty: no step was logged"),
+        ({"metrics.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo'},
+         "metrics.jsonl is damaged: 1 of 2 lines cannot be read"),
+        ({"metrics.jsonl": "\0\xff" * 50}, "metrics.jsonl is damaged: 1 of 1 lines"),
+        ({"summary.json": "{"}, "summary.json cannot be read"),
+        ({"summary.json": "[]"}, ""),
+        ({"config.yaml": "a: [}"}, "config.yaml cannot be read"),
+        ({"config.yaml": None}, "config.yaml cannot be read"),
+        ({"run.json": "x"}, "run.json is missing or damaged"),
+        ({"health.jsonl": '{"step": 1}\n[]\n'}, "health.jsonl is damaged: 1 of 2 lines"),
+        ({"events.jsonl": "nonsense\n"}, "events.jsonl is damaged"),
+        ({"samples.jsonl": '{"step": "x", "prompt": null}\n'}, ""),
+    ],
+)  # fmt: skip
+def test_damage_is_named_and_the_rest_is_shown(
+    tmp_path: Path, damage: dict[str, str | None], problem: str
+) -> None:
+    path = make_run(tmp_path / "damaged")
+    for name, text in damage.items():
+        (path / name).unlink() if text is None else (path / name).write_text(text, "latin-1")
+    page = run_page(read_run(path))
+    assert problem in text_of(page) and "2.2345" in text_of(page)
+    data_of(page)
+    both = [read_run(path), read_run(make_run(tmp_path / "good"))]
+    text = text_of(runs_page("two", both))
+    assert problem in text and "good" in text and "damaged" in text
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "nan")
+    line = {"step": 101, "loss": "NaN", "grad_norm": "Infinity", "lr": 1e-3}
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**summary, "val_loss": "NaN"}))
+    page = run_page(read_run(path))
+    assert data_of(page)["charts"][0]["series"][0]["y"][-1] is None
+    assert "NaN" in text_of(page)
+
+
+def test_how_runs_ended(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    assert read_run(path).status == "finished"
+    (path / "run.json").write_text('{"status": "running"}')
+    assert read_run(path).status == "stopped"
+    events = (path / "events.jsonl").read_text().splitlines()
+    (path / "events.jsonl").write_text(events[0] + "\n")
+    assert read_run(path).status == "unfinished"  # the process was killed
+    failed = {"kind": "failed", "text": "NonFiniteError: step 7: loss nan", "step": 7}
+    (path / "events.jsonl").write_text(events[0] + "\n" + json.dumps(failed) + "\n")
+    page = text_of(run_page(read_run(path)))
+    assert read_run(path).status == "failed"
+    assert "NonFiniteError: step 7: loss nan" in page and "last line" in page
+    lock = RunLock.acquire(path)
+    assert read_run(path).status == "running"
+    lock.release()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "a")
+    make_run(tmp_path / "runs" / "b", steps=110)
+    assert report.main(["latest"]) == 0  # b was made later
+    assert capsys.readouterr().out.strip() == f"runs/b/{REPORT_FILE}"
+    assert report.main(["runs"]) == 0
+    assert capsys.readouterr().out.strip() == f"runs/{REPORT_FILE}"
+    assert "2 runs in runs" in (tmp_path / "runs" / REPORT_FILE).read_text()
+    assert report.main(["runs/a", "runs/latest", "nowhere", "-o", "page.html"]) == 0
+    assert "nowhere: is no directory" in text_of((tmp_path / "page.html").read_text())
+    assert report.main(["nowhere"]) == 2
+    (tmp_path / "empty").mkdir()
+    assert report.main(["empty"]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere: is no directory" in said and "empty: has no run" in said
+    assert report.main(["runs/a", "-o", "no/where.html"]) == 2
+
+
+def test_a_report_that_fails_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    path = make_run(tmp_path / "run")
+    reporter = Reporter(path, said.append)
+    reporter.write("finished")
+    assert (path / REPORT_FILE).stat().st_size > 10_000
+    monkeypatch.setattr("megafp8.report.writer.run_page", lambda run: 1 / 0)
+    reporter.write("finished")
+    reporter.write("finished")
+    assert len(said) == 1 and "report.html: cannot be written (ZeroDivisionError" in said[0]
+
+
+def test_a_report_is_skipped_while_it_would_cost_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("megafp8.report.writer.time.monotonic", lambda: now[0])
+
+    def slow(run: object) -> str:
+        now[0] += 2.0
+        return "page"
+
+    monkeypatch.setattr("megafp8.report.writer.run_page", slow)
+    path = make_run(tmp_path / "run")
+    reporter = Reporter(path, print)
+    written = []
+    for pause in (0.0, 150.0, 100.0, 10.0):
+        now[0] += pause
+        before = now[0]
+        reporter.write()
+        written.append(now[0] > before)
+    assert written == [True, False, True, False]  # 200 s are 100 times the 2 s of a report
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PLANTED = "<!doctype html><body><script>document.body.append('x'); nothing.at.all</script>"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("kind", ["one", "several", "planted"])
+def test_in_a_browser(tmp_path: Path, kind: str) -> None:
+    """The scripts run without an error, and the page then has plots and the known figures."""
+    runs = [read_run(make_run(tmp_path / name)) for name in ("first", "second")]
+    page = {"one": run_page(runs[0]), "several": runs_page("two", runs), "planted": PLANTED}[kind]
+    file = tmp_path / "page.html"
+    file.write_text(page)
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
+         "--virtual-time-budget=2000", "--dump-dom", f"file://{file}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    if kind == "planted":
+        assert len(said) == 1 and "nothing is not defined" in said[0], done.stderr
+        return
+    assert not said, said
+    dom = done.stdout
+    num_plots = len(data_of(page)["charts"])
+    assert dom.count('class="u-wrap"') == num_plots >= 5
+    assert "2.2345" in dom and "4.32k" in dom
+    if kind == "one":
+        assert '<option value="underflow">underflow, % of the values</option>' in dom
+        assert "steps 1 to 100, from left to right" in dom
+        assert len(NAMES) == 12
+    else:
+        assert "second, validation" in dom
+
+
+def test_charts_of_no_lines(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    (path / "metrics.jsonl").write_text("")
+    assert charts([read_run(path)], ["run"]) == []
