@@ -42,13 +42,13 @@ class LossCurve:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """The curve so far, from the first step to the last."""
+        """Return the curve so far, from the first step to the last."""
         rest = [sum(self._open) / len(self._open)] if self._open else []
         return (*self._points, *rest)
 
     @property
     def recent(self) -> tuple[float, int] | None:
-        """The mean of the last losses and their number, or None before the first one."""
+        """Return the mean of the last losses and their number, or None before the first one."""
         if not self._last:
             return None
         return sum(self._last) / len(self._last), len(self._last)

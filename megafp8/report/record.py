@@ -71,17 +71,17 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The name of the run's directory."""
+        """Return the name of the run's directory."""
         return self.path.absolute().name
 
     @property
     def last_step(self) -> int:
-        """The step of the last line of metrics, or 0."""
+        """Return the step of the last line of metrics, or 0."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def max_steps(self) -> int | None:
-        """The number of steps that the run was to have, if it is known."""
+        """Return the number of steps that the run was to have, if it is known."""
         total = self.config.get("trainer.max_steps", self.summary.get("total_steps"))
         trial = self.config.get("trainer.fast_dev_run")
         total = int(trial) if trial else total

@@ -39,7 +39,7 @@ class CommandLine:
 
     @property
     def changed(self) -> Sequence[Mapping[str, object]]:
-        """The settings that are not the default job's: key, value, origin, default."""
+        """Return the settings that are not the default job's: key, value, origin, default."""
         found = self.record.get("non_default", ())
         assert isinstance(found, Sequence)
         return found
