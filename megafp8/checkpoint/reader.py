@@ -175,7 +175,7 @@ class Reader:
         self.load_into([Placement(name, shape, (0,) * len(shape), values)])
         return values
 
-    def load_into(self, placements: Sequence[Placement], strict: bool = True) -> tuple[str, ...]:
+    def load_into(self, placements: Sequence[Placement]) -> None:
         """Copy stored elements into every placement's tensor, in place and bit for bit.
 
         Names, shapes and dtypes are checked before the first byte is copied. Tensors of the
@@ -184,28 +184,22 @@ class Reader:
 
         Args:
             placements: The local tensors, and which parts of logical tensors they are.
-            strict: Whether a name that the checkpoint lacks is an error.
-
-        Returns:
-            The names that the checkpoint lacks.
 
         Raises:
-            CheckpointError: The checkpoint has other shapes or dtypes, lacks names (with
-                `strict`), or a file cannot be read.
+            CheckpointError: The checkpoint lacks a name, has other shapes or dtypes, or a file
+                cannot be read.
         """
         missing = tuple(dict.fromkeys(p.name for p in placements if p.name not in self._pieces))
-        if missing and strict:
+        if missing:
             shown = ", ".join(missing[:_NAMES_SHOWN])
             more = ", …" if len(missing) > _NAMES_SHOWN else ""
             tensors = "1 tensor" if len(missing) == 1 else f"{len(missing)} tensors"
             raise CheckpointError(self.path, f"lacks {tensors}: {shown}{more}", _SAME_MODEL)
         by_file: dict[str, list[_Copy]] = {}
         for placement in placements:
-            if placement.name in self._pieces:
-                self._plan(placement, by_file)
+            self._plan(placement, by_file)
         for file_name, copies in by_file.items():
             self._copy(self.path / file_name, copies)
-        return missing
 
     def _plan(self, placement: Placement, by_file: dict[str, list[_Copy]]) -> None:
         name, tensor = placement.name, placement.tensor

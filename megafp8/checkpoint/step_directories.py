@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Collection
 from pathlib import Path
 
 from megafp8.files import fsync_directory, os_errors_reported, remove_tree
@@ -80,17 +79,16 @@ def remove_whole(path: Path) -> None:
     remove_tree(trash)
 
 
-def remove_leftovers(root: Path, in_progress: Collection[Path] = ()) -> list[Path]:
+def remove_leftovers(root: Path) -> list[Path]:
     """Delete the staging and trash directories in `root`, and return their paths.
 
-    Processes that died while they wrote or deleted leave such directories. Those in `in_progress`
-    stay. Only the process that holds the run's lock may call this function.
+    Processes that died while they wrote or deleted leave such directories. Only the
+    process that holds the run's lock may call this function, and not while it saves.
 
     Raises:
         CheckpointError: A directory cannot be deleted.
     """
-    mine = {path.name for path in in_progress}
-    left = [root / n for n in _names(root) if n.startswith(_LEFTOVERS) and n not in mine]
+    left = [root / n for n in _names(root) if n.startswith(_LEFTOVERS)]
     for path in left:
         with os_errors_reported(path, "deleting a leftover"):
             remove_tree(path)

@@ -156,20 +156,18 @@ def prune(
     root: Path,
     keep: int,
     known_good: Collection[Path] = (),
-    in_progress: Collection[Path] = (),
     best: Best = NONE,
 ) -> tuple[Path, ...]:
     """Delete all checkpoints but the `keep` newest valid ones and the best ones.
 
     The checkpoints that count as newest are read and verified first, so that damaged ones do not
     count. Staging and trash directories of dead processes are deleted too. Only the process that
-    holds the run's lock may call this function.
+    holds the run's lock may call this function, and not while it saves.
 
     Args:
         root: The directory of the run's checkpoints.
         keep: How many of the newest stay, at least 1.
         known_good: Checkpoints that an earlier call returned; only their sizes are checked again.
-        in_progress: Staging directories that are still in use.
         best: Which others stay.
 
     Returns:
@@ -196,7 +194,7 @@ def prune(
     for step_dir in [path for path in reversed(superfluous) if path not in protected]:
         with os_errors_reported(step_dir, "removing an old checkpoint"):
             remove_whole(step_dir)
-    remove_leftovers(root, in_progress)
+    remove_leftovers(root)
     return tuple(good)
 
 

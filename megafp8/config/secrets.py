@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 
 HIDDEN = "***"
 
@@ -28,10 +27,9 @@ def is_secret_name(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def secret_values(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def secret_values() -> dict[str, str]:
     """Return the values of environment variables that are named like secrets, by their names."""
-    environ = os.environ if environ is None else environ
-    return {n: v for n, v in environ.items() if is_secret_name(n) and len(v) >= _SHORTEST}
+    return {n: v for n, v in os.environ.items() if is_secret_name(n) and len(v) >= _SHORTEST}
 
 
 def variable_in(value: object) -> str | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
@@ -141,36 +142,38 @@ def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
     return "sampled:" + _combine([digest.hexdigest(), index.sha256, tokenizer])
 
 
-def find_beside(prefix: Path, name: str) -> Path | None:
-    """Return `<prefix>.<name>` or else `name` in the same folder; None if neither exists."""
-    for path in (prefix.with_name(f"{prefix.name}.{name}"), prefix.with_name(name)):
-        if path.is_file():
-            return path
-    return None
+def description_beside(prefix: Path) -> Path | None:
+    """Return `<prefix>.dataset.json` or else `dataset.json` in the same folder, if it exists."""
+    names = (prefix.name + SIDECAR_SUFFIX, "dataset.json")
+    return next((path for path in map(prefix.with_name, names) if path.is_file()), None)
 
 
 def end_of_document_beside(prefix: Path) -> str | None:
     """Return the token that ends a document if a `dataset.json` beside the dataset names it."""
-    path = find_beside(prefix, "dataset.json")
-    if path is None:
-        return None
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["end_of_document"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = _described(prefix, "end_of_document")
+    return None if found is None else str(found)
 
 
 def recorded_vocab_size(prefix: Path) -> int | None:
     """Return the vocabulary size of the dataset's tokenizer if its `dataset.json` records it."""
-    path = find_beside(prefix, "dataset.json")
+    try:
+        return int(_described(prefix, "vocab_size"))
+    except (ValueError, TypeError):
+        return None
+
+
+def _described(prefix: Path, key: str) -> Any:
+    """Return the value of a key in the `dataset.json` beside a dataset, or None."""
+    path = description_beside(prefix)
     if path is None:
         return None
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["vocab_size"])
+        return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+SIDECAR_SUFFIX = ".dataset.json"
 _AGAIN = "Prepare the dataset again, or copy its files again"
 
 
@@ -242,7 +245,7 @@ def _check_vocabulary_size(prefix: Path, tokenizer: Tokenizer) -> None:
     recorded = recorded_vocab_size(prefix)
     if recorded is not None and recorded != tokenizer.vocab_size:
         raise DataError(
-            find_beside(prefix, "dataset.json"),
+            description_beside(prefix),
             "vocab_size",
             f"the dataset was made with a vocabulary of {recorded}; this tokenizer's has "
             f"{tokenizer.vocab_size}",
@@ -268,7 +271,7 @@ def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str | N
 
 def _sidecar_of(prefix: Path, words: Path | None, notify: Callable[[str], None]) -> Sidecar | None:
     """Return the dataset's sidecar if there is one and it describes exactly these files."""
-    path = find_beside(prefix, "dataset.json")
+    path = description_beside(prefix)
     if path is None or words is None:
         return None
     try:

@@ -26,7 +26,7 @@ from typing import IO
 
 import numpy as np
 
-from megafp8.data.dataset import FileRecord, Sidecar, record_file
+from megafp8.data.dataset import SIDECAR_SUFFIX, FileRecord, Sidecar, record_file
 from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
@@ -148,7 +148,6 @@ def _encode(texts: list[str]) -> Encoded:
 
 UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
 SECONDS_BETWEEN_RECORDS = 2.0
-SIDECAR_SUFFIX = ".dataset.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def test_any_sharding_to_any_other(
         store.verify(step_dir)
         reader = store.Reader(step_dir)
         into = [Placement("x", shape, o, view_of(result, o, s)) for o, s in loaded]
-        assert reader.load_into(into) == ()
+        reader.load_into(into)
         assert bits(result) == bits(original)
         assert bits(reader.read("x")) == bits(original)
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(
     assert good.sum() == 0 and tensor.sum() == 0
 
 
-def test_missing_names_are_listed_or_returned(
+def test_missing_names_are_listed(
     tmp_path: Path,
     save: Callable[[Path, int], Path],
     place_whole: Callable[[str, torch.Tensor], Placement],
@@ -159,9 +159,6 @@ def test_missing_names_are_listed_or_returned(
     wanted = [place_whole(f"extra{i}", torch.zeros(2)) for i in range(9)]
     with pytest.raises(CheckpointError, match=r"lacks 9 tensors: extra0, .*extra4, …"):
         reader.load_into(wanted)
-    rng = torch.zeros(33, dtype=torch.uint8)
-    missing = reader.load_into([*wanted, place_whole("rng", rng)], strict=False)
-    assert missing == tuple(f"extra{i}" for i in range(9)) and rng.sum() > 0
 
 
 def test_given_twice_or_not_at_all_is_a_bug_of_the_caller(tmp_path: Path) -> None:
