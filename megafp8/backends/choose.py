@@ -64,6 +64,12 @@ def settle(spec: RunSpec, mesh: Mesh) -> RunSpec:
     return as_te
 
 
+def forget(spec: RunSpec) -> None:
+    """Forget what the backend keeps for the whole process of the model that was built last."""
+    if spec.precision.backend == "te" and spec.precision.fp8 is not None:
+        te_names.load().global_state.reset()
+
+
 def describe_choice(spec: RunSpec) -> str:
     """Return why `model.fp8_backend=auto` has chosen this backend; empty where one was named."""
     auto = spec.precision.auto

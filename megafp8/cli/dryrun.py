@@ -63,15 +63,6 @@ def main(argv: Sequence[str]) -> int:
         asked = loaded.cfg.trainer.accelerator
         spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
         directory.check(spec)
-        if spec.precision.backend == "te":
-            raise SettingError(
-                "model.fp8_backend",
-                "te",
-                "cannot be simulated, since the kernels that stand in for its own on a CPU read "
-                "values, which a dry run does not have",
-                "Use model.fp8_backend=native, which has the same shapes",
-            )
-        choose.check(spec, torch.device("cpu"))
         if spec.parallel.fsdp is not None:
             raise SettingError(
                 "model.fsdp",
@@ -79,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
                 "cannot be simulated, since FSDP gathers and releases whole weights during a step",
                 "Use model.optim.name=distributed_fused_adam, or run a small job",
             )
+        choose.check(spec, torch.device("cpu"))
         spec = with_padded_vocabulary(spec, options.vocab_size)
         ranks = chosen_ranks(spec, options.rank)
         for line in [*resolved_table(loaded), *loaded.inert_lines()]:

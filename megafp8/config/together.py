@@ -186,20 +186,10 @@ TOGETHER = (
         f"Use model.fp8_health=auto or off, {NATIVE}",
     ),
     Row(
-        {BACKEND: "te", OPTIMIZER: "distributed_fused_adam"}, {PARAMS: True},
-        "Transformer Engine's FP8 weights are not gathered as bytes in megafp8",
-        "Leave it out, or use model.optim.name=fused_adam, or model.fp8_backend=native",
-    ),
-    Row(
         {PP: above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "te"},
         "Transformer Engine's layers compute both gradients at once, and "
         "{model.pipeline_schedule} needs them one after the other",
         "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
-    ),
-    Row(
-        {BACKEND: "te", FSDP: True}, {PARAMS: True},
-        "Transformer Engine's FP8 weights are not gathered as bytes in megafp8",
-        f"Leave it out, use model.fp8_backend=native, {NO_FSDP}",
     ),
     # --- torchao -------------------------------------------------------------------------------
     Row(
@@ -316,10 +306,15 @@ TOGETHER = (
         f"Use model.fp8_recipe=delayed or tensorwise, leave it out, {NO_FSDP}",
     ),
     Row(
-        {OPTIMIZER: "distributed_fused_adam", RECIPE: some_recipe("blockwise")}, {PARAMS: True},
+        {
+            OPTIMIZER: "distributed_fused_adam",
+            BACKEND: not_("te"),
+            RECIPE: some_recipe("blockwise"),
+        },
+        {PARAMS: True},
         "with {model.optim.name} ranks agree on one scale for each weight, and blockwise has many",
         "Use model.fp8_recipe=delayed or tensorwise, leave it out, or use "
-        "model.optim.name=fused_adam",
+        "model.optim.name=fused_adam or model.fp8_backend=te",
     ),
     Row(
         {FSDP: True}, {OPTIMIZER: "distributed_fused_adam"},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -38,13 +39,77 @@ class FlatBucket:
     is_replicated: bool  # whether every tensor-parallel rank has them whole
 
 
+@dataclass(frozen=True)
+class MasterPart:
+    """Hold the part of a weight's FP32 master that this rank owns, flat, and its place."""
+
+    param: nn.Parameter
+    begin: int  # of its elements, in the weight's memory order
+    master: torch.Tensor
+    place: torch.Tensor  # where its bytes belong, in the buffer that ranks gather
+
+
+class Fp8Weights(Protocol):
+    """Keep weights in FP8 whose masters lie in parts on several ranks."""
+
+    @property
+    def params(self) -> Collection[nn.Parameter]:
+        """Return these weights, in one order on all ranks."""
+        ...
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the memory that the weight occupies."""
+        ...
+
+    def move(self, param: nn.Parameter, place: torch.Tensor) -> None:
+        """Let the weight occupy `place`, a flat tensor of that dtype."""
+        ...
+
+    def store(self, parts: Sequence[MasterPart], shards: Axis) -> None:
+        """Quantize this rank's parts by the scales of whole weights; all ranks call it together.
+
+        The weights are complete once the ranks' places have been gathered.
+        """
+        ...
+
+
+class OwnFp8Weights:
+    """Keeps the weights of our own linears in FP8."""
+
+    def __init__(self, forms: Mapping[nn.Parameter, StoredFp8]) -> None:
+        self.params = list(forms)
+        self._forms = dict(forms)
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """Return the weight's FP8 dtype."""
+        return param.dtype
+
+    def move(self, param: nn.Parameter, place: torch.Tensor) -> None:
+        """Let the weight occupy `place`."""
+        _move(param, place)
+
+    def store(self, parts: Sequence[MasterPart], shards: Axis) -> None:
+        """Agree on all amaxes in one reduction, and quantize this rank's parts."""
+        amaxes = torch.zeros(len(self.params), device=self.params[0].device)
+        row_of = {param: row for row, param in enumerate(self.params)}  # the same everywhere
+        rectangles: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for part in parts:
+            dtype = self._forms[part.param].compute_dtype
+            rounded, at = part.master.to(dtype), row_of[part.param]
+            amaxes[at] = torch.maximum(amaxes[at], amax_of(rounded))
+            rectangles[part.param] = list(_rectangles(part, rounded))
+        shards.all_reduce_max(amaxes)
+        for param, row in row_of.items():
+            self._forms[param].store_parts(amaxes[row], rectangles.get(param, ()))
+
+
 class ShardedMasters(Masters):
     """Hold the master weights, moments and summed gradients of the ranges that this rank owns."""
 
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        stores: Mapping[nn.Parameter, StoredFp8],
+        fp8: Fp8Weights,
         shards: Axis,
         *,
         bucket_bytes: int,
@@ -52,21 +117,24 @@ class ShardedMasters(Masters):
     ) -> None:
         """Move the parameters into flat buffers and make the masters of this rank's ranges.
 
-        `stores` are the parameters kept in FP8. `bucket_bytes` is the size of a bucket in FP32.
+        `fp8` has the parameters kept in FP8. `bucket_bytes` is the size of a bucket in FP32.
         `alone` are parameters that get a bucket of their own, so that ranks whose other parameters
         differ divide these in the same way.
         """
-        self.shards, self._fp8, alone = shards, dict(stores), frozenset(alone)
-        self.params = sorted(
-            params, key=lambda p: (not pieces_of(p)[0].is_sharded, str(p.dtype), p in alone)
-        )
+        self.shards, self._fp8, self._in_fp8 = shards, fp8, frozenset(fp8.params)
+        alone = frozenset(alone)
+        kinds = {param: self._kind(param, is_alone=param in alone) for param in params}
+        self.params = sorted(kinds, key=lambda p: kinds[p][:3])
         self.device = self.params[0].device
         size = bucket_bytes // torch.float32.itemsize
-        groups = _groups(self.params, size, alone)
+        groups = _groups(self.params, size, kinds)
         lengths = [_rounded_up(sum(map(_padded_size, g)), ALIGNMENT * shards.size) for g in groups]
         self.flat_grad = torch.zeros(sum(lengths), device=self.device)
         gradients = self.flat_grad.split(lengths)
-        self.buckets = [_bucket(*pair) for pair in zip(groups, gradients, strict=True)]
+        self.buckets = [
+            _bucket(group, self._dtype_of(group[0]), gradient)
+            for group, gradient in zip(groups, gradients, strict=True)
+        ]
         self.param_grads = [
             bucket.gradient[begin : begin + param.numel()].view_as(param)
             for bucket in self.buckets
@@ -80,6 +148,14 @@ class ShardedMasters(Masters):
         for bucket in self.buckets:
             self._take(bucket)
 
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        return self._fp8.dtype_of(param) if param in self._in_fp8 else param.dtype
+
+    def _kind(self, param: nn.Parameter, *, is_alone: bool) -> tuple[bool, str, bool, int]:
+        """Return what the parameters of one bucket have in common; they are sorted by it."""
+        is_replicated = not pieces_of(param)[0].is_sharded
+        return is_replicated, str(self._dtype_of(param)), is_alone, id(param) if is_alone else 0
+
     def _take(self, bucket: FlatBucket) -> None:
         """Move a bucket's parameters into its buffer; keep the masters of this rank's range."""
         length = bucket.gradient.numel() // self.shards.size
@@ -87,8 +163,10 @@ class ShardedMasters(Masters):
         for param, at in bucket.begins.items():
             master = initial_master(param).detach().flatten()
             weights = bucket.weights[at : at + param.numel()]
-            weights.copy_(param.detach().flatten())
-            param.data = weights.view_as(param)
+            if param in self._in_fp8:
+                self._fp8.move(param, weights)
+            else:
+                _move(param, weights)
             begin = max(own_begin - at, 0)
             end = min(own_begin + length - at, param.numel())
             if begin < end:
@@ -109,8 +187,13 @@ class ShardedMasters(Masters):
         if plain:
             places, masters = zip(*plain, strict=True)
             torch_private.copy_all_(places, masters)
-        if self._fp8:
-            self._quantize([row for row in rows if self._is_fp8(row[0])])
+        if self._in_fp8:
+            parts = [
+                MasterPart(segment.param, segment.begin, master.detach(), place)
+                for segment, master, place in rows
+                if self._is_fp8(segment)
+            ]
+            self._fp8.store(parts, self.shards)
         pending = [
             self.shards.start_all_gather_in_place(_as_sent(bucket.weights))
             for bucket in self.buckets
@@ -119,47 +202,41 @@ class ShardedMasters(Masters):
             gathering.wait()
 
     def _is_fp8(self, segment: Segment) -> bool:
-        return segment.param in self._fp8
+        return segment.param in self._in_fp8
 
-    def _quantize(self, rows: Sequence[tuple[Segment, nn.Parameter, torch.Tensor]]) -> None:
-        """Quantize this rank's parts with the scale of each whole weight.
 
-        The ranks first agree on all amaxes, in one reduction.
-        """
-        fp8_params = [param for param in self.params if param in self._fp8]  # the same everywhere
-        row_of = {param: row for row, param in enumerate(fp8_params)}
-        amaxes = torch.zeros(len(fp8_params), device=self.device)
-        parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for segment, master, place in rows:
-            dtype = self._fp8[segment.param].compute_dtype
-            rounded, at = master.detach().to(dtype), row_of[segment.param]
-            amaxes[at] = torch.maximum(amaxes[at], amax_of(rounded))
-            parts[segment.param] = list(_rectangles(segment, rounded, place))
-        self.shards.all_reduce_max(amaxes)
-        for param, row in row_of.items():
-            self._fp8[param].store_parts(amaxes[row], parts.get(param, ()))
+def _move(param: nn.Parameter, place: torch.Tensor) -> None:
+    """Let a parameter occupy `place`, a flat tensor of its dtype, with its values."""
+    place.copy_(param.detach().flatten())
+    param.data = place.view_as(param)
 
 
 def _rectangles(
-    segment: Segment, *flat: torch.Tensor
+    part: MasterPart, rounded: torch.Tensor
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of a segment's two flat tensors, as rectangles of the parameter's matrix."""
+    """Yield views of a part's flat values and of its place, as rectangles of the weight's matrix.
+
+    `rounded` are the values that are to be quantized.
+    """
     begin = 0
-    for rectangle in boxes_of_run(tuple(segment.param.shape), segment.begin, segment.end):
+    shape, end = tuple(part.param.shape), part.begin + rounded.numel()
+    for rectangle in boxes_of_run(shape, part.begin, end):
         size = torch.Size(rectangle.shape).numel()
-        first, second = (tensor[begin : begin + size].view(rectangle.shape) for tensor in flat)
+        first, second = (
+            tensor[begin : begin + size].view(rectangle.shape) for tensor in (rounded, part.place)
+        )
         yield first, second
         begin += size
 
 
 def _groups(
-    params: Sequence[nn.Parameter], size: int, alone: Collection[nn.Parameter]
+    params: Sequence[nn.Parameter], size: int, kinds: Mapping[nn.Parameter, object]
 ) -> list[list[nn.Parameter]]:
     """Return groups of consecutive parameters of one kind; each is full at `size` elements."""
     groups: list[list[nn.Parameter]] = []
     for param in params:
         group = groups[-1] if groups else []
-        if group and _kind(group[0], alone) == _kind(param, alone):
+        if group and kinds[group[0]] == kinds[param]:
             if sum(map(_padded_size, group)) < size:
                 group.append(param)
                 continue
@@ -167,16 +244,14 @@ def _groups(
     return groups
 
 
-def _kind(param: nn.Parameter, alone: Collection[nn.Parameter]) -> tuple[object, ...]:
-    return (pieces_of(param)[0].is_sharded, param.dtype, id(param) if param in alone else None)
-
-
-def _bucket(params: Sequence[nn.Parameter], gradient: torch.Tensor) -> FlatBucket:
+def _bucket(
+    params: Sequence[nn.Parameter], dtype: torch.dtype, gradient: torch.Tensor
+) -> FlatBucket:
     begins, begin = {}, 0
     for param in params:
         begins[param] = begin
         begin += _padded_size(param)
-    weights = torch.zeros(gradient.numel(), dtype=params[0].dtype, device=gradient.device)
+    weights = torch.zeros(gradient.numel(), dtype=dtype, device=gradient.device)
     return FlatBucket(gradient, weights, begins, not pieces_of(params[0])[0].is_sharded)
 
 

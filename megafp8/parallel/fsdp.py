@@ -32,9 +32,8 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.formats import DTYPES, Fp8Format
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.weights import GatheredFp8
+from megafp8.precision.formats import DTYPES
+from megafp8.precision.weights import GatheredForm, GatheredFp8
 from megafp8.specs import ParallelSpec
 
 
@@ -45,7 +44,7 @@ class ShardedModel:
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
-    gathered_in_fp8: dict[nn.Parameter, GatheredFp8]  # the `params` that are sent in FP8
+    gathered_in_fp8: dict[nn.Parameter, GatheredForm]  # the `params` that are sent in FP8
 
 
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
@@ -81,47 +80,47 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
         module.set_custom_reduce_scatter(reduce)
     for name, param in model.named_parameters():
         param.pieces = pieces[name]  # type: ignore[attr-defined]
-    in_fp8: dict[nn.Parameter, GatheredFp8] = {}
+    in_fp8: dict[nn.Parameter, GatheredForm] = {}
     for owner in model.modules():
-        form = getattr(owner, "weight_form", None)
-        if isinstance(form, GatheredFp8):
-            weight = owner.weight
-            assert isinstance(weight, nn.Parameter)
+        for path, form in _gathered_forms(owner).items():
+            weight = owner.get_parameter(path)
             in_fp8[weight] = form
             _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
     return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
 
 
-def _gather_in_fp8(local_RI: Any, form: GatheredFp8, padded_rows: int) -> None:
-    """Attach FSDP's two all-gather hooks to a shard, which stays an ordinary tensor."""
+def _gathered_forms(owner: nn.Module) -> dict[str, GatheredForm]:
+    """Return what casts those of a module's weights that are gathered in FP8, by their paths."""
+    form = getattr(owner, "weight_form", None)
+    if isinstance(form, GatheredFp8):
+        return {"weight": form}
+    return dict(getattr(owner, "gathered", {}))
+
+
+def _gather_in_fp8(local_RI: Any, form: GatheredForm, padded_rows: int) -> None:
+    """Attach FSDP's two all-gather hooks to a shard, which stays an ordinary tensor.
+
+    FSDP calls `before` on its own stream and `after` on the compute stream. It drops the metadata
+    before `after` has run, so these have no tensors; `form` holds what both need.
+    """
 
     def before(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
-    ) -> tuple[tuple[torch.Tensor], tuple[int, torch.Tensor, Fp8Format]]:
-        part_fp8 = form.agreed.quantized(local_RI.detach().to(form.compute_dtype))
+    ) -> tuple[tuple[torch.Tensor], int]:
+        part = form.bytes_of(local_RI.detach().to(form.compute_dtype))
         payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
-        payload[: local_RI.shape[0]] = part_fp8.payload.view(torch.uint8)
-        # FSDP calls `before` on its own stream and `after` on the compute stream. It drops the
-        # metadata before `after` has run, so other objects must hold every tensor in it.
-        return (payload,), (size[0], part_fp8.dequant_scale, part_fp8.fmt)
+        payload[: local_RI.shape[0]] = part
+        return (payload,), size[0]
 
     @torch.no_grad()
     def after(
         gathered: tuple[torch.Tensor],
-        metadata: tuple[int, torch.Tensor, Fp8Format],
+        rows: int,
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor]] | None:
-        rows, dequant_scale, fmt = metadata
-        payload_OI = gathered[0][:rows].view(fmt.dtype)
-        form.receive(payload_OI)
-        is_first = out is None
-        if out is None:
-            out = torch.empty(payload_OI.shape, dtype=dtype, device=payload_OI.device)
-        if form.fills_weight:
-            with torch_private.preserve_version(out):  # as FSDP itself does here
-                out.copy_(Fp8Tensor(payload_OI, dequant_scale, fmt).dequantize(dtype))
-        return (out, (out,)) if is_first else None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        made = form.receive(gathered[0], rows, dtype, out)
+        return made if out is None else None
 
     local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
 

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megafp8 import torch_private
 from megafp8.precision.cast import quantize
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
@@ -54,6 +55,38 @@ class WeightForm(Protocol):
         `is_saved_for_backward`. `work` is the dtype of the products' results, `num_tokens` the
         microbatch's number of tokens. `Operands.along_last` is for the product `output`,
         `along_first` for `grad_input`.
+        """
+        ...
+
+
+class GatheredForm(Protocol):
+    """Cast the rows of a weight that FSDP gathers as FP8 bytes, and read what it has gathered."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype to which a master is rounded before it is cast."""
+        ...
+
+    def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
+        """Fix the scale that `amax` of all ranks' parts leads to, until the next call.
+
+        `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight,
+        rounded to the compute dtype.
+        """
+        ...
+
+    def bytes_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight as bytes (uint8); `part` is rounded to the compute dtype."""
+        ...
+
+    def receive(
+        self, payload_PI: torch.Tensor, rows: int, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Take gathered bytes, and return what takes the parameter's place, and its memory.
+
+        The weight has the first `rows` rows of the bytes. `out` is what takes the parameter's
+        place already, or None at the first call. FSDP frees the memory of the tensors that the
+        first call returned until the next gather.
         """
         ...
 
@@ -210,9 +243,23 @@ class GatheredFp8:
         plain_OI = gathered.dequantize(work)
         return Operands(plain_OI, plain_OI)
 
-    def receive(self, payload_OI: torch.Tensor) -> None:
-        """Take the gathered bytes; FSDP owns their memory, and fills it before each use."""
-        self._payload_OI = payload_OI
+    def bytes_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight as FP8 bytes; `part` is rounded to the compute dtype."""
+        return self.agreed.quantized(part).payload.view(torch.uint8)
+
+    @torch.no_grad()
+    def receive(
+        self, payload_PI: torch.Tensor, rows: int, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Take gathered bytes, whose memory FSDP fills before each use; see `GatheredForm`."""
+        self._payload_OI = payload_PI[:rows].view(self.agreed.fmt.dtype)
+        if out is None:
+            out = torch.empty(self._payload_OI.shape, dtype=dtype, device=payload_PI.device)
+        if self.fills_weight:
+            gathered = Fp8Tensor(self._payload_OI, self.agreed.dequant_scale, self.agreed.fmt)
+            with torch_private.preserve_version(out):  # as FSDP itself does here
+                out.copy_(gathered.dequantize(dtype))
+        return out, (out,)
 
     @torch.no_grad()
     def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:

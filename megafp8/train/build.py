@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.backends import choose
-from megafp8.backends.te.parts import stores_of as te_stores
+from megafp8.backends.te import weights as te_weights
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.optim.zero import ShardedMasters
+from megafp8.optim.zero import Fp8Weights, OwnFp8Weights, ShardedMasters
 from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
@@ -129,15 +129,20 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Master
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
     elif spec.optim.shards_states:
         tied = model.tied_copy() if isinstance(model, PipelinedGPT) else None
+        fp8: Fp8Weights = OwnFp8Weights(in_fp8)
+        if spec.precision.backend == "te":
+            fp8 = te_weights.TeFp8Weights(model)
         masters = ShardedMasters(
             model.parameters(),
-            in_fp8,
+            fp8,
             mesh.data,
             bucket_bytes=parallel.grad_bucket_bytes,
             alone=[] if tied is None else [tied],
         )
     else:
-        stores = {weight: form.store for weight, form in in_fp8.items()} | te_stores(model)
+        stores = {weight: form.store for weight, form in in_fp8.items()} | te_weights.stores_of(
+            model
+        )
         storage = spec.optim.storage
         if storage.is_plain:
             masters = Masters(model.parameters(), stores)

@@ -6,8 +6,10 @@ size can be built on a laptop.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from megafp8 import torch_private
+from megafp8.backends import choose
+from megafp8.backends.te import dryrun as te_dryrun
+from megafp8.backends.te.weights import is_kept_in_fp8, memory_of
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
@@ -81,13 +86,22 @@ def ranks_to_show(spec: RunSpec) -> list[int]:
     return [stage * each for stage in sorted({0, parallel.pp // 2, parallel.pp - 1})]
 
 
+@contextmanager
+def simulated(spec: RunSpec, rank: int) -> Iterator[TrainState]:
+    """Yield the parts of `rank`, on the meta device."""
+    with simulated_rank(spec.parallel, rank) as mesh:
+        try:
+            yield build(spec, mesh)
+        finally:
+            choose.forget(spec)
+
+
 def rank_share(spec: RunSpec, rank: int) -> RankShare:
     """Build the part of `rank`, run one microbatch through it, and return its description.
 
     `spec.model.vocab_size` must be known.
     """
-    with simulated_rank(spec.parallel, rank) as mesh:
-        state = build(spec, mesh)
+    with simulated(spec, rank) as state:
         sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
         recipe = spec.precision.fp8
         return RankShare(
@@ -96,7 +110,7 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
             layers=tuple(layers_of(state)),
             shapes=tuple(shapes_of(state)),
             num_params=sum(param.numel() for param in state.model.parameters()),
-            held=held_bytes(state),
+            held=held_bytes(state, spec),
             step=step_bytes(state, spec),
             linears=None if recipe is None else linear_flops(state.model, recipe),
         )
@@ -109,8 +123,7 @@ def whole_layout(spec: RunSpec) -> Layout:
     num_params, stages, orders = 0, [], None
     num_microbatches = spec.train.num_microbatches(parallel.dp)
     for stage in range(parallel.pp):
-        with simulated_rank(parallel, stage * each) as mesh:
-            state = build(spec, mesh)
+        with simulated(spec, stage * each) as state:
             num_params += logical_params(state)
             if spec.precision.fp8 is not None:
                 stages.append(linear_flops(state.model, spec.precision.fp8))
@@ -150,18 +163,22 @@ def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[i
     for param in state.model.parameters():
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
-            dtype = str(param.dtype).removeprefix("torch.")
+            dtype = "fp8" if is_kept_in_fp8(param) else str(param.dtype).removeprefix("torch.")
             yield piece.name, piece.global_shape, local, dtype
 
 
-def held_bytes(state: TrainState) -> HeldBytes:
-    """Return the bytes of the state, each storage once; its tensors may be real or meta ones."""
+def held_bytes(state: TrainState, spec: RunSpec) -> HeldBytes:
+    """Return the bytes of the state, each storage once; its tensors may be real or meta ones.
+
+    Transformer Engine keeps its own scales and histories on a GPU. The tables that mirror them are
+    in the memory of the CPU.
+    """
     seen: set[int] = set()
 
     def own(tensors: Iterable[torch.Tensor]) -> int:
         total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
+        for memory in (memory for tensor in tensors for memory in memory_of(tensor)):
+            storage = memory.untyped_storage()
             key = storage_key(storage)
             if key not in seen:
                 seen.add(key)
@@ -170,13 +187,17 @@ def held_bytes(state: TrainState) -> HeldBytes:
 
     masters = state.masters
     tables = state.scaling.tables if isinstance(state.scaling, ScalingState) else {}
+    scaling = [tensor for table in tables.values() for tensor in table.tensors().values()]
+    if spec.precision.backend == "te":
+        mirror = scaling if spec.parallel.accelerator == "cpu" else []
+        scaling = [*mirror, *te_dryrun.scaling_tensors(state.model)]
     moments = (state.optimizer.state_tensors(name) for name in ("exp_avg", "exp_avg_sq"))
     return HeldBytes(
         weights=own(state.model.parameters()),
         masters=own(masters.masters),
         moments=own(tensor for tensors in moments for tensor in tensors),
         gradients=own([*masters.own_grads, *masters.param_grads]),
-        scaling=own(tensor for table in tables.values() for tensor in table.tensors().values()),
+        scaling=own(scaling),
     )
 
 
@@ -188,10 +209,16 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     state.scaling.begin_microbatch(0)
     kept: dict[int, int] = {}
     most = 0
-    with MetaKernels(spec.parallel.accelerator), LiveBytes() as alive:
+    te_layers: AbstractContextManager[None] = nullcontext()
+    if spec.precision.backend == "te":
+        on_gpu = spec.parallel.accelerator == "gpu"
+        te_layers = te_dryrun.without_values(state.model, on_gpu=on_gpu)
+    with MetaKernels(spec.parallel.accelerator), te_layers, LiveBytes("meta") as alive:
         for gpt in stages_of(state).values():
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
+        gc.collect()  # graphs of autograd that refer to themselves are not copies of weights
         made = alive.bytes()
+        alive.device = None  # what a library makes once, on the CPU, it has made by now
         for index, gpt in stages_of(state).items():
             alive.most = made
             output = forward(gpt, spec, state)
@@ -241,7 +268,9 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
     if gpt.has_embedding:
         x_BSD = gpt.forward_embedding(tokens_BS)
     else:
-        wide, dtype = (*shape, spec.model.hidden_size), gpt.parts.residual_dtype
+        ranks = spec.parallel.tp if spec.parallel.sequence_parallel else 1
+        wide = (shape[0], shape[1] // ranks, spec.model.hidden_size)
+        dtype = gpt.parts.residual_dtype
         x_BSD = torch.zeros(wide, dtype=dtype, device=device, requires_grad=True)
     x_BSD = gpt.forward_layers(x_BSD)
     return gpt.forward_head(x_BSD, tokens_BS) if gpt.has_head else x_BSD
@@ -297,10 +326,14 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of the tensors that are made inside this context and still exist."""
+    """Count the bytes of the tensors that are made inside this context and still exist.
 
-    def __init__(self) -> None:
+    With `device` only those on devices of this type count.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.most = 0  # peak in bytes since this attribute was last set
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._at_most = 0  # an upper bound: some of these bytes may be free already
@@ -318,6 +351,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for storage in _storages(out):
             key = storage_key(storage)
+            if self.device not in (None, storage.device.type):
+                continue
             if key not in given and key not in self._known:
                 self._known[key] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
@@ -327,7 +362,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [memory.untyped_storage() for tensor in tensors for memory in memory_of(tensor)]
 
 
 class MetaKernels(TorchFunctionMode):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.cli.dryrun import main
+from tests.backends.te.sources import need_sources
 from tests.config.test_presets import PARAMETERS
 from tests.train.runs import ROOT, make_dataset
 
@@ -109,7 +111,6 @@ def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixtu
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
         (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: cannot be simulated"),
-        (["model.fp8_backend=te"], "model.fp8_backend=te: cannot be simulated"),
         (["--rank=1"], "the ranks are 0 to 0"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -132,3 +133,23 @@ def test_a_run_of_that_name_is_looked_at_and_left_alone(
     (tmp_path / "runs/mine/config.yaml").write_text("model: {num_layers: 9}\n")
     assert main(named) == 2
     assert "model.num_layers=4" in capsys.readouterr().err
+
+
+def test_transformer_engine_s_layers_on_a_gpu() -> None:
+    """Its own Python loads here; a GPU's attention keeps no scores. The native engine keeps more:
+    it keeps what its norms and activations return, which Transformer Engine's fused ones cast."""
+    need_sources(DEFAULT_VERSION)
+    given = [*SMALL[1:], "trainer.accelerator=gpu", "trainer.devices=4", "--vocab-size=300"]
+    given += ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
+    given += ["model.sequence_parallel=True", "model.fp8_params=True", "model.fp8_backend=te"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megafp8.cli.dryrun", *given, "--shapes"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FP8: 100.0% of the GEMM FLOPs" in done.stdout or "in higher precision" in done.stdout
+    assert "attention.query.weight [64, 64] -> [32, 64] fp8" in done.stdout
+    assert re.search(r"FP8 scales, histories +[1-9]", done.stdout)

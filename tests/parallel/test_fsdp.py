@@ -417,7 +417,11 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
     [
         ({"trainer.devices": 1}, "model.fsdp", "one replica"),
         ({"model.pipeline_model_parallel_size": 2}, "model.fsdp", "pipeline stage"),
-        (FP8_WEIGHTS | {"model.fp8_backend": "te"}, "model.fp8_params", "as bytes"),
+        (
+            {**FP8_WEIGHTS, "model.fp8_recipe": "blockwise", "model.fp8_backend": "te"},
+            "model.fp8_params",
+            "one scale for each weight",
+        ),
         ({"model.optim.name": "distributed_fused_adam"}, "model.optim.name", "already"),
         ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP sums"),
         ({"model.megatron_amp_O2": False}, "model.megatron_amp_O2", "one dtype"),

@@ -13,10 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
+from megafp8.backends.te import cpu
 from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
-from megafp8.train.dryrun import LiveBytes, forward, stages_of
+from megafp8.train.dryrun import LiveBytes, RankShare, forward, rank_share, stages_of
 from megafp8.train.state import TrainState
 from tests.ranks import Rank
 
@@ -26,7 +27,12 @@ def alive() -> dict[int, int]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     # Fake tensors that a compilation has left in this process have no memory.
-    real = [each for each in tensors if not issubclass(type(each), FakeTensor)]
+    # A quantized tensor of Transformer Engine has none of its own either: its parts are listed.
+    real = [
+        each
+        for each in tensors
+        if not issubclass(type(each), FakeTensor) and not hasattr(each, "_fp8_dtype")
+    ]
     storages = [each.untyped_storage() for each in real if each.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
@@ -89,3 +95,22 @@ def alone(spec: RunSpec) -> tuple[int, int, int]:
     assert isinstance(output, torch.Tensor)
     _, second, _ = allocated(output.backward)
     return held, kept, max(first, kept + second)
+
+
+def measure_te(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, dict[str, Any]]:
+    """Return what `measure` does, for Transformer Engine's layers."""
+    te = cpu.load()
+    found = {}
+    for name, spec in cases.items():
+        te.module.base.FP8GlobalStateManager.reset()
+        found[name] = of_a_rank(spec)
+    return found
+
+
+def shares_of_te(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, list[RankShare]]:
+    """Return the dry run's shares of all ranks, for Transformer Engine's layers."""
+    cpu.load()
+    return {
+        name: [rank_share(spec, index) for index in range(spec.parallel.world_size)]
+        for name, spec in cases.items()
+    }

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.pipeline import run_times
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train.build import build
 from megafp8.train.dryrun import RankShare, orders_of, rank_share, simulated_rank, whole_layout
+from tests.backends.te.sources import need_sources
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, run_spec
 from tests.train.dryrun_work import alone
@@ -159,6 +162,58 @@ def test_two_ranks_hold_what_the_dry_run_says() -> None:
 )
 def test_four_ranks_hold_what_the_dry_run_says(name: str) -> None:
     compare(LAYOUTS[name], ["bf16", "fp8", "fp8 alone", "dropout"])
+
+
+TE_CASES = {
+    name: {**case, "shape": {"activation": "gelu-tanh", **case.get("shape", {})}}
+    for name, case in CASES.items()
+    if name != "fp8 rowwise, llama"
+} | {
+    "fp8 alone, tensorwise": {
+        "fp8": Fp8Recipe(name="tensorwise", params_in_fp8=True),
+        "shape": {"activation": "gelu-tanh"},
+    },
+    "fp8, llama": {"fp8": FP8, "shape": LLAMA},
+}
+
+
+def compare_te(parallel: ParallelSpec, names: Iterable[str]) -> None:
+    """As `compare`, over Transformer Engine's own Python, in processes of its own."""
+    need_sources(DEFAULT_VERSION)
+    cases = {name: with_te(job(parallel, **TE_CASES[name])) for name in names}
+    measured = run_ranks(
+        "tests.train.dryrun_work:measure_te", parallel.world_size, {"cases": cases}, timeout=200
+    )
+    (shares,) = run_ranks("tests.train.dryrun_work:shares_of_te", 1, {"cases": cases}, timeout=200)
+    for name in cases:
+        for rank, share in enumerate(shares[name]):
+            real, where = measured[rank][name], f"{name}, rank {rank}"
+            assert share.num_params == real["params"], where
+            check_held(share, real["held"], where)
+            expected = {stage: pytest.approx(n, rel=0.01) for stage, n in real["kept"].items()}
+            assert share.step.kept == expected, where
+
+
+def with_te(spec: RunSpec) -> RunSpec:
+    return replace(spec, precision=replace(spec.precision, backend="te"))
+
+
+FAST = ("fp8 alone", "fp8, llama", "recomputed")
+
+
+def test_one_rank_of_transformer_engine_holds_what_the_dry_run_says() -> None:
+    compare_te(layout(), FAST)
+
+
+@pytest.mark.slow
+def test_one_rank_of_transformer_engine_in_other_cases() -> None:
+    compare_te(layout(), [name for name in TE_CASES if name not in FAST])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp 2 x pp 2", "tp 4, sequence", "pp 2, interleaved x dp 2"])
+def test_four_ranks_of_transformer_engine_hold_what_the_dry_run_says(name: str) -> None:
+    compare_te(LAYOUTS[name], ["bf16", "fp8", "fp8 alone", "fp8, llama"])
 
 
 def kept_on_a_gpu(**shape: Any) -> tuple[int, int]:

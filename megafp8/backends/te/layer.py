@@ -40,6 +40,7 @@ class TeLayer(nn.Module):
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
         self.count_attention_flops = parts.count_attention_flops
         self.products = observe_products(region.names.extension)
+        self.gathered: dict[str, Any] = {}  # with FSDP, what casts each of its FP8 weights
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Return the layer's output: [B, S, D] -> [B, S, D].

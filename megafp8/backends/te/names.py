@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class TeNames:
     global_state: Any
     extension: Any  # the compiled module transformer_engine_torch
     checkpoint: Callable[..., Any]  # recomputes a part of the model in its backward pass
+    tensor_utils: Any  # the module transformer_engine.pytorch.tensor.utils
+    float8: Any  # the module with Float8Tensor and its quantizers
     _autocast: Callable[..., AbstractContextManager[Any]]
     _autocast_is_new: bool
     _model_init: Callable[..., AbstractContextManager[Any]]
@@ -51,6 +54,22 @@ class TeNames:
         if self._autocast_is_new:
             return self._autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
         return self._autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+
+    def cast_masters(
+        self,
+        weights: list[torch.Tensor],
+        masters: list[torch.Tensor | None],
+        begins: list[int | None],
+        group: object,
+    ) -> None:
+        """Quantize flat parts of masters into FP8 weights, and agree on amaxes over `group`.
+
+        A part begins at the element `begins` of its weight; None stands for a weight of which
+        this rank has no part.
+        """
+        utils = self.tensor_utils
+        cast = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
+        cast(weights, masters, begins, group)
 
     def model_init(self, recipe: object) -> AbstractContextManager[Any]:
         """Return a context in which new modules keep their weights in FP8 alone."""
@@ -72,6 +91,8 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
         backward_index=extension.FP8BwdTensors,
         extension=extension,
         checkpoint=pytorch.checkpoint,
+        tensor_utils=importlib.import_module("transformer_engine.pytorch.tensor.utils"),
+        float8=importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor"),
         global_state=pytorch.module.base.FP8GlobalStateManager,
         _autocast=pytorch.autocast if is_new else pytorch.fp8_autocast,
         _autocast_is_new=is_new,
@@ -82,8 +103,11 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
 def load() -> TeNames:
     """Import Transformer Engine and return its names.
 
-    torch is imported first, so that Transformer Engine finds its libraries.
+    torch is imported first, so that Transformer Engine finds its libraries. It calls two
+    collectives by names that torch 2.13 warns about.
     """
+    for older in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", rf".*{older}.*deprecated", FutureWarning)
     return names_in(
         importlib.import_module("transformer_engine.pytorch"),
         importlib.import_module("transformer_engine.common.recipe"),

@@ -13,6 +13,12 @@ from torch import nn
 
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
+from megafp8.backends.te.weights import (
+    forget_staged_amax,
+    is_kept_in_fp8,
+    quantize_without_values,
+    to_be_gathered,
+)
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
@@ -46,6 +52,7 @@ LINEARS = (
     ("mlp.fc1", "layernorm_mlp", 1, 2),
     ("mlp.fc2", "layernorm_mlp", 2, 2),
 )
+WEIGHTS = ("weight", "weight", "fc1_weight", "fc2_weight")  # of these linears, in their modules
 ACTIVATIONS: dict[Activation, str] = {
     "gelu-tanh": "gelu",
     "squared-relu": "srelu",
@@ -151,6 +158,8 @@ class TransformerEngineParts(NativeParts):
         context = names.model_init(self.region.recipe) if weights_in_fp8 else nullcontext()
         with context:
             layer = names.transformer_layer(**self.arguments(index))
+        if weights_in_fp8 and self.device.type == "meta":
+            quantize_without_values(layer, self._weights(layer))
         self._adopt(layer, index, TransformerLayer(self, index))
         if self.spec.recompute is not None:
             # Recomputation that is not reentrant switches this fusion off at the first call.
@@ -162,7 +171,21 @@ class TransformerEngineParts(NativeParts):
                 gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
                 self.te_scaling.register(gemm, index)
         slopes = self.alibi_slopes
-        return TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
+        made = TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
+        if weights_in_fp8 and self.gathers_weights:
+            made.gathered = to_be_gathered(layer, self._weights(layer), names, self.dtype)
+        return made
+
+    def _weights(self, layer: nn.Module) -> dict[str, tuple[Any, int]]:
+        """Return the modules of the layer's linears, and their columns in the modules' quantizers.
+
+        They go by the paths of the linears' weights.
+        """
+        index, found = self.region.names.forward_index, {}
+        for (_, path, number, _), weight in zip(LINEARS, WEIGHTS, strict=True):
+            column = int(getattr(index, f"GEMM{number}_WEIGHT"))
+            found[f"{path}.{weight}"] = (layer.get_submodule(path), column)
+        return found
 
     def arguments(self, index: int) -> dict[str, Any]:
         """Return what `TransformerLayer` is made with. Its layers count from 1.
@@ -226,40 +249,3 @@ class TransformerEngineParts(NativeParts):
             if initial is None and is_kept_in_fp8(target):
                 initial = source.detach().clone()
             target.pieces, target.initial_master = pieces_of(source), initial
-
-
-def forget_staged_amax(param: torch.Tensor) -> None:
-    """Set the staged amax of an FP8 weight to zero.
-
-    Transformer Engine quantizes its own random weights when it makes a layer in FP8. With delayed
-    scaling their amax waits for the next update, although these weights are never used.
-    """
-    amax = getattr(getattr(param, "_quantizer", None), "amax", None)
-    if amax is not None:
-        amax.zero_()
-
-
-def is_kept_in_fp8(param: torch.Tensor) -> bool:
-    """Whether Transformer Engine keeps a weight in FP8 alone, as a subclass of the tensor."""
-    return type(param) not in (torch.Tensor, nn.Parameter)
-
-
-def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], None]]:
-    """Return, for each weight that Transformer Engine keeps in FP8, what writes a master into it.
-
-    The master is rounded to the compute dtype, as ours are, and written by the weight's `copy_`.
-    """
-    layers = [module for module in model.modules() if isinstance(module, TeLayer)]
-
-    def store(param: nn.Parameter, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
-        def into_fp8(master: torch.Tensor) -> None:
-            param.copy_(master.to(dtype))
-
-        return into_fp8
-
-    return {
-        param: store(param, layer.dtype)
-        for layer in layers
-        for param in layer.parameters()
-        if is_kept_in_fp8(param)
-    }

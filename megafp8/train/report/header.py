@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.backends import choose
+from megafp8.backends.te.weights import memory_of
 from megafp8.data.prepare import PreparedData
 from megafp8.hardware import bf16, cpu
 from megafp8.models.init import pieces_of
@@ -197,7 +198,7 @@ def bytes_of(state: TrainState) -> StateBytes:
     """Return the bytes that this rank's state takes, counted in its tensors."""
     masters, optimizer = state.masters, state.optimizer
     return StateBytes(
-        weights=storage_bytes(masters.held_params),
+        weights=storage_bytes(t for param in masters.held_params for t in memory_of(param)),
         masters=storage_bytes(masters.masters),
         moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
         gradients=storage_bytes([*masters.own_grads, *masters.param_grads]),

@@ -17,7 +17,7 @@ from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train import state_dict
 from megafp8.train.build import build
@@ -154,46 +154,93 @@ def merged(batches: list[Microbatch]) -> Microbatch:
     )
 
 
-def zero(rank: Rank, steps: int) -> dict[str, tuple[list[tuple[float, float]], dict[str, Any]]]:
-    """ZeRO-1 beside the replicated optimizer on the same replicas: losses and norms, all weights
-    and tables, by the name of the optimizer."""
+Sharded = dict[str, tuple[list[tuple[float, float]], dict[str, Any]]]
+"""By the name of a run: losses and norms, and all weights and tables."""
+
+
+def zero(rank: Rank, steps: int) -> dict[str, Sharded]:
+    """ZeRO-1 beside the replicated optimizer on the same replicas, by recipe, with weights in BF16
+    and in FP8 alone."""
     parallel = ParallelSpec(devices_per_node=rank.size)
     mesh = join(parallel)
-    from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
+    from tests.backends.te.real import DELAYED
 
-    found = {}
-    for name in ("fused_adam", "distributed_fused_adam"):
-        te.module.base.FP8GlobalStateManager.reset()
-        spec = spec_of("te", DELAYED, "bf16", parallel, **LLAMA)
-        state = build(replace(spec, optim=replace(spec.optim, name=name)), mesh)
-        results = []
-        for number in range(steps):
-            one = step(state, number, replica=rank.index, replicas=rank.size)
-            results.append((one.loss, one.grad_norm))
-        weights = {pieces_of(p)[0].name: p.detach().clone() for p in state.model.parameters()}
-        found[name] = results, weights | tables_of(state)
+    alone = replace(DELAYED, params_in_fp8=True)
+    runs: dict[str, Fp8Recipe] = {"bf16": DELAYED, "delayed": alone}
+    runs["tensorwise"] = Fp8Recipe(name="tensorwise", params_in_fp8=True)
+    runs["blockwise"] = BLOCKWISE
+    found: dict[str, Sharded] = {}
+    for run, recipe in runs.items():
+        found[run] = {}
+        for name in ("fused_adam", "distributed_fused_adam"):
+            wide = {"hidden_size": 256, "ffn_hidden_size": 384} if run == "blockwise" else {}
+            spec = _sharded_spec(recipe, "bf16", parallel, **(LLAMA | wide))
+            spec = replace(spec, optim=replace(spec.optim, name=name))
+            found[run][name] = _sharded(spec, mesh, rank, steps)
     return found
 
 
+BLOCKWISE = Fp8Recipe(
+    name="blockwise",
+    params_in_fp8=True,
+    backward_format="e4m3",
+    power_2_scale=True,
+    fast_accumulation=frozenset(),
+)
+
+
+def _sharded_spec(
+    recipe: Fp8Recipe, compute: str, parallel: ParallelSpec, **changes: Any
+) -> RunSpec:
+    from tests.backends.te.real import spec_of, te
+
+    te.module.base.FP8GlobalStateManager.reset()
+    return spec_of("te", recipe, compute, parallel, **changes)
+
+
+def _sharded(
+    spec: RunSpec, mesh: Mesh, rank: Rank, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, Any]]:
+    """Losses and norms of the steps, and the weights (where ranks have them whole) and tables."""
+    from tests.backends.te.real import step, tables_of
+
+    state, results = build(spec, mesh), []
+    for number in range(steps):
+        one = step(state, number, replica=rank.index, replicas=rank.size)
+        results.append((one.loss, one.grad_norm))
+    weights = {}
+    for param in state.model.parameters() if spec.parallel.fsdp is None else ():
+        values = param.dequantize() if hasattr(param, "_fp8_dtype") else param.detach()
+        weights[pieces_of(param)[0].name] = values.clone()
+    tables = tables_of(state) if spec.precision.fp8.name == "delayed" else {}  # type: ignore[union-attr]
+    return results, weights | tables
+
+
 def fsdp(rank: Rank, steps: int) -> dict[str, Any]:
-    """Sharded weights and replicas, by strategy and precision: losses and norms, and the tables."""
-    from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
+    """Sharded weights and replicas, by strategy and precision: losses and norms, and the tables.
+
+    "alone" has weights in FP8 alone, which cross ranks as bytes.
+    """
+    from tests.backends.te.real import DELAYED
 
     found = {}
     full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
-    runs = [("replicas", "fp32"), ("full", "fp32"), ("grad", "fp32"), ("replicas", "bf16")]
-    for name, compute in [*runs, ("full", "bf16")]:
-        changes = LLAMA | ({"recompute": full} if name == "full" else {})
-        te.module.base.FP8GlobalStateManager.reset()
-        sharded = None if name == "replicas" else FsdpSpec(strategy=name)  # type: ignore[arg-type]
-        parallel = ParallelSpec(devices_per_node=rank.size, fsdp=sharded)
-        mesh = join(parallel)
-        state = build(spec_of("te", DELAYED, compute, parallel, **changes), mesh)
-        results = []
-        for number in range(steps):
-            one = step(state, number, replica=rank.index, replicas=rank.size)
-            results.append((one.loss, one.grad_norm))
-        found[f"{name} {compute}"] = results, tables_of(state)
+    alone = replace(DELAYED, params_in_fp8=True)
+    tensorwise = Fp8Recipe(name="tensorwise", params_in_fp8=True)
+    precisions = {
+        "fp32": ("fp32", DELAYED, ("full", "grad")),
+        "bf16": ("bf16", DELAYED, ("full",)),
+        "alone": ("bf16", alone, ("full", "grad")),
+        "tensorwise": ("bf16", tensorwise, ("full",)),
+    }
+    for precision, (compute, recipe, strategies) in precisions.items():
+        for name in ("replicas", *strategies):
+            changes = LLAMA | ({"recompute": full} if name == "full" else {})
+            sharded = None if name == "replicas" else FsdpSpec(strategy=name)  # type: ignore[arg-type]
+            parallel = ParallelSpec(devices_per_node=rank.size, fsdp=sharded)
+            mesh = join(parallel)
+            spec = _sharded_spec(recipe, compute, parallel, **changes)
+            found[f"{name} {precision}"] = _sharded(spec, mesh, rank, steps)
     return found
 
 

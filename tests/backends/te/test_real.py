@@ -129,33 +129,42 @@ def test_all_kinds_of_parallelism_together() -> None:
 
 
 def test_zero_is_the_replicated_optimizer() -> None:
-    """BF16 and FP8 on two replicas: weights, scales and histories of three steps bit for bit; the
-    norm is summed in another order."""
+    """FP8 on two replicas, with weights in BF16 and in FP8 alone by each recipe: weights, scales
+    and histories of three steps bit for bit; the norm is summed in another order."""
     need_sources(DEFAULT_VERSION)
-    for found in run_ranks("tests.backends.te.rank_work:zero", 2, {"steps": 3}):
-        (results, state), (sharded_results, sharded) = found.values()
-        assert [loss for loss, _ in results] == [loss for loss, _ in sharded_results]
-        for (_, norm), (_, other) in zip(results, sharded_results, strict=True):
-            assert norm == pytest.approx(other, rel=1e-6)
-        assert state.keys() == sharded.keys()
-        for name, tensor in state.items():
-            assert torch.equal(tensor, sharded[name]), name
+    for by_run in run_ranks("tests.backends.te.rank_work:zero", 2, {"steps": 3}):
+        assert list(by_run) == ["bf16", "delayed", "tensorwise", "blockwise"]
+        for run, found in by_run.items():
+            (results, state), (sharded_results, sharded) = found.values()
+            assert [loss for loss, _ in results] == [loss for loss, _ in sharded_results], run
+            for (_, norm), (_, other) in zip(results, sharded_results, strict=True):
+                assert norm == pytest.approx(other, rel=1e-6)
+            assert state.keys() == sharded.keys()
+            for name, tensor in state.items():
+                assert torch.equal(tensor, sharded[name]), (run, name)
 
 
 def test_fsdp_is_replicas() -> None:
     """Weights that are gathered for each microbatch, by both strategies, beside replicas: losses
-    and norms of three steps, and the scales that they leave; `full` recomputes layers too. In BF16
-    the gradients of the embedding and the head are rounded before they are summed, which our
-    replicas do in FP32."""
+    and norms of three steps, and the scales that they leave; `full` recomputes layers too. Weights
+    kept in FP8 alone cross ranks as bytes. In BF16 the gradients of the embedding and the head are
+    rounded before they are summed, which our replicas do in FP32."""
     need_sources(DEFAULT_VERSION)
     for found in run_ranks("tests.backends.te.rank_work:fsdp", 2, {"steps": 3}):
-        bounds = {"full fp32": (1e-5, 1e-4), "grad fp32": (1e-5, 1e-4), "full bf16": (1e-3, 5e-2)}
-        for name, (rel, table_rel) in bounds.items():
-            (results, tables), (wanted, replicated) = found[name], found[f"replicas {name[-4:]}"]
+        bounds = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2), "alone": (1e-3, 5e-2)}
+        bounds["tensorwise"] = (1e-3, 5e-2)
+        sharded = [name for name in found if not name.startswith("replicas")]
+        assert len(sharded) == 6
+        for name in sharded:
+            precision = name.split()[1]
+            rel, table_rel = bounds[precision]
+            (results, tables), (wanted, state) = found[name], found[f"replicas {precision}"]
+            if precision in ("alone", "tensorwise"):  # the same bytes
+                assert results[0][0] == wanted[0][0], name
             for one, other in zip(results, wanted, strict=True):
                 assert one == pytest.approx(other, rel=rel), name
             for key, tensor in tables.items():
-                torch.testing.assert_close(tensor, replicated[key], rtol=table_rel, atol=1e-6)
+                torch.testing.assert_close(tensor, state[key], rtol=table_rel, atol=1e-6)
 
 
 def test_a_run_continues_in_every_other_layout(tmp_path: Path) -> None:

@@ -44,7 +44,8 @@ def scaled_aligned_causal_masked_softmax_forward(
 def _causal_softmax(
     scores: torch.Tensor, scale_factor: float, *, first_offset: int
 ) -> torch.Tensor:
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + first_offset)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    later = seen.triu(1 + first_offset)
     scaled = (scores.float() * scale_factor).masked_fill(later, -torch.inf)
     return torch.softmax(scaled, -1).to(scores.dtype)
 

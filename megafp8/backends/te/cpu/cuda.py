@@ -119,15 +119,20 @@ def install() -> None:
 
 
 def _asked_by_transformer_engine() -> bool:
-    """Whether the caller's caller is in one of Transformer Engine's files.
+    """Whether the caller's caller is in one of Transformer Engine's files."""
+    frame = asking_frame(sys._getframe(2))
+    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith("transformer_engine")
+
+
+def asking_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that has asked torch for something; `frame` is that of who answers.
 
     Other function modes that are active, as in a dry run, pass a call on; they did not ask.
     """
-    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name.startswith("transformer_engine")
+    return frame
 
 
 def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any]) -> Any:
@@ -151,12 +156,17 @@ def _patch_cuda_version() -> None:
 
 
 def _patch_wrapper_tensors() -> None:
-    """Tensor subclasses are made below the level that `CudaIsTheCpu` sees."""
+    """Tensor subclasses are made below the level that `CudaIsTheCpu` sees.
+
+    In a dry run, where the meta device is the default, they are made there.
+    """
 
     def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
-            if "device" in kwargs:
-                kwargs["device"] = to_cpu(kwargs["device"])
+            asked = kwargs.get("device")
+            if asked is not None and (found := to_cpu(asked)) is not asked:
+                is_dry_run = torch.get_default_device().type == "meta"
+                kwargs["device"] = torch.device("meta") if is_dry_run else found
             return make(*args, **kwargs)
 
         return make_on_cpu

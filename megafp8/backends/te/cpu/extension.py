@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu import activations, attention, gemm, norms, quantize, updates
+from megafp8.backends.te.cpu import activations, attention, gemm, masters, norms, quantize, updates
 from megafp8.backends.te.cpu.enums import enumerations
 from megafp8.backends.te.cpu.missing import Missing
 from megafp8.backends.te.cpu.wheel import Sources
@@ -54,7 +54,7 @@ LIBRARY: tuple[Callable[..., Any], ...] = (
 
 def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return all functions by name, as this version calls them."""
-    topics = (quantize, gemm, norms, activations, attention, updates)
+    topics = (quantize, gemm, norms, activations, attention, updates, masters)
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
     if version < (2, 10):

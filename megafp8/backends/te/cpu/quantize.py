@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megafp8.backends.te.cpu.cuda import to_cpu
 from megafp8.backends.te.cpu.enums import FORMATS, WIDE
 from megafp8.backends.te.cpu.missing import missing
 from megafp8.backends.te.cpu.tensors import (
@@ -34,7 +35,7 @@ from megafp8.specs.precision import BLOCK
 def quantize(tensor: Any, quantizer: Quantizer, output: Any = None, noop: Any = None) -> Any:
     """Return the tensor in FP8, in `output` where given; `noop` holding 1 leaves that as it is."""
     x = tensor.detach().contiguous()
-    out = create(quantizer, x.shape, x.dtype) if output is None else coerce(quantizer, output)
+    out = _place(quantizer, x, x.dtype, output)
     if noop is not None and noop.item() == 1.0:
         return out
     return fill(quantizer, x, out)
@@ -43,7 +44,14 @@ def quantize(tensor: Any, quantizer: Quantizer, output: Any = None, noop: Any = 
 def create_empty_quantized_tensor(
     quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
-    return create(quantizer, shape, dtype)
+    return create(quantizer, shape, dtype, to_cpu(device))
+
+
+def _place(quantizer: Quantizer, x: torch.Tensor, dtype: torch.dtype, output: Any) -> Any:
+    """Return the tensor that the cast of `x` is written into: `output`, or a new one."""
+    if output is None:
+        return create(quantizer, x.shape, dtype, x.device)
+    return coerce(quantizer, output)
 
 
 def dequantize(input: Any, otype: int) -> torch.Tensor:
@@ -96,12 +104,13 @@ def finish(x32: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer, out: Any
         return x32.to(dtype) if out is None else out.copy_(x32)
     if kind_of(quantizer) != "Float8Quantizer":
         x32 = x32.to(dtype)
-    out = create(quantizer, x32.shape, dtype) if out is None else coerce(quantizer, out)
-    return fill(quantizer, x32.contiguous(), out)
+    return fill(quantizer, x32.contiguous(), _place(quantizer, x32, dtype, out))
 
 
 def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
-    """Write the cast of `x` and its scales into `out`."""
+    """Write the cast of `x` and its scales into `out`; a dry run's tensors have no values."""
+    if x.is_meta:
+        return out
     if is_blockwise(quantizer):
         return _fill_blocks(quantizer, x, out)
     fmt = FORMATS[quantizer.dtype]

@@ -40,23 +40,25 @@ def _row_shape(column_shape: Sequence[int]) -> list[int]:
     return [*column_shape[1:], column_shape[0]]
 
 
-def _bytes(shape: Sequence[int]) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=torch.uint8)
+def _bytes(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=torch.uint8, device=device)
 
 
-def create(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def create(
+    quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
     """Return a tensor of `shape` with memory for what the quantizer's usages ask for.
 
     `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
     """
     shape = list(shape)
     if is_blockwise(quantizer):
-        made, names = _block_arguments(quantizer, shape), ("Float8BlockwiseQTensor",) * 2
+        made, names = _block_arguments(quantizer, shape, device), ("Float8BlockwiseQTensor",) * 2
         module = importlib.import_module(
             "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
         )
     else:
-        made, names = _whole_arguments(quantizer, shape), ("Float8Tensor", "Float8Tensor")
+        made, names = _whole_arguments(quantizer, shape, device), ("Float8Tensor", "Float8Tensor")
         module = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     if quantizer.internal:
         found = vars(module)
@@ -65,24 +67,29 @@ def create(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> An
     return getattr(module, names[1])(shape=shape, dtype=dtype, **made)
 
 
-def _whole_arguments(quantizer: Quantizer, shape: list[int]) -> dict[str, Any]:
+def _whole_arguments(
+    quantizer: Quantizer, shape: list[int], device: torch.device
+) -> dict[str, Any]:
+    by_row, by_column = quantizer.rowwise_usage, quantizer.columnwise_usage
     return {
-        "data": _bytes(shape) if quantizer.rowwise_usage else None,
-        "data_transpose": _bytes(_column_shape(shape)) if quantizer.columnwise_usage else None,
-        "fp8_scale_inv": torch.empty(1),
+        "data": _bytes(shape, device) if by_row else None,
+        "data_transpose": _bytes(_column_shape(shape), device) if by_column else None,
+        "fp8_scale_inv": torch.empty(1, device=device),
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
     }
 
 
-def _block_arguments(quantizer: Quantizer, shape: list[int]) -> dict[str, Any]:
+def _block_arguments(
+    quantizer: Quantizer, shape: list[int], device: torch.device
+) -> dict[str, Any]:
     rows, columns = block_scale_shapes(quantizer, shape)
     by_row, by_column = quantizer.rowwise_usage, quantizer.columnwise_usage
     return {
-        "rowwise_data": _bytes(shape) if by_row else None,
-        "rowwise_scale_inv": torch.zeros(rows) if by_row else None,
-        "columnwise_data": _bytes(_column_shape(shape)) if by_column else None,
-        "columnwise_scale_inv": torch.zeros(columns) if by_column else None,
+        "rowwise_data": _bytes(shape, device) if by_row else None,
+        "rowwise_scale_inv": torch.zeros(rows, device=device) if by_row else None,
+        "columnwise_data": _bytes(_column_shape(shape), device) if by_column else None,
+        "columnwise_scale_inv": torch.zeros(columns, device=device) if by_column else None,
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
         "is_2D_scaled": quantizer.block_scaling_dim == 2,
@@ -114,29 +121,27 @@ def coerce(quantizer: Quantizer, tensor: Any) -> Any:
     if is_blockwise(quantizer):
         return _coerce_blocks(quantizer, tensor)
     assert tensor._data is not None or tensor._transpose is not None, "a Float8Tensor without data"
-    if tensor._transpose is not None:
-        shape = _row_shape(tensor._transpose.shape)
-    else:
-        shape = list(tensor._data.shape)
+    has_columns = tensor._transpose is not None
+    shape = _row_shape(tensor._transpose.shape) if has_columns else list(tensor._data.shape)
+    device = (tensor._transpose if has_columns else tensor._data).device
     if not quantizer.rowwise_usage:
         tensor._data = None
     elif tensor._data is None:
-        tensor._data = _bytes(shape)
+        tensor._data = _bytes(shape, device)
     if not quantizer.columnwise_usage:
         tensor._transpose = None
     elif tensor._transpose is None:
-        tensor._transpose = _bytes(_column_shape(shape))
+        tensor._transpose = _bytes(_column_shape(shape), device)
     tensor._transpose_invalid = not quantizer.columnwise_usage
     tensor._fp8_dtype = quantizer.dtype
     return tensor
 
 
 def _coerce_blocks(quantizer: Quantizer, tensor: Any) -> Any:
-    if tensor._rowwise_data is not None:
-        shape = list(tensor._rowwise_data.shape)
-    else:
-        shape = _row_shape(tensor._columnwise_data.shape)
-    for name, fresh in _block_arguments(quantizer, shape).items():
+    has_rows = tensor._rowwise_data is not None
+    data = tensor._rowwise_data if has_rows else tensor._columnwise_data
+    shape = list(data.shape) if has_rows else _row_shape(data.shape)
+    for name, fresh in _block_arguments(quantizer, shape, data.device).items():
         if name.startswith(("rowwise", "columnwise")):
             old = getattr(tensor, f"_{name}")
             setattr(tensor, f"_{name}", old if old is not None and fresh is not None else fresh)
@@ -175,7 +180,7 @@ def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Te
     if by_column:
         payload, scale, block = payload.t(), scale.t(), (block[1], block[0])
     layout = "square" if tensor._is_2D_scaled else "block"
-    is_power_2 = bool((scale.frexp().mantissa == 0.5).all())
+    is_power_2 = not scale.is_meta and bool((scale.frexp().mantissa == 0.5).all())
     return Fp8Tensor(payload, scale, fmt, block=block, is_power_2=is_power_2, layout=layout)  # type: ignore[arg-type]
 
 
