@@ -14,32 +14,21 @@ import torch
 
 from megafp8.models.parts import Rows
 from megafp8.parallel.collectives import Axis
-from megafp8.precision.recipes.base import Operand, Role
+from megafp8.precision.linear import NoComm
+from megafp8.precision.recipes.base import Role
 from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.specs.geometry import Piece
 
 
 @dataclass(frozen=True)
-class ColumnParallel:
+class ColumnParallel(NoComm):
     """Sums the input gradient over tensor-parallel ranks, while the weight gradient is computed.
 
-    Its methods are those of `LinearComm`. T tokens  I in features  O out features
+    Every rank has all tokens, of the output those of its own features, so that nothing else is
+    exchanged. T tokens  I in features  O out features
     """
 
     tp: Axis
-    sums_output = False
-
-    def tokens_out(self, tokens_in: int) -> int:
-        """Return the number of tokens of the output, equal to that of the input."""
-        return tokens_in
-
-    def gather_input(self, input_TI: Operand) -> Operand:
-        """Return the input unchanged: every rank has all tokens."""
-        return input_TI
-
-    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
-        """Return the output gradient unchanged: every rank has all tokens of its features."""
-        return grad_output_TO
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
         """Return the maximum over the ranks for weights and output gradients; None for inputs.
@@ -48,36 +37,21 @@ class ColumnParallel:
         """
         return None if role == "input" else self.tp.all_reduce_max
 
-    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, O] unchanged: each rank has whole sums of its own features."""
-        return output_TO
-
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Start the sum of the input gradient [T, I] over the ranks."""
         return self.tp.start_all_reduce_sum(grad_input_TI)
 
 
 @dataclass(frozen=True)
-class RowParallel:
+class RowParallel(NoComm):
     """Sums the output over tensor-parallel ranks.
 
-    Its methods are those of `LinearComm`. T tokens  I in features  O out features
+    Every rank has all tokens, of the input those of its own features, so that nothing else is
+    exchanged. T tokens  I in features  O out features
     """
 
     tp: Axis
     sums_output = True
-
-    def tokens_out(self, tokens_in: int) -> int:
-        """Return the number of tokens of the output, equal to that of the input."""
-        return tokens_in
-
-    def gather_input(self, input_TI: Operand) -> Operand:
-        """Return the input unchanged: every rank has all tokens of its features."""
-        return input_TI
-
-    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
-        """Return the output gradient unchanged: every rank has the whole one."""
-        return grad_output_TO
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
         """Return the maximum over the ranks for inputs and weights; None for output gradients.
@@ -89,12 +63,6 @@ class RowParallel:
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return the output [T, O] summed over the ranks."""
         return self.tp.all_reduce_sum(output_TO)
-
-    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
-        """Return the input gradient [T, I] unchanged: each rank has whole sums of its own
-        features.
-        """
-        return Pending(grad_input_TI)
 
 
 def column_pieces(
