@@ -74,14 +74,16 @@ def sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def put(draft: Path, path: Path) -> None:
-    """Make the file `draft` the file `path` in one step, with its bytes on the disk before.
+def put(draft: Path, path: Path) -> Path:
+    """Make the file `draft` the file `path` in one step, with its bytes on the disk before it.
 
-    Both must lie on one file system. A crash at any instant leaves the old file or the new one.
+    Return `path`. Both must lie on one file system. A crash at any instant leaves the old file or
+    the new one.
     """
     sync(draft)
     draft.replace(path)
     fsync_directory(path.parent)  # the rename itself must survive a power cut
+    return path
 
 
 def draft_of(path: Path) -> Path:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megafp8.errors import CheckpointError, RunError, UserError
-from megafp8.files import os_errors_reported, read_json, write_json_atomically
+from megafp8.files import os_errors_reported, put, read_json, write_json_atomically
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"
@@ -399,11 +399,11 @@ def _write_weights(
         size, total = size + num_bytes, total + num_bytes
     write()
     if len(written) == 1:
-        return [written[0][0].rename(folder / WEIGHTS)]
+        return [put(written[0][0], folder / WEIGHTS)]
     count, files = len(written), list[Path]()
     weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(written, start=1):
-        files.append(path.rename(folder / f"model-{number:05}-of-{count:05}.safetensors"))
+        files.append(put(path, folder / f"model-{number:05}-of-{count:05}.safetensors"))
         weight_map |= dict.fromkeys(names, files[-1].name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json_atomically(folder / INDEX, index)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -67,12 +69,7 @@ def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePiece
     Raises:
         DataError: The file cannot be read, the package is missing, or no piece ends a document.
     """
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise DataError(
-            path, "tokenizer", "needs the sentencepiece package", "pip install sentencepiece"
-        ) from error
+    sentencepiece = needed("sentencepiece", path)
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         size = processor.get_piece_size()
@@ -161,7 +158,7 @@ def load_tiktoken(path: Path) -> TiktokenTokenizer:
     Raises:
         DataError: The file cannot be read, or the package is missing.
     """
-    tiktoken = _package(path)
+    tiktoken = needed("tiktoken", path)
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -198,7 +195,7 @@ def named_tiktoken(name: str) -> TiktokenTokenizer:
     Raises:
         DataError: There is no encoding of that name, or it cannot be downloaded.
     """
-    tiktoken = _package(name)
+    tiktoken = needed("tiktoken", name)
     try:
         return TiktokenTokenizer(tiktoken.get_encoding(name))
     except Exception as error:  # includes whatever the network raises
@@ -211,11 +208,14 @@ def named_tiktoken(name: str) -> TiktokenTokenizer:
         ) from error
 
 
-def _package(what: object) -> Any:
+def needed(package: str, what: object) -> ModuleType:
+    """Return a package, without which the tokenizer `what` cannot be read.
+
+    Raises:
+        DataError: The package is not installed.
+    """
     try:
-        import tiktoken
+        return importlib.import_module(package)
     except ImportError as error:
-        raise DataError(
-            what, "tokenizer", "needs the tiktoken package", "pip install tiktoken"
-        ) from error
-    return tiktoken
+        reason = f"needs the {package} package"
+        raise DataError(what, "tokenizer", reason, f"pip install {package}") from error

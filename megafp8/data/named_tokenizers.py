@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken, named_tiktoken
+from megafp8.data.library_tokenizers import (
+    load_sentencepiece,
+    load_tiktoken,
+    named_tiktoken,
+    needed,
+)
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
     SENTENCEPIECE_FILE,
@@ -63,14 +68,9 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
     """
     if name.endswith(".json"):
         return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise DataError(
-            name, "tokenizer", "needs the transformers package", "pip install transformers"
-        ) from error
-    try:
-        loaded = AutoTokenizer.from_pretrained(name)  # trust_remote_code stays off: no code runs
+    transformers = needed("transformers", name)
+    try:  # trust_remote_code stays off: no code runs
+        loaded = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # files, JSON and the network raise different classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(

@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megafp8.files import to_json
 from megafp8.observe.console import Console, PlainConsole, Row, StepReport
@@ -172,14 +170,3 @@ class JournaledConsole(Console):
                 self._stream.close()
             except OSError as error:
                 self._lost(CONSOLE_FILE, error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,15 +16,23 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.precision.cast import amax_of
 from megafp8.specs import OptimSpec
+from megafp8.specs.geometry import Piece
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Name the elements `begin` to `end` (exclusive) of a parameter, in memory order."""
+    """Name the elements `begin` to `end` (exclusive) of a parameter, in memory order.
+
+    `piece` is the parameter's first one: all of them are sharded or replicas, or none is.
+    """
 
     param: nn.Parameter
     begin: int
     end: int
+    piece: Piece = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "piece", pieces_of(self.param)[0])
 
 
 # Quantizes a master's values into a parameter that cannot take a copy of them.
@@ -146,7 +154,6 @@ class FsdpMasters(Masters):
         self.params = list(sharded.params)
         self.device = local_of(self.params[0]).device
         self.segments, self.masters = [], []
-        self._owned: list[nn.Parameter] = []  # the parameter of each segment
         for param in self.params:
             local = local_of(param.detach())
             if local.numel() == 0:
@@ -155,7 +162,6 @@ class FsdpMasters(Masters):
             begin = self.shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory
-            self._owned.append(param)
         self.grads, self.own_grads, self.param_grads = [], [], []
 
     @property
@@ -175,8 +181,8 @@ class FsdpMasters(Masters):
         self.own_grads = self.grads
         self.replicated_grads = [
             grad
-            for param, grad in zip(self._owned, self.grads, strict=True)
-            if not pieces_of(param)[0].is_sharded
+            for segment, grad in zip(self.segments, self.grads, strict=True)
+            if not segment.piece.is_sharded
         ]
 
     def write_back(self) -> None:
@@ -220,9 +226,8 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
         whole: list[int] = []
         parts: list[int] = []
         for row, segment in enumerate(masters.segments):
-            piece = pieces_of(segment.param)[0]
-            if not piece.replica:  # another stage counts a replica
-                (parts if piece.is_sharded else whole).append(row)
+            if not segment.piece.replica:  # another stage counts a replica
+                (parts if segment.piece.is_sharded else whole).append(row)
         squares = torch.stack((of_each[parts].sum(), of_each[whole].sum()))
     masters.shards.all_reduce_sum(squares)
     return pp.all_reduce_sum(tp.all_reduce_sum(squares[0]) + squares[1]).sqrt()
