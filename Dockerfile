@@ -8,8 +8,10 @@ ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
 ARG TORCH_PIN=2.13.0
-# "dev" also installs the tools that the tests need.
-ARG EXTRAS=""
+# The extras of pyproject.toml that are installed: tokenizers and data sources, Weights & Biases, launchers
+# of sweeps, torchao. "dev" has the tools that the tests need. On a base with CUDA and without
+# Transformer Engine, the word "te" builds it, which takes long.
+ARG EXTRAS="data wandb sweep torchao"
 # The image's own Python is used, even if a distribution marks it as externally managed (PEP 668).
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -25,7 +27,7 @@ COPY pyproject.toml ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
 RUN touch README.md LICENSE \
-    && TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place ${EXTRAS:+"--${EXTRAS}"}
+    && TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place --extras "${EXTRAS}"
 
 COPY . .
 

@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container nightly lint format check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,9 @@ container: ## build the image for CPUs without Docker (root; buildah)
 
 test-container: container ## run fast tests and the default job in the image, without a network
 	@scripts/container/test.sh
+
+nightly: setup-dev ## run every suite that this machine can run; the table is docs/nightly.md (ARGS="slow slurm")
+	@$(PY) scripts/nightly.py $(ARGS)
 
 lint: setup-dev ## check format, lint rules, spelling and types; change nothing
 	@$(PY) -m ruff format --check .

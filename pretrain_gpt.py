@@ -98,7 +98,7 @@ def main() -> int:
     prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)
-        return run_app(sys.argv[1:], task)
+        return run_app(sys.argv[1:], task, gpu_available=gpu_available)
     except KeyboardInterrupt:
         print("megafp8: interrupted before training began", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -2,8 +2,8 @@
 # Make the virtual environment that `make` uses; if it is ready, return at once.
 #
 #   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); `make` calls this
-#   scripts/setup_env.sh --in-place [--dev]   make no .venv: install into PYTHON itself and keep its
-#                                     torch (for containers)
+#   scripts/setup_env.sh --in-place [--extras "NAME …"]   make no .venv: install into PYTHON itself, with
+#                                     these extras of pyproject.toml, and keep its torch (for containers)
 #
 # Environment: PYTHON (the interpreter), VENV (default .venv), TORCH_PIN (version of the CPU build).
 # The script may be interrupted at any point and run again: complete packages are kept.
@@ -17,12 +17,14 @@ VENV=${VENV:-.venv}
 ASKED_PYTHON=${PYTHON:-}
 extras=""
 in_place=false
-for argument in "$@"; do
-    case $argument in
+while [ $# -gt 0 ]; do
+    case $1 in
         --dev) extras=dev ;;
         --in-place) in_place=true ;;
-        *) echo "setup: unknown argument $argument (known: --dev, --in-place)" >&2; exit 2 ;;
+        --extras) shift; extras=${1-} ;;
+        *) echo "setup: unknown argument $1 (known: --dev, --in-place, --extras NAMES)" >&2; exit 2 ;;
     esac
+    shift
 done
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -125,15 +127,29 @@ if $in_place; then
     else
         install_torch
     fi
-    say "installing the other dependencies"
+    case " $extras " in
+        *" te "*)
+            "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
+                || die "the extra te needs a base with CUDA; on a CPU model.fp8_backend=te needs no package" ;;
+    esac
+    say "installing the other dependencies${extras:+, with the extras $extras}"
     # Torch is left out of the list: pip might replace an image's own build because of its version.
+    # shellcheck disable=SC2086  # a list of words
     mapfile -t others < <("$py" -c '
 import re, sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
+unknown = [name for name in sys.argv[1:] if name not in extras]
+if unknown:
+    sys.exit(f"setup: error: no extra {unknown[0]} (there are {chr(44).join(extras)})")
 for line in project["dependencies"] + [line for name in sys.argv[1:] for line in extras[name]]:
     if re.match(r"[A-Za-z0-9_-]+", line).group() != "torch":
-        print(line)' te-cpu ${extras:+"$extras"})
+        print(line)' te-cpu $extras)
+    [ ${#others[@]} -gt 0 ] || exit 2
+    # A build of Transformer Engine that the base has is kept.
+    if "$py" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; then
+        mapfile -t others < <(printf '%s\n' "${others[@]}" | grep -v '^transformer-engine')
+    fi
     run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
     run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
     say "ready"

@@ -18,6 +18,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.asked import asked_for
+
 # There is no deadline, since a shared machine may pause. CI uses the same examples every time.
 settings.register_profile(
     "local", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -26,13 +28,18 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu`, with the reason, where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device, and fail if they were asked for."""
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return
     import torch
 
     if not torch.cuda.is_available():
+        if asked_for("gpu", config.option.markexpr):
+            raise pytest.UsageError(
+                "the tests that need a CUDA device were asked for, and PyTorch finds none. Use a "
+                "CUDA build of PyTorch on a machine with an NVIDIA GPU and its driver"
+            )
         for item in needing_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

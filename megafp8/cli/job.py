@@ -142,7 +142,10 @@ def _origin_of_default(cfg: DictConfig, path: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the overrides and the options of a command line."""
+    """Hold the overrides and the options of a command line.
+
+    `gpu_available` returns whether this machine has a GPU, where that matters.
+    """
 
     overrides: tuple[str, ...]
     config_dir: Path | None
@@ -151,6 +154,7 @@ class Options:
     show_help: bool
     show_config: bool
     resolve: bool
+    gpu_available: Callable[[], bool] | None = None
 
 
 def parse_options(argv: Sequence[str]) -> Options:

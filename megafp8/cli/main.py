@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from omegaconf import OmegaConf
 
@@ -23,7 +24,13 @@ from megafp8.errors import ExitCode, UserError
 __all__ = ["AppInfo", "Task", "report_error", "run_app"]
 
 
-def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt.py") -> int:
+def run_app(
+    argv: Sequence[str],
+    task: Task,
+    *,
+    prog: str = "python pretrain_gpt.py",
+    gpu_available: Callable[[], bool] | None = None,
+) -> int:
     """Run `task` with the configuration that the arguments ask for; return the exit code.
 
     Errors that a user can correct are printed on stderr. Any other exception is a bug and is not
@@ -33,9 +40,10 @@ def run_app(argv: Sequence[str], task: Task, *, prog: str = "python pretrain_gpt
         argv: The arguments without the program's name.
         task: Gets the tree of settings and how it was started, and returns an exit code.
         prog: The command's name for the help page.
+        gpu_available: Returns whether this machine has a GPU; see `load_all`.
     """
     try:
-        return _run(parse_options(argv), task, prog)
+        return _run(replace(parse_options(argv), gpu_available=gpu_available), task, prog)
     except UserError as error:
         return report_error(error)
 
@@ -50,7 +58,9 @@ def _run(options: Options, task: Task, prog: str) -> int:
         from megafp8.cli.sweep import run_sweep
 
         return run_sweep(options, task)
-    loaded = load_all(options.overrides, options.config_dir, options.config_name)
+    loaded = load_all(
+        options.overrides, options.config_dir, options.config_name, options.gpu_available
+    )
     if options.show_config:
         comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
         print("\n".join(f"# {line}" for line in comments))

@@ -36,7 +36,7 @@ from megafp8.config.layers import (
     root_defaults,
     search_path,
 )
-from megafp8.config.load import load, load_all, tree_with_nemo_keys
+from megafp8.config.load import Loaded, load_all, tree_with_nemo_keys
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.secrets import hide, variable_in
 from megafp8.errors import ExitCode, UserError
@@ -167,7 +167,7 @@ class Sweep:
         words = hide(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
         try:
-            loaded = load_all(job.overrides, self.options.config_dir, self.options.config_name)
+            loaded = self._load(job)
             cfg = loaded.cfg
             cfg.exp_manager.explicit_log_dir = str(job.directory)
             loaded = replace(
@@ -188,12 +188,18 @@ class Sweep:
     def _refusal(self, job: Job) -> Result | None:
         """Return the result of a job that cannot be run, after reporting it; None if it can."""
         try:
-            load(job.overrides, self.options.config_dir, self.options.config_name)
+            self._load(job)
         except UserError as error:
             words = hide(" ".join(job.overrides))
             print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
             return _result(job, report_error(error), str(error))
         return None
+
+    def _load(self, job: Job) -> Loaded:
+        options = self.options
+        return load_all(
+            job.overrides, options.config_dir, options.config_name, options.gpu_available
+        )
 
 
 def run_sweep(options: Options, task: Task) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,8 @@ from megafp8.config.settings import (
 )
 from megafp8.config.spellings import Translated, translate
 from megafp8.config.values import one_line
+
+ACCELERATOR = "trainer.accelerator"
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,13 @@ def load_all(
     overrides: Sequence[str] = (),
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
+    gpu_available: Callable[[], bool] | None = None,
 ) -> Loaded:
     """Return the tree that `load` returns, with origins and settings without effect.
 
-    Arguments and errors are those of `load`.
+    Arguments and errors are those of `load`. `gpu_available` returns whether this machine has a
+    GPU; it is called only if a given key has an effect on one of the two devices alone. Without it,
+    what holds on one of the devices is accepted.
     """
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
@@ -128,13 +133,14 @@ def load_all(
     problems += unreadable + _secret_problems(values, origins)
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
+    good = _on_this_machine(good, gpu_available)
     inert, refused = _nemo_settings(tree, values, origins)
     found = problems + check_values(good, origins) + refused
     raise_if_any(launcher_paths_once(found))
     inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
     idle = [  # the default job's own settings, which have no origin, are not reported
         (Setting(found.key, values[found.key], origins[found.key]), found)
-        for found in unused(values)
+        for found in unused(good)
         if found.key in origins
     ]
     translated = tuple(
@@ -188,6 +194,21 @@ def _tree_with_nemo_keys() -> DictConfig:
     for path, key in nemo_keys().items():
         OmegaConf.update(tree, path, key.ours, force_add=True)
     return tree
+
+
+def _on_this_machine(
+    values: Mapping[str, Any], gpu_available: Callable[[], bool] | None
+) -> dict[str, Any]:
+    """Return the values with the device that `trainer.accelerator=auto` means on this machine.
+
+    The device is looked for only if a key that was given has no effect on a CPU.
+    """
+    on_cpu = {**values, ACCELERATOR: "cpu"}
+    if gpu_available is None or values.get(ACCELERATOR) != "auto":
+        return dict(values)
+    if list(unused(on_cpu)) == list(unused(values)) or gpu_available():
+        return dict(values)
+    return on_cpu
 
 
 def _secret_problems(

@@ -127,16 +127,12 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     result can be loaded again as a configuration. Arguments and errors are those of `resolve`.
     """
     keys = all_keys()
-    given = effective({path: read_value(cfg, path) for path in keys})
-    values = {path: keys[path].spelled(value) for path, value in given.items()}
-    values["trainer.accelerator"] = _accelerator(
-        values["trainer.accelerator"], accelerator_available
-    )
+    given = {path: read_value(cfg, path) for path in keys}
+    given["trainer.accelerator"] = _accelerator(given["trainer.accelerator"], accelerator_available)
+    values = {path: keys[path].spelled(value) for path, value in effective(given).items()}
     resume = "resume_from_checkpoint"
     resumed = values[f"model.{resume}"] or values[f"exp_manager.{resume}"]
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
-    if values["trainer.precision"] == 32:
-        values["model.megatron_amp_O2"] = True  # weights are FP32 with True and with False
     if values["model.optim.fp8_opt_level"] == "O3":
         values["model.fp8_params"] = True
     is_e4m3 = values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES

@@ -29,6 +29,7 @@ from megafp8.observe.units import (
     format_count,
     format_duration,
     format_number,
+    format_percent,
     format_tflops,
     plural,
 )
@@ -56,6 +57,10 @@ class StepReport:
     tokens_per_second: float
     tflops_causal: float  # model TFLOP/s over all ranks; see plan.flops
     tflops_full: float
+    mfu_causal: float  # fractions of the peak of all ranks; see plan.utilization
+    mfu_full: float
+    hfu_causal: float
+    hfu_full: float
     memory_bytes: int  # peak of the printing rank
     data_wait_fraction: float  # of the step's time, 0 to 1
     health: str | None = None  # the FP8 health of the last logged step, in a few words
@@ -209,11 +214,20 @@ def _cost(report: StepReport) -> list[str]:
         f"{report.step_seconds:.3g} s/step",
         f"{format_count(report.tokens_per_second):>5} tok/s",
         format_tflops(report.tflops_causal),
+        _utilization(report),
         f"mem {format_bytes(report.memory_bytes)}",
     ]
     if report.data_wait_fraction >= LEAST_DATA_WAIT:
         parts.append(f"data wait {100 * report.data_wait_fraction:.0f} %")
     return parts
+
+
+def _utilization(report: StepReport) -> str:
+    """Return the utilization with causal attention; HFU is named where it is not MFU."""
+    text = f"MFU {format_percent(report.mfu_causal)}"
+    if report.hfu_causal != report.mfu_causal:
+        text += f", HFU {format_percent(report.hfu_causal)}"
+    return text
 
 
 def _validation_line(

@@ -29,6 +29,10 @@ KEY_ORDER = (
     "tokens_per_second",
     "tflops_causal",
     "tflops_full",
+    "mfu_causal",
+    "mfu_full",
+    "hfu_causal",
+    "hfu_full",
     "peak_memory_bytes",
     "data_wait_fraction",
 )

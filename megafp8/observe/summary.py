@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megafp8.files import to_json, write_atomically
-from megafp8.observe.units import format_bytes, format_count, format_duration, format_number
+from megafp8.observe.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+)
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
@@ -48,6 +54,11 @@ class RunSummary:
     tokens_per_second: float | None = None
     tflops_causal: float | None = None  # model TFLOP/s; see plan.flops
     tflops_full: float | None = None
+    mfu_causal: float | None = None  # fractions of the peak of all ranks; see plan.utilization
+    mfu_full: float | None = None
+    hfu_causal: float | None = None
+    hfu_full: float | None = None
+    peak: str | None = None  # the peak of one rank in words
     peak_memory_bytes: int | None = None
     precision: str | None = None  # what really ran, e.g. "FP8 delayed (native, emulated GEMM)"
     metrics_file: str | None = None
@@ -112,6 +123,8 @@ class RunSummary:
             rows.append(("FP8 health", self.health.removeprefix("FP8 health ")))
         if (speed := self._speed()) is not None:
             rows.append(("speed", speed))
+        if (used := self._utilization()) is not None:
+            rows.append(("utilization", used))
         if self.wall_seconds is not None:
             rows.append(("time", format_duration(self.wall_seconds)))
         if self.peak_memory_bytes is not None:
@@ -146,6 +159,16 @@ class RunSummary:
             causal, full = format_number(self.tflops_causal, 2), format_number(self.tflops_full, 2)
             speed += f", {causal} model TFLOP/s causal ({full} full)"
         return speed
+
+    def _utilization(self) -> str | None:
+        fractions = (self.mfu_causal, self.mfu_full, self.hfu_causal, self.hfu_full)
+        if self.peak is None or None in fractions:
+            return None
+        mfu, mfu_full, hfu, hfu_full = (format_percent(f) for f in fractions if f is not None)
+        text = f"MFU {mfu} causal ({mfu_full} full)"
+        if self.hfu_causal != self.mfu_causal:
+            text += f", HFU {hfu} ({hfu_full}) with recomputation,"
+        return f"{text} of {self.peak}"
 
 
 def write_summary(path: str | Path, summary: RunSummary) -> None:

@@ -41,6 +41,13 @@ def format_number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}f}"
 
 
+def format_percent(fraction: float) -> str:
+    """Return a fraction in percent with one decimal: 0.4123 -> `41.2 %`."""
+    if not math.isfinite(fraction):
+        return format_number(fraction)
+    return f"{100 * fraction:.1f} %"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return a size in binary units with one decimal: 1288490188 -> `1.2 GiB`."""
     if not math.isfinite(num_bytes):

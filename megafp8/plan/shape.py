@@ -177,9 +177,15 @@ def shard_ranks(spec: RunSpec) -> int:
 
 def recomputed_fraction(spec: RunSpec) -> float:
     """Return the fraction of layers whose whole forward pass is repeated in backward."""
-    recompute, model = spec.model.recompute, spec.model
-    if recompute is None or recompute.granularity == "selective":
+    return layers_with_recomputation(spec, "full")
+
+
+def layers_with_recomputation(spec: RunSpec, granularity: str) -> float:
+    """Return the fraction of layers of which backward recomputes `selective` or `full` parts."""
+    recompute = spec.model.recompute
+    if recompute is None or recompute.granularity != granularity:
         return 0.0
     if recompute.method == "uniform":
         return 1.0
-    return min(1.0, recompute.num_layers * spec.parallel.pp / model.num_layers)
+    stages = (len(layers_of(spec, stage)) for stage in range(num_stages(spec)))
+    return sum(min(recompute.num_layers, layers) for layers in stages) / spec.model.num_layers

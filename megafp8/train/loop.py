@@ -14,6 +14,7 @@ from megafp8.observe.memory import peak_memory_bytes
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
+from megafp8.plan.utilization import utilization
 from megafp8.train import state_dict
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.process import Garbage
@@ -182,6 +183,7 @@ def report_of(
         kind: tokens * flops_per_token(spec.model, kind, seq_length=spec.data.seq_length) / seconds
         for kind in ("causal", "full")
     }
+    used = utilization(spec, tokens / seconds, run.peak)
     return StepReport(
         step=state.step,
         loss=result.loss,
@@ -191,6 +193,10 @@ def report_of(
         tokens_per_second=tokens / seconds,
         tflops_causal=flops["causal"] / 1e12,
         tflops_full=flops["full"] / 1e12,
+        mfu_causal=used.mfu_causal,
+        mfu_full=used.mfu_full,
+        hfu_causal=used.hfu_causal,
+        hfu_full=used.hfu_full,
         memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
         data_wait_fraction=waited / seconds,
         health=run.health.verdict(),
@@ -211,6 +217,10 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         "tokens_per_second": report.tokens_per_second,
         "tflops_causal": report.tflops_causal,
         "tflops_full": report.tflops_full,
+        "mfu_causal": report.mfu_causal,
+        "mfu_full": report.mfu_full,
+        "hfu_causal": report.hfu_causal,
+        "hfu_full": report.hfu_full,
         "peak_memory_bytes": report.memory_bytes,
         "data_wait_fraction": report.data_wait_fraction,
     }

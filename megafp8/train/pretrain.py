@@ -246,8 +246,9 @@ def open_run(
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
         curve=_curve_so_far(path, spec, state),
+        peak=peak_of_ranks(spec, mesh),
     )
-    console.header(describe(spec, state, data, share))
+    console.header(describe(spec, state, data, share, run.peak))
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     console.follow(lambda: state.step)

@@ -10,6 +10,7 @@ from megafp8.observe.console import Console, StepReport
 from megafp8.observe.curve import LossCurve
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
 from megafp8.specs import RunSpec
 from megafp8.train.pace import Pace
@@ -37,6 +38,7 @@ class Run:
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
     curve: LossCurve  # of the training loss, in this process
+    peak: Peak  # of one rank
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None

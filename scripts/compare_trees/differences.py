@@ -16,6 +16,10 @@ TIMING = {
     "tokens_per_second",
     "tflops_causal",
     "tflops_full",
+    "mfu_causal",
+    "mfu_full",
+    "hfu_causal",
+    "hfu_full",
     "peak_memory_bytes",
     "data_wait_fraction",
 }

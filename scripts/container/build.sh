@@ -7,7 +7,7 @@
 #
 # Environment: IMAGE (the tag), BASE (the base image; the default is a Debian that this script makes),
 # STORE (the folder of images), VOLUMES (paths that the build can read under their own names),
-# EXTRAS (dev: install the tests' tools; empty: do not).
+# EXTRAS (the extras of pyproject.toml to install; the default has those of the tests).
 # A second build uses every unchanged layer of STORE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -37,5 +37,5 @@ say "building $IMAGE on $BASE"
 # The format is Docker's, since OCI's has no SHELL. The isolation chroot needs no cgroups and no
 # network of its own.
 buildah "${storage[@]}" bud --layers --format docker --isolation chroot --network host --pull=never \
-    --build-arg "BASE_IMAGE=$BASE" --build-arg "EXTRAS=${EXTRAS-dev}" "${volumes[@]}" --tag "$IMAGE" --file Dockerfile "$@" .
+    --build-arg "BASE_IMAGE=$BASE" --build-arg "EXTRAS=${EXTRAS-data wandb sweep torchao dev}" "${volumes[@]}" --tag "$IMAGE" --file Dockerfile "$@" .
 say "built $IMAGE"

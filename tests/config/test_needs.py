@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megafp8.config.checks import check_values
-from megafp8.config.load import load, load_all
+from megafp8.config.errors import CombinedConfigError, SettingError
+from megafp8.config.load import Loaded, load, load_all
 from megafp8.config.rules import effective, unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
-from tests.config.helpers import load_problems, run_spec, the_problem
+from megafp8.plan.memory import all_ranks
+from megafp8.plan.pipeline import planned_order
+from megafp8.plan.traffic import rank_traffic
+from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 VALUES: dict[str, Any] = {
     "exp_manager.exp_dir": "elsewhere",
@@ -51,6 +57,7 @@ OFF = {
     "exp_manager.create_checkpoint_callback": False,
     "model.fsdp": True,
     "model.activation": "swiglu",
+    "trainer.precision": 32,
     "model.transformer_block_type": "post_ln",
     "model.optim.sched.name": "WarmupHoldPolicy",
 }
@@ -149,6 +156,109 @@ def test_a_layout_decides_whether_a_setting_counts(setting: str, layout: str) ->
         return
     found = {problem.key: problem for problem in load_problems(*given)}
     assert path in found and found[path].reason.startswith("has no effect with ")
+
+
+NO_TE = "model.transformer_engine=False"
+
+
+def loaded_on(*given: str, gpu: bool, **where: Any) -> Loaded:
+    folder, name = where.get("config_dir"), where.get("config_name", "pretrain_gpt")
+    return load_all(given, folder, name, lambda: gpu)
+
+
+def test_a_layer_definition_is_of_no_effect_on_a_cpu_without_fp8(tmp_path: Path) -> None:
+    """On a GPU the key decides which backend runs; `auto` is the device of the machine."""
+    for given in ([NO_TE], [NO_TE, "trainer.accelerator=cpu"]):
+        (problem,) = problems(lambda given=given: loaded_on(*given, gpu=False))
+        assert problem.key == "model.transformer_engine"
+        assert problem.reason == "has no effect with model.fp8=False"
+    assert loaded_on(NO_TE, gpu=True).unused == ()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("transformer_engine: false\n")
+    assert loaded_on("model=mine", gpu=True, config_dir=tmp_path).unused == ()
+    loaded = loaded_on("model=mine", gpu=False, config_dir=tmp_path)
+    ((setting, _),) = loaded.unused
+    assert setting.key == "model.transformer_engine" and setting.origin == "preset model=mine"
+    assert loaded.cfg.trainer.accelerator == "auto", "what was asked for stays in the settings"
+    assert run_spec("model=mine", config_dir=tmp_path).resolved == run_spec().resolved
+
+
+def test_the_device_is_looked_for_only_if_a_key_depends_on_it() -> None:
+    def never() -> bool:
+        raise AssertionError("no key depends on the device")
+
+    load_all(["model.fp8=True", "trainer.max_steps=3"], gpu_available=never)
+    load_all(["model.fp8=True", "trainer.accelerator=cpu"], gpu_available=never)
+
+
+# --- in every layout a value that is accepted changes what ranks send, hold or run ---------------
+
+SIZES = (
+    "trainer.max_steps=3", "model.num_layers=8", "model.hidden_size=256",
+    "model.ffn_hidden_size=1024", "model.micro_batch_size=1", "model.global_batch_size=16",
+    "trainer.accelerator=cpu",
+)  # fmt: skip
+KINDS = {"BF16": [], "FP8": FP8}
+VALUES_IN_LAYOUTS = {
+    "model.pipeline_model_parallel_layout": "3,5",
+    "model.grad_allreduce_chunk_size_mb": 7,
+}
+
+
+def planned(given: Sequence[str]) -> object:
+    """Return what ranks send, hold and run in a step, and in which order, from the plan."""
+    spec = run_spec(*SIZES, *given)
+    spec = replace(spec, model=replace(spec.model, vocab_size=4096))
+    parallel, ranks = spec.parallel, range(spec.parallel.pp)
+    count = spec.train.num_microbatches(parallel.dp)
+    gradients = 4 * max(memory.num_params for memory in all_ranks(spec))
+    replicas, fsdp = parallel.dp * parallel.cp, parallel.fsdp
+    return (
+        [rank_traffic(spec, rank) for rank in ranks],
+        all_ranks(spec),
+        [planned_order(parallel.pipeline, parallel.pp, rank, count) for rank in ranks],
+        -(-gradients // parallel.grad_bucket_bytes) if replicas > 1 and fsdp is None else 0,
+    )
+
+
+def refused(given: Sequence[str], path: str) -> bool:
+    """Whether the settings are refused, with an error that names the key."""
+    try:
+        load([*SIZES, *given])
+    except (SettingError, CombinedConfigError) as error:
+        assert path in str(error)
+        return True
+    return False
+
+
+def keys_of_layouts() -> list[str]:
+    """Return the keys whose need is met in some layouts only."""
+    values, _ = read_values(load(SIZES))
+    jobs = []
+    for given in LAYOUTS.values():
+        split = (word.partition("=") for word in given)
+        own = {key: True if text == "True" else int(text) for key, _, text in split}
+        jobs.append(values | {"model.fp8": True} | own)
+    return [p for p in DEPENDENT if len({unmet_need(p, job) is None for job in jobs}) > 1]
+
+
+OF_LAYOUTS = keys_of_layouts()
+
+
+def test_the_keys_that_depend_on_ranks_are_found() -> None:
+    listed = {setting.partition("=")[0] for setting in COUNTS if COUNTS[setting][1]}
+    assert listed <= set(OF_LAYOUTS) and "model.sequence_parallel" in OF_LAYOUTS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("path", OF_LAYOUTS)
+def test_in_each_layout_a_key_changes_the_plan_or_is_refused(path: str, layout: str) -> None:
+    """The plan's messages are those that ranks send (tests/plan/test_traffic.py)."""
+    value = str(VALUES_IN_LAYOUTS.get(path, another(path))).replace(" ", "")
+    for kind in KINDS.values():
+        given = [*LAYOUTS[layout], *kind]
+        if not refused([*given, f"{path}={value}"], path):
+            assert planned(given) != planned([*given, f"{path}={value}"]), kind
 
 
 def test_what_a_preset_sets_for_more_ranks_is_a_line_on_one(tmp_path: Path) -> None:

@@ -97,10 +97,12 @@ def test_a_loss_scale_without_fp16_is_refused(override: str) -> None:
 
 
 def test_fp32_has_no_half_weights_to_choose() -> None:
-    with_o2, without = (
-        run_spec("trainer.precision=32", f"model.megatron_amp_O2={o2}") for o2 in (True, False)
-    )
-    assert with_o2 == without
+    problem = the_problem("trainer.precision=32", "model.megatron_amp_O2=False")
+    assert problem.reason == "has no effect with trainer.precision=32"
+    problem = the_problem("trainer.precision=32", "model.fp32_residual_connection=True")
+    assert problem.reason == "has no effect with trainer.precision=32"
+    problem = the_problem("model.megatron_amp_O2=False", "model.fp32_residual_connection=True")
+    assert problem.reason == "has no effect with model.megatron_amp_O2=False"
 
 
 def test_clipping_by_value_without_a_limit_is_refused() -> None:

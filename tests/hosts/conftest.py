@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.asked import asked_for
 from tests.train.conftest import dataset, driver, place, undisturbed
 from tests.train.runs import ROOT
 
@@ -51,14 +52,16 @@ class Host:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reason = ""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("nsenter"):
-        reason = "needs root, iproute2 and util-linux"
-    if "hosts" not in config.option.markexpr:
-        reason = "makes network namespaces: make test-hosts"
-    for item in items:
-        if reason and item.get_closest_marker("hosts"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    of_hosts = [item for item in items if item.get_closest_marker("hosts")]
+    if of_hosts and asked_for("hosts", config.option.markexpr):
+        if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("nsenter"):
+            raise pytest.UsageError(
+                "the tests of two hosts were asked for, and need root, ip and nsenter. On Debian: "
+                "apt-get install iproute2 util-linux"
+            )
+        return
+    for item in of_hosts:
+        item.add_marker(pytest.mark.skip(reason="makes network namespaces: make test-hosts"))
 
 
 @pytest.fixture

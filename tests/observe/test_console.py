@@ -31,6 +31,10 @@ REPORT = StepReport(
     tokens_per_second=21300.0,
     tflops_causal=0.51,
     tflops_full=0.55,
+    mfu_causal=0.4123,
+    mfu_full=0.4446,
+    hfu_causal=0.4123,
+    hfu_full=0.4446,
     memory_bytes=1288490188,
     data_wait_fraction=0.001,
 )
@@ -51,8 +55,16 @@ def test_a_plain_line_explains_itself() -> None:
     console.step(REPORT)
     assert stream.getvalue() == (
         "step  50/600 | loss 5.1234 | grad norm 0.87 | lr 9.8e-04 | 0.365 s/step | 21.3k tok/s"
-        " | 0.51 TFLOP/s | mem 1.2 GiB | ETA 3:21\n"
+        " | 0.51 TFLOP/s | MFU 41.2 % | mem 1.2 GiB | ETA 3:21\n"
     )
+
+
+def test_what_is_recomputed_is_counted_apart() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(stream)
+    console.start(600)
+    console.step(dataclasses.replace(REPORT, hfu_causal=0.55, hfu_full=0.6))
+    assert "MFU 41.2 %, HFU 55.0 %" in stream.getvalue()
 
 
 def test_plain_lines_of_everything_else() -> None:
@@ -318,7 +330,7 @@ def test_live_block_and_permanent_lines() -> None:
         assert text.count(line + "\r\n") == 1, (line, text)
     assert "loss 5.1234 | val loss 2.5000 at 20\r\n" in text
     cost = "0.365 s/step | 21.3k tok/s | 0.51 TFLOP/s"
-    assert f"grad norm 0.87 | lr 9.8e-04 | {cost}\r\nmem 1.2 GiB\r\n" in text
+    assert f"grad norm 0.87 | lr 9.8e-04 | {cost}\r\nMFU 41.2 % | mem 1.2 GiB\r\n" in text
     assert "step 40/40" in text
     assert "/a/long/path" * 20 in text, "a long path is one line, to be copied whole"
 

@@ -34,6 +34,11 @@ def full_summary() -> RunSummary:
         tokens_per_second=21300.0,
         tflops_causal=0.51,
         tflops_full=0.55,
+        mfu_causal=0.4123,
+        mfu_full=0.4446,
+        hfu_causal=0.4123,
+        hfu_full=0.4446,
+        peak="1.24 TFLOP/s FP32 a rank (CPU, measured)",
         peak_memory_bytes=1288490188,
         precision="FP8 delayed (native)",
         metrics_file="/runs/x/metrics.jsonl",
@@ -50,6 +55,12 @@ def test_rows_say_what_was_reached_and_where_it_is() -> None:
     assert rows["perplexity"] == "12.18"
     assert rows["bits per byte"] == "1.202  (unigram 3.400, xz -9 2.200)"
     assert rows["speed"] == "21.3k tokens/s, 0.51 model TFLOP/s causal (0.55 full)"
+    peak = "1.24 TFLOP/s FP32 a rank (CPU, measured)"
+    assert rows["utilization"] == f"MFU 41.2 % causal (44.5 % full) of {peak}"
+    again = dataclasses.replace(full_summary(), hfu_causal=0.55, hfu_full=0.6)
+    assert dict(again.rows())["utilization"] == (
+        f"MFU 41.2 % causal (44.5 % full), HFU 55.0 % (60.0 %) with recomputation, of {peak}"
+    )
     assert rows["continue with"].startswith("python pretrain_gpt.py")
     assert rows["curves"] == "tensorboard --logdir /runs/x"
 

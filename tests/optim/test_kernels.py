@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from megafp8.optim import kernels
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import TORCH, choose_foreign, choose_kernel
 from megafp8.optim.masters import Masters
+from megafp8.optim.schedules import learning_rate
 from megafp8.specs.geometry import whole
 from tests.tiny import optim_spec
 
@@ -49,6 +53,109 @@ class WithoutDecay(GroupCounting):
 class Broken(GroupCounting):
     def step(self) -> None:  # type: ignore[override]
         raise RuntimeError("no kernel image")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Stand in for Apex's FusedAdam on a CPU: with its arguments, attributes and state.
+
+    As in Apex, a group without `step` begins at 1, and moments are made for a parameter whose state
+    is empty only.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if amsgrad or capturable or master_weights:
+            raise RuntimeError("not used here")
+        defaults = dict(
+            lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay
+        )
+        super().__init__(params, defaults)
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, grads: Any = None) -> None:  # type: ignore[override]
+        assert closure is None and grads is None
+        self.updates += 1
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            (beta1, beta2), t, lr = group["betas"], group["step"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p.data).float()
+                    state["exp_avg_sq"] = torch.zeros_like(p.data).float()
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                g = p.grad if self.adam_w_mode else p.grad + group["weight_decay"] * p
+                m.mul_(beta1).add_(g, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                update = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + group["eps"])
+                if self.adam_w_mode:
+                    update += group["weight_decay"] * p
+                p -= lr * update
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Install a package `apex` that has `optimizers.FusedAdam`, and let this CPU be a GPU."""
+    package, optimizers = types.ModuleType("apex"), types.ModuleType("apex.optimizers")
+    package.__spec__ = importlib.machinery.ModuleSpec("apex", None)
+    optimizers.FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", package)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    monkeypatch.setattr(kernels, "runs_foreign_kernels", lambda device: True)
+    return optimizers
+
+
+def test_apex_is_used_where_it_is_installed(apex: types.ModuleType) -> None:
+    """Three updates by Apex's interface equal those of torch's plain AdamW."""
+    params = [parameter((3, 4), whole("matrix", (3, 4)), normal(1.0, 1), torch.float32)]
+    ours = AdamW(Masters(params), FUSED)
+    assert ours.kernel_name == "Apex's fused kernel" and isinstance(ours._torch, FusedAdam)
+    copy = torch.nn.Parameter(ours.masters.masters[0].detach().clone())
+    plain = torch.optim.AdamW(
+        [copy], lr=1.0, betas=FUSED.betas, eps=FUSED.eps, weight_decay=FUSED.weight_decay
+    )
+    for step in range(1, 4):
+        generator = torch.Generator().manual_seed(step)
+        ours.masters.flat_grad.normal_(generator=generator)
+        copy.grad = ours.masters.grads[0].clone()
+        plain.param_groups[0]["lr"] = learning_rate(FUSED, step)
+        ours.step(step)
+        plain.step()
+    assert ours._torch.updates == ours.num_updates == 3
+    torch.testing.assert_close(ours.masters.masters[0].detach(), copy.detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_apex_is_not_used_unasked(apex: types.ModuleType, name: str) -> None:
+    assert choose_kernel(optim_spec(name=name), CPU) == (TORCH, TORCH.name)
+
+
+def test_an_apex_without_its_kernels_is_named(apex: types.ModuleType) -> None:
+    """So is a build of Apex without CUDA extensions, whose FusedAdam raises."""
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
+
+    apex.FusedAdam = raises  # type: ignore[attr-defined]
+    kernel, why = choose_kernel(FUSED, CPU)
+    assert kernel is TORCH
+    assert "Apex's failed (RuntimeError: apex.optimizers.FusedAdam requires cuda extensions" in why
 
 
 def test_the_first_that_updates_as_adamw() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.asked import asked_for
 from tests.slurm.jobs import ROOT, Cluster
 from tests.train.runs import make_dataset
 
@@ -18,16 +19,11 @@ UP, DOWN = (ROOT / "scripts/slurm" / f"test_cluster_{way}.sh" for way in ("up", 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     of_slurm = [item for item in items if item.get_closest_marker("slurm")]
-    if of_slurm and asks_for_slurm(config.option.markexpr):
+    if of_slurm and asked_for("slurm", config.option.markexpr):
         refuse_without_programs()
         return
     for item in of_slurm:
         item.add_marker(pytest.mark.skip(reason="starts a real Slurm: make test-slurm"))
-
-
-def asks_for_slurm(markers: str) -> bool:
-    """Whether pytest's option `-m` selects the tests that start a real Slurm."""
-    return "slurm" in markers and "not slurm" not in markers
 
 
 def refuse_without_programs() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import asks_for_slurm, refuse_without_programs
+from tests.asked import asked_for
+from tests.slurm.conftest import refuse_without_programs
 
 
 def test_the_packages_to_install_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,4 +25,4 @@ def test_the_packages_to_install_are_named(tmp_path: Path, monkeypatch: pytest.M
     [("slurm", True), ("slurm or hosts", True), ("", False), ("not slurm", False), ("slow", False)],
 )
 def test_only_the_marker_asks_for_them(markers: str, asked: bool) -> None:
-    assert asks_for_slurm(markers) is asked
+    assert asked_for("slurm", markers) is asked

@@ -44,7 +44,7 @@ def start(request: dict) -> int:
         if name is not None:
             getattr(faults, name)(*arguments)
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
-        code = run_app(request["argv"], pretrain_gpt.task)
+        code = run_app(request["argv"], pretrain_gpt.task, gpu_available=pretrain_gpt.gpu_available)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

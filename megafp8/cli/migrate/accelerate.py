@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+from megafp8.cli.migrate import sections
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.values import plain
 
@@ -14,13 +15,13 @@ MARKS = ("fp8_config", "mixed_precision", "compute_environment", "num_processes"
 
 LAUNCH_ONLY = frozenset(
     {
-        "compute_environment", "debug", "distributed_type", "downcast_bf16", "dynamo_config",
+        "compute_environment", "debug", "distributed_type", "downcast_bf16",
         "enable_cpu_affinity", "machine_rank", "main_process_ip", "main_process_port",
         "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster",
         "tpu_use_sudo",
     }
 )  # fmt: skip
-"""Keys about how Accelerate starts and compiles a job; they do not change what is computed."""
+"""Keys about how Accelerate starts a job; they do not change what is computed."""
 
 _NAMES = {"te": "TE", "ao": "AO", "msamp": "MSAMP"}
 
@@ -50,14 +51,13 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
                 m.change(key, value, {"trainer.accelerator": "cpu"})
             else:
                 m.drop(key, value, "trainer.accelerator=auto uses the GPU if there is one")
-        elif key == "fsdp_config" and value:
-            m.decide(
-                key, plain(value), "its keys cannot be translated one by one",
-                "Leave it out, and use model.fsdp=True with model.fsdp_sharding_strategy",
-            )  # fmt: skip
+        elif key in sections.SECTIONS and isinstance(value, dict) and value:
+            sections.translate(key, value, tree, m)
+        elif key == "gradient_accumulation_steps":
+            sections.accumulation(tree)(key, value, m)
         elif key == "gpu_ids" and str(value).lower() == "all":
             m.drop(key, value, "trainer.devices sets the number of GPUs")
-        elif isinstance(value, dict) and not value and key != "fp8_config":
+        elif key != "fp8_config" and value in ({}, None):
             m.drop(str(key), value, "it is empty")
         elif key in LAUNCH_ONLY:
             m.drop(key, value, "it is about Accelerate's own launcher")
@@ -182,7 +182,9 @@ def _msamp_block(given: dict[str, tuple[str, Any]], m: Migration) -> None:
         if name == "backend":
             m.change(path, value, {"model.fp8_backend": "native", "model.fp8_recipe": "delayed"})
         elif name == "opt_level" and value in ("O1", "O2"):
-            m.change(path, value, {"model.optim.fp8_opt_level": value})
+            written = path.removeprefix("fp8_config.").removeprefix("fp8_") in _SPELLINGS
+            note = _UNREAD_LEVEL if written else ""
+            m.change(path, value, {"model.optim.fp8_opt_level": value}, note=note)
         elif name == "opt_level":
             m.decide(path, value, "is not a level that Accelerate has", "Give O1 or O2")
         elif name in _TE_KEYS:
@@ -244,6 +246,10 @@ def _foreign(backend: str) -> Callable[[str, Any, Migration], None]:
 _UNREAD = (
     "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
     "uses a history of 1024 and most_recent"
+)
+_UNREAD_LEVEL = (
+    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
+    "uses O2"
 )
 _SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 

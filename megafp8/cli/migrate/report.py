@@ -114,8 +114,13 @@ def rewrite(target: Path, text: str) -> None:
 
 
 def check_written(m: Migration) -> None:
-    """Check the translated settings by the rules of megafp8; wrong ones must be decided."""
-    written = {s.key: s for s in flatten("", m.out, "") if s.key in all_keys()}
+    """Check the translated settings by the rules of megafp8; wrong ones must be decided.
+
+    A setting that refers to another one is checked when the whole file is loaded.
+    """
+    written = {
+        s.key: s for s in flatten("", m.out, "") if s.key in all_keys() and "${" not in str(s.value)
+    }
     problems = [problem for s in written.values() if (problem := setting_problem(s))]
     bad = {problem.key for problem in problems}
     values = {s.key: s.value for s in written.values() if s.key not in bad}

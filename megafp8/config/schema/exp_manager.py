@@ -54,7 +54,9 @@ class CheckpointCallback:
         needs=CHECKPOINTS,
         spelling=parse_interval_seconds,
     )
-    save_last: bool = key(True, "Save a checkpoint at the run's last step.", kind="logging")
+    save_last: bool = key(
+        True, "Save a checkpoint at the run's last step.", kind="logging", needs=CHECKPOINTS
+    )
     keep: int = key(
         3,
         "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "

@@ -10,6 +10,7 @@ from megafp8.config.keys import (
     Valid,
     above,
     at_least,
+    both,
     from_to_below,
     key,
     needs,
@@ -220,7 +221,9 @@ class Architecture:
         "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
         kind="model",
-        needs=needs("model.transformer_block_type", "pre_ln"),
+        needs=both(
+            needs("model.transformer_block_type", "pre_ln"), needs("model.megatron_amp_O2", True)
+        ),
     )
     make_vocab_size_divisible_by: int = key(
         128,

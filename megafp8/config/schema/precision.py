@@ -16,6 +16,7 @@ from megafp8.specs.precision import RECIPES
 
 _CURRENT_RECIPES = [name for name in RECIPES if name != "delayed"]
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
+HALF = needs("trainer.precision", "bf16", 16, reads=compute_dtypes)
 
 
 def _has_te_layers(v: Values) -> bool:
@@ -54,6 +55,7 @@ class Precision:
         "`torch.autocast`.",
         nemo=False,
         kind="model",
+        needs=HALF,
     )
     native_amp_init_scale: int = key(
         4294967296,

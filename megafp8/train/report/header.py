@@ -16,6 +16,7 @@ from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
 from megafp8.optim.stored import StoredMasters
+from megafp8.plan.utilization import Peak
 from megafp8.precision.formats import DTYPES
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
@@ -23,11 +24,16 @@ from megafp8.train.state import TrainState
 
 
 def describe(
-    spec: RunSpec, state: TrainState, data: PreparedData, share: PrecisionShare | None
+    spec: RunSpec,
+    state: TrainState,
+    data: PreparedData,
+    share: PrecisionShare | None,
+    peak: Peak,
 ) -> list[str]:
     """Return a few lines that describe a run. All ranks call it together.
 
-    `share` is the fraction of the run's FLOPs in FP8, or None for a run without FP8.
+    `share` is the fraction of the run's FLOPs in FP8, or None for a run without FP8. `peak` is what
+    the utilization of a rank is a fraction of.
     """
     model, train = spec.model, spec.train
     # Pieces of fused and sharded parameters count by their logical shapes, copies not at all.
@@ -55,6 +61,7 @@ def describe(
         *storage_of(spec, state),
         *smoke_options(spec),
         *_fp8_share(spec, state, share),
+        f"peak for MFU: {peak.text(fp8=share is not None)}",
     ]
 
 

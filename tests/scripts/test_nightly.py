@@ -1,0 +1,83 @@
+"""The table of suites counts what ran, keeps the other rows, and says why a suite did not run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import nightly
+from scripts.nightly import Suite, counted, main, read_table
+from tests.asked import asked_for
+
+PYTHON = (sys.executable, "-c")
+
+
+def suites(monkeypatch: pytest.MonkeyPatch, *more: Suite) -> None:
+    monkeypatch.setattr(nightly, "SUITES", more)
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "row"),
+    [
+        ("..\n12 passed in 3.21s\n", 0, (12, 0, 0)),
+        ("=== 1 failed, 11 passed, 2 skipped in 63.21s (0:01:03) ===\n", 1, (11, 1, 2)),
+        ("5 passed in 1.00s\n== AVX2\n4 passed, 1 error in 1.00s\n", 1, (9, 1, 0)),
+        ("container: the default job\n", 0, (1, 0, 0)),
+        ("make: *** [lint] Error 1\n", 2, (0, 1, 0)),
+        ("5 passed in 1.00s\nKilled\n", 137, (5, 1, 0)),
+        ("the text 3 passed in words\n", 1, (0, 1, 0)),
+    ],
+)
+def test_counts(output: str, code: int, row: tuple[int, int, int], tmp_path: Path) -> None:
+    found = counted(output, tmp_path / "none.xml", code, 1.0)
+    assert (found.passed, found.failed, found.skipped) == row
+    assert bool(found.reason) == (code != 0 and row[1] == 1 and "fail" not in output and
+                                  "error" not in output)  # fmt: skip
+
+
+def test_a_table_is_made_and_rows_of_other_suites_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table.md"
+    one = Suite("one", "prints | bars", (*PYTHON, "print('3 passed, 1 skipped in 0.10s')"))
+    two = Suite("two", "fails", (*PYTHON, "raise SystemExit('no room')"))
+    suites(monkeypatch, one, two)
+    arguments = ["--table", str(table), "--logs", str(tmp_path / "logs")]
+    assert main(arguments) == 1
+    first = read_table(table)
+    assert first["one"][1:4] == ("3", "0", "1")
+    assert first["two"][1:4] == ("0", "1", "0") and "no room" in first["two"][-1]
+    suites(monkeypatch, one, Suite("two", "succeeds", (*PYTHON, "pass")))
+    assert main([*arguments, "two"]) == 0
+    second = read_table(table)
+    assert second["one"] == first["one"] and second["two"][1:4] == ("1", "0", "0")
+
+
+def test_a_suite_that_cannot_run_is_a_row_and_by_name_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.md"
+    lacking = Suite("lacking", "needs a program", ("none",), ("no-such-program",), "a-package")
+    suites(monkeypatch, lacking)
+    arguments = ["--table", str(table), "--logs", str(tmp_path / "logs")]
+    assert main(arguments) == 0
+    assert "apt-get install a-package" in read_table(table)["lacking"][-1]
+    assert main([*arguments, "lacking"]) == 1
+    assert "apt-get install a-package" in capsys.readouterr().out
+
+
+def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["slrum"])
+    assert "no suite slrum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("expression", "asked"),
+    [("gpu", True), ("gpu or slurm", True), ("", False), ("not gpu", False), ("slow", False),
+     ("not slow and gpu", True), ("slow and not gpu", False), ("not (gpu)", False)],
+)  # fmt: skip
+def test_what_a_marker_expression_asks_for(expression: str, asked: bool) -> None:
+    assert asked_for("gpu", expression) is asked
