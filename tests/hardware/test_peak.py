@@ -9,7 +9,7 @@ import torch
 
 from megafp8.hardware import peak
 from megafp8.hardware.peak import measured_tflops
-from megafp8.train.report.utilization import peak_of
+from megafp8.train.report.header import peak_of
 from tests.tiny import run_spec
 
 CPU = torch.device("cpu")
