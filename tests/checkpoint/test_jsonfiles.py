@@ -1,4 +1,4 @@
-"""Test JSON files that survive a kill, and logs that are cut to the checkpoint's step."""
+"""Test files and folders that survive a kill, locks, and logs that are cut to a checkpoint's step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import RunError
-from megafp8.files import read_json, write_json_atomically
+from megafp8.files import built_beside, locked, read_json, write_json_atomically
 
 
 def test_json_round_trip_leaves_one_file(tmp_path: Path) -> None:
@@ -35,6 +35,29 @@ def test_a_failed_write_keeps_the_old_content(
             write_json_atomically(path, {"new": 1})
     assert read_json(path) == {"old": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_folder_appears_whole_and_the_faster_builder_s_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "entry"
+    with built_beside(folder) as slow:
+        (slow / "by").write_text("slow")
+        with built_beside(folder) as fast:
+            (fast / "by").write_text("fast")
+            assert not folder.exists()
+    with pytest.raises(ZeroDivisionError), built_beside(folder):
+        raise ZeroDivisionError
+    assert (folder / "by").read_text() == "fast"
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_lock_that_is_held_is_noticed_and_released(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise RunError("busy")
+
+    for _ in range(2):
+        with locked(tmp_path / "lock", refuse):
+            with pytest.raises(RunError, match="busy"), locked(tmp_path / "lock", refuse):
+                pass
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff"])

@@ -12,7 +12,7 @@ from megafp8.precision import scaled
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.kernels.compile import Library, library
 from megafp8.precision.scaled import Dither, ScaledTensor, scales_for
-from megafp8.specs.optim import StorageName
+from megafp8.specs.optim import ITEM_BYTES, StorageName
 from tests.spec import scaled as spec
 
 FORMATS = pytest.mark.parametrize("name", STORAGE_FORMATS)
@@ -70,6 +70,11 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_scales_are_ms_amps(name: StorageName, amax: float, scale: float) -> None:
     quant_scale, dequant_scale = scales_for(torch.tensor(amax), STORAGE_FORMATS[name])
     assert quant_scale.item() == scale and dequant_scale.item() == 1 / scale
+
+
+@FORMATS
+def test_the_bytes_of_a_format_are_those_of_its_dtype(name: StorageName) -> None:
+    assert ITEM_BYTES[name] == STORAGE_FORMATS[name].dtype.itemsize
 
 
 @FORMATS
