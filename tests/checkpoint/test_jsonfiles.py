@@ -1,4 +1,4 @@
-"""Test files and folders that survive a kill, locks, and logs that are cut to a checkpoint's step."""
+"""Test files and folders that survive a kill, locks, and logs that are cut to a step."""
 
 from __future__ import annotations
 
