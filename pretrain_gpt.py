@@ -15,9 +15,10 @@ from omegaconf import DictConfig
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.overrides import quoted
-from megafp8.config.resolve import resolve
+from megafp8.config.resolve import data_spec, resolve
 from megafp8.parallel.launch import has_launcher, is_rank, launch, prepare_allocator, run_process
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
+from megafp8.runs.data import open_data
 
 DEFAULT_CONFIG = "pretrain_gpt"
 
@@ -42,6 +43,17 @@ def gpu_available() -> bool:
     return available
 
 
+def check_examples(cfg: DictConfig) -> None:
+    """Read the files of a fine-tuning job, so that their errors come before torch is imported.
+
+    Raises:
+        UserError: A file or one of its examples cannot be used.
+    """
+    spec = data_spec(cfg)
+    if spec.instructions is not None:
+        open_data(spec, lambda line: None)
+
+
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """Run one job, in this process or on ranks that it starts and watches; return the exit code.
 
@@ -49,12 +61,15 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         SettingError: The job asks for ranks that this process cannot start.
     """
     adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
+    if not is_rank():
+        check_examples(cfg)
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
-    command = ["python", "pretrain_gpt.py", *sys.argv[1:]]
+    script_name = Path(sys.argv[0]).name
+    command = ["python", script_name, *sys.argv[1:]]
     if info.directory is not None:  # a sweep's job works in the sweep's own folder
         argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
-        command = ["python", "pretrain_gpt.py", *argv]
+        command = ["python", script_name, *argv]
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
@@ -90,15 +105,18 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     )
 
 
-def main() -> int:
-    """Run the command line, and return the exit code.
+def main(config_name: str = DEFAULT_CONFIG) -> int:
+    """Run the command line with the job `config_name`, and return the exit code.
 
     After Ctrl-C before training there is nothing to save.
     """
     prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)
-        return run_app(sys.argv[1:], task, gpu_available=gpu_available)
+        prog = f"python {Path(sys.argv[0]).name}"
+        return run_app(
+            sys.argv[1:], task, prog=prog, config_name=config_name, gpu_available=gpu_available
+        )
     except KeyboardInterrupt:
         print("megafp8: interrupted before training began", file=sys.stderr)
         return 128 + signal.SIGINT

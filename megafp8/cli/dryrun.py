@@ -21,10 +21,10 @@ from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
-from megafp8.data.prepare import prepare
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes
 from megafp8.runs import directory
+from megafp8.runs.data import open_data
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import dryrun
@@ -101,7 +101,7 @@ def with_padded_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
         DataError: The data cannot be opened.
     """
     if vocab_size is None:
-        vocab_size = prepare(spec.data, print).vocab_size
+        vocab_size = open_data(spec.data, print).vocab_size
     elif vocab_size < 1:
         hint = "Give the size of the tokenizer's vocabulary"
         raise ConfigError("--vocab-size", vocab_size, "must be at least 1", hint)

@@ -44,6 +44,7 @@ class Group(NamedTuple):
     about: str
     example: str
     keys: tuple[str, ...]
+    script: str = "pretrain_gpt.py"
 
 
 GROUPS = (
@@ -190,8 +191,18 @@ GROUPS = (
         "Data and tokenizer",
         "What is trained on. See [data.md](data.md).",
         "'model.data.data_prefix=[0.8,my/corpus,0.2,my/other]' model.data.num_workers=4",
-        ("model.data.data_prefix", "model.data.splits_string", "model.data.*",
-         "model.tokenizer.*"),
+        ("model.data.data_prefix", "model.data.splits_string", "model.data.[!tv]*",
+         "model.data.validation_drop_last", "model.tokenizer.*"),
+    ),
+    Group(
+        "Fine-tuning",
+        "Questions and answers that `finetune_gpt.py` trains on. See "
+        "[finetuning.md](finetuning.md).",
+        "restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl "
+        "'model.data.train_ds.prompt_template=\"Q: {input} A: {output}\"'",
+        ("model.data.train_ds.file_names", "model.data.validation_ds.*",
+         "model.data.train_ds.*", "model.answer_only_loss"),
+        "finetune_gpt.py",
     ),
     Group(
         "Optimizer",
@@ -330,7 +341,7 @@ def markdown_page() -> str:
 def _groups(values: dict[str, Any]) -> Iterator[str]:
     for group in GROUPS:
         yield from (f"## {group.title}\n", *_wrapped(group.about, WIDTH), "")
-        yield from ("```console", f"$ python pretrain_gpt.py {group.example}", "```", "")
+        yield from ("```console", f"$ python {group.script} {group.example}", "```", "")
         for key in keys_of_group(group):
             yield from _item(key, values[key.path])
         yield ""

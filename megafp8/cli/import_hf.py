@@ -95,6 +95,10 @@ def import_model(model: Path, folder: Path) -> None:
         f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
         "model.data.data_prefix=<data prepared with this tokenizer>"
     )
+    print(
+        f"or fine-tune it with: python finetune_gpt.py restore_from_path={folder.absolute()} "
+        "model.data.train_ds.file_names=<questions and answers>.jsonl"
+    )
 
 
 def divisor(rows: int, vocab_size: int) -> int:

@@ -157,8 +157,10 @@ class Options:
     gpu_available: Callable[[], bool] | None = None
 
 
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Options:
     """Return the parsed command line; options may be anywhere among the overrides, as with Hydra.
+
+    `config_name` is the YAML if `--config-name` is not given.
 
     Raises:
         SettingError: An option is unknown or lacks its value.
@@ -166,7 +168,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)
-    parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
+    parser.add_argument("--config-name", "-cn", default=config_name)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])

@@ -18,6 +18,7 @@ from megafp8.cli.job import (
     resolved_table,
 )
 from megafp8.config.errors import SettingError
+from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import load_all
 from megafp8.errors import ExitCode, UserError
 
@@ -30,6 +31,7 @@ def run_app(
     *,
     prog: str = "python pretrain_gpt.py",
     gpu_available: Callable[[], bool] | None = None,
+    config_name: str = DEFAULT_CONFIG,
 ) -> int:
     """Run `task` with the configuration that the arguments ask for; return the exit code.
 
@@ -41,9 +43,12 @@ def run_app(
         task: Gets the tree of settings and how it was started, and returns an exit code.
         prog: The command's name for the help page.
         gpu_available: Returns whether this machine has a GPU; see `load_all`.
+        config_name: The YAML that is used if the arguments name none.
     """
     try:
-        return _run(replace(parse_options(argv), gpu_available=gpu_available), task, prog)
+        return _run(
+            replace(parse_options(argv, config_name), gpu_available=gpu_available), task, prog
+        )
     except UserError as error:
         return report_error(error)
 

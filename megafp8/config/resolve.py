@@ -27,6 +27,8 @@ from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     E4M3_RECIPES,
     PRECISIONS,
+    file_list,
+    format_number,
     parse_data_prefix,
     parse_interval_seconds,
     parse_layout,
@@ -42,6 +44,7 @@ from megafp8.specs import (
     FsdpSpec,
     HealthMode,
     HealthSpec,
+    InstructionSpec,
     LossScaleSpec,
     ObserveSpec,
     OptimSpec,
@@ -89,7 +92,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         precision=_precision(trainer, model, resolved),
         parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
-        data=_data(model),
+        data=_data(model, tree.restore_from_path),
         train=TrainSpec(
             max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
             max_time_seconds=parse_interval_seconds(trainer.max_time),
@@ -337,12 +340,17 @@ def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
     )
 
 
-def _data(model: Model) -> DataSpec:
+def data_spec(cfg: DictConfig) -> DataSpec:
+    """Return the data that a checked tree names, without a look at devices."""
+    tree = OmegaConf.to_object(cfg)
+    assert isinstance(tree, Config)
+    return _data(tree.model, tree.restore_from_path)
+
+
+def _data(model: Model, start: str | None) -> DataSpec:
     data, tokenizer = model.data, model.tokenizer
-    prefix = parse_data_prefix(data.data_prefix)
-    assert prefix is not None, "validated"
     return DataSpec(
-        prefix=prefix,
+        prefix=parse_data_prefix(data.data_prefix),
         cache_dir=model.data.index_mapping_dir,
         splits=parse_splits(model.data.splits_string) or (),
         seq_length=model.data.seq_length,
@@ -362,6 +370,28 @@ def _data(model: Model) -> DataSpec:
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         validation_drop_last=data.validation_drop_last,
+        instructions=_instructions(model, start),
+    )
+
+
+def _instructions(model: Model, start: str | None) -> InstructionSpec | None:
+    data = model.data.train_ds
+    files = file_list(data.file_names)
+    if files is None:
+        return None
+    weights = data.concat_sampling_probabilities
+    return InstructionSpec(
+        train_files=files,
+        validation_files=file_list(model.data.validation_ds.file_names) or (),
+        model=start or model.resume_from_checkpoint or "",
+        label_key=data.label_key,
+        prompt_template=data.prompt_template,
+        truncation_field=data.truncation_field,
+        truncation_method=data.truncation_method,  # type: ignore[arg-type]  # validated
+        answer_only_loss=model.answer_only_loss,
+        packed=data.packed_sequence,
+        shuffle=data.shuffle,
+        probabilities=None if weights is None else tuple(format_number(w) for w in weights),
     )
 
 

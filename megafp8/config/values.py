@@ -365,3 +365,21 @@ def _plain(blend: Sequence[Weighted]) -> list[object]:
     if len(blend) == 1:
         return [blend[0].prefix]
     return [item for w in blend for item in (float(w.weight), w.prefix)]
+
+
+# --- model.data.train_ds.file_names: one file or a list of files ----------------------------------
+
+
+def file_list(value: object) -> tuple[str, ...] | None:
+    """Return the files that a value names; None if it is neither a text nor a list of texts."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names:
+        return None
+    good = all(isinstance(name, str) and name for name in names)
+    return tuple(names) if good else None
+
+
+def spell_files(value: object) -> object:
+    """Return a value of file names in one spelling: a list, or null."""
+    names = file_list(value)
+    return value if names is None else list(names)

@@ -94,11 +94,18 @@ class Microbatch:
 def microbatch(
     windows: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None
 ) -> Microbatch:
-    """Return the inputs and targets of windows of [S + 1] tokens each."""
-    windows_BT = np.stack(windows)
+    """Return the inputs and targets of windows.
+
+    A window is [S + 1] tokens, or [2, S + 1]: tokens, and the same tokens with IGNORE where nothing
+    is predicted.
+    """
+    stacked = np.stack(windows)
+    windows_BT, predicted_BT = (
+        (stacked, stacked) if stacked.ndim == 2 else np.moveaxis(stacked, 1, 0)
+    )
     raw_BS = windows_BT[:, :-1]  # includes padding, which ends no document
     tokens_BS = np.ascontiguousarray(np.where(raw_BS == IGNORE, PAD_ID, raw_BS))
-    targets_BS = windows_BT[:, 1:].copy()
+    targets_BS = predicted_BT[:, 1:].copy()
     if rules is None:
         return Microbatch(tokens_BS, targets_BS)
     return Microbatch(
@@ -275,7 +282,7 @@ def validation_batches(
     """
     total, count = source.num_samples, _num_chosen(source, limit, multiple_of)
     chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
-    nothing = np.full(source.seq_length + 1, IGNORE, np.int64)
+    nothing = np.full_like(source[0], IGNORE)
     per_round = micro_batch_size * dp_size
     for first in range(0, count, per_round):
         (numbers,) = rank_samples(first, 1, micro_batch_size, dp_rank, dp_size)

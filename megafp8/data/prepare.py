@@ -200,6 +200,7 @@ def prepare(
             opener.whole(weighted, "test")
     else:
         prefix = spec.prefix
+        assert prefix is not None, "validated"
         blend = (Weighted("1", prefix),) if isinstance(prefix, str) else prefix
         both = [opener.split(weighted) for weighted in blend]
         train, validation = [pair[0] for pair in both], [pair[1] for pair in both]

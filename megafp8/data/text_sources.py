@@ -81,7 +81,7 @@ class TextSource:
         Raises:
             DataError: A file or the dataset cannot be read, or has no such column.
         """
-        with _errors_reported(self.name):
+        with reading_errors_reported(self.name):
             for stream, column, where in self._streams():
                 for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
                     if column not in table.column_names:
@@ -100,7 +100,7 @@ class TextSource:
 
     def _streams(self) -> Iterator[tuple[Any, str, object]]:
         """Yield streaming datasets in order, each with its text column and its name in errors."""
-        datasets = _datasets()
+        datasets = load_datasets()
         if self.dataset is not None:
             stream = datasets.load_dataset(
                 self.dataset, self.config, split=self.split, streaming=True
@@ -183,10 +183,10 @@ def _checked(text: object, where: object, column: str) -> str:
 
 
 @contextlib.contextmanager
-def _errors_reported(name: str) -> Iterator[None]:
+def reading_errors_reported(name: str) -> Iterator[None]:
     """Turn errors of `datasets` and of file readers into DataError."""
     try:
-        datasets = _datasets()
+        datasets = load_datasets()
     except ImportError as error:
         raise DataError(
             name, "text", "needs the datasets package", "pip install -e '.[data]'"
@@ -210,7 +210,7 @@ def _errors_reported(name: str) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _datasets() -> ModuleType:
+def load_datasets() -> ModuleType:
     """Import the library without torch, whose import takes longer than reading a few megabytes."""
     before = os.environ.get(TORCH_VARIABLE)
     os.environ[TORCH_VARIABLE] = "0"

@@ -1,6 +1,6 @@
 """Define the frozen dataclasses that the packages exchange; importing them needs no torch."""
 
-from megafp8.specs.data import DataSpec, TokenizerSpec
+from megafp8.specs.data import DataSpec, InstructionSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.optim import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
@@ -25,6 +25,7 @@ __all__ = [
     "GPTSpec",
     "HealthMode",
     "HealthSpec",
+    "InstructionSpec",
     "LossScaleSpec",
     "ObserveSpec",
     "OptimSpec",

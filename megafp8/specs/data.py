@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,15 +47,51 @@ class SeparateSplits:
     test: tuple[Weighted, ...] = ()
 
 
+def template_fields(template: str) -> list[str] | None:
+    """Return the names of the fields in a template, in order; None if it cannot be used.
+
+    A field is `{name}`; `{{` and `}}` stand for braces.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError:
+        return None
+    if any(spec or conversion for _, _, spec, conversion in parts):
+        return None
+    names = [name for _, name, _, _ in parts if name is not None]
+    return names if all(name.isidentifier() for name in names) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionSpec:
+    """Describe questions and answers to fine-tune on.
+
+    The fields of an example fill the template's `{name}`. The template ends with the answer's
+    field; what is before it is the prompt.
+    """
+
+    train_files: tuple[str, ...]
+    validation_files: tuple[str, ...] = ()  # without any, `DataSpec.splits` divides the others
+    model: str  # the path of the model, which has the tokenizer
+    label_key: str = "output"  # the field that holds the answer
+    prompt_template: str = "{input} {output}"
+    truncation_field: str | None = None  # the field that is cut if an example is too long
+    truncation_method: Literal["left", "right"] = "right"  # the end that is cut off
+    answer_only_loss: bool = True  # False counts the tokens of prompts too
+    packed: bool = True  # whether several examples share a sample
+    shuffle: bool = True
+    probabilities: tuple[str, ...] | None = None  # of each file's samples; None joins the files
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
     """Describe the data of a run.
 
     `prefix` is `builtin`, the path of an indexed dataset without `.bin`/`.idx`, or several
-    datasets.
+    datasets; it is None if `instructions` are given.
     """
 
-    prefix: str | tuple[Weighted, ...] | SeparateSplits
+    prefix: str | tuple[Weighted, ...] | SeparateSplits | None
     cache_dir: str | None  # None means the user's cache directory
     splits: tuple[float, ...]  # relative sizes of train, validation, test
     seq_length: int  # tokens per sample
@@ -67,3 +104,4 @@ class DataSpec:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     validation_drop_last: bool = True
+    instructions: InstructionSpec | None = None  # questions and answers instead of text

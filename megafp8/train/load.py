@@ -16,7 +16,6 @@ from megafp8.checkpoint.reader import Reader, check_structure
 from megafp8.config.architecture import shape_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resume import differences
-from megafp8.data.prepare import PreparedData
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -25,6 +24,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.precision.scaling import ScalingState
+from megafp8.runs.data import RunData
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.train import state_dict
@@ -32,7 +32,7 @@ from megafp8.train.saver import Saver, newest_after_cleanup
 from megafp8.train.state import TrainState
 
 
-def load_newest(saver: Saver, state: TrainState, data: PreparedData, console: Console) -> None:
+def load_newest(saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
     """Fill `state` from the run's own newest good checkpoint, if it has one."""
     newest = newest_after_cleanup(saver.root, state.mesh, console.warn)
     if newest is None:
@@ -47,7 +47,7 @@ def resume_from(
     spec: RunSpec,
     saver: Saver,
     state: TrainState,
-    data: PreparedData,
+    data: RunData,
     console: Console,
 ) -> None:
     """Fill a new run's state from a checkpoint, or from the newest one of another run.
@@ -69,9 +69,7 @@ def resume_from(
     console.event(f"starting from {found}, at step {state.step}")
 
 
-def _load(
-    path: Path, saver: Saver, state: TrainState, data: PreparedData, console: Console
-) -> None:
+def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
     meta = state_dict.load(path, state, console.warn)
     if meta["data_fingerprint"] != data.fingerprint:
         raise_on_all(
@@ -79,7 +77,8 @@ def _load(
                 path,
                 f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
                 f"{data.fingerprint[:12]})",
-                "Set model.data.data_prefix to the data of the checkpoint, or start a new run with "
+                "Name the data of the checkpoint by model.data.data_prefix (or, to fine-tune, by "
+                "model.data.train_ds.file_names), or start a new run with "
                 "another exp_manager.name",
             )
         )

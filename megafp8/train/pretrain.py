@@ -16,7 +16,6 @@ from megafp8 import __version__
 from megafp8.backends import choose
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
-from megafp8.data.prepare import PreparedData, prepare
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console, open_console
 from megafp8.observe.curve import LossCurve
@@ -29,6 +28,7 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
+from megafp8.runs.data import RunData, open_data
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED
 from megafp8.runs.preflight import require_disk_space
@@ -224,7 +224,7 @@ def open_run(
     Raises:
         UserError: A part of the spec cannot be fulfilled. No step has been trained then.
     """
-    data = prepare(spec.data, console.event)
+    data = open_data(spec.data, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
     share = share_of(spec, state)
@@ -281,15 +281,13 @@ def _curve_so_far(path: Path, spec: RunSpec, state: TrainState) -> LossCurve:
     return curve
 
 
-def with_vocabulary(spec: RunSpec, data: PreparedData) -> RunSpec:
+def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:
     """Return the spec with the padded size of the vocabulary of the data's tokenizer."""
     size = padded_vocab_size(data.vocab_size, spec.vocab_divisible_by)
     return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=size))
 
 
-def _start(
-    path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
-) -> Saver:
+def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console) -> Saver:
     """Fill `state` from the run's own checkpoint, or from one that the settings name."""
     kept = spec.checkpoint
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
@@ -317,7 +315,7 @@ def _background_saver(saver: Saver, state: TrainState) -> BackgroundSaver:
 
 
 def _open_logs(
-    path: Path, spec: RunSpec, state: TrainState, data: PreparedData, console: Console
+    path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console
 ) -> tuple[MetricsFile | None, CompositeTracker]:
     """Return the metrics file and the trackers: None and no tracker on ranks that do not write."""
     if not state.mesh.is_main:

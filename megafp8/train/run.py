@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from megafp8.data.prepare import PreparedData
 from megafp8.observe.console import Console, StepReport
 from megafp8.observe.curve import LossCurve
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
+from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.pace import Pace
 from megafp8.train.process import StopRequest, TimeLimit
@@ -27,7 +27,7 @@ class Run:
 
     spec: RunSpec
     state: TrainState
-    data: PreparedData
+    data: RunData
     saver: Saver
     console: Console
     metrics: MetricsFile | None  # None on all ranks but the main one

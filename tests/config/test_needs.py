@@ -49,6 +49,11 @@ VALUES: dict[str, Any] = {
     "model.optim.main_grads_sum_dtype": "fp32",
     "model.optim.sched.constant_ratio": 0.5,
     "model.optim.sched.hold_ratio": 0.5,
+    "model.data.index_mapping_dir": "elsewhere",
+    "model.data.dataloader_type": "cyclic",
+    "model.data.train_ds.concat_sampling_probabilities": [1.0],
+    "model.data.train_ds.truncation_method": "left",
+    "model.data.validation_ds.file_names": ["held_out.jsonl"],
 }
 """A value for each key that needs another, where twice the default or its opposite is none."""
 OFF = {
@@ -60,6 +65,7 @@ OFF = {
     "trainer.precision": 32,
     "model.transformer_block_type": "post_ln",
     "model.optim.sched.name": "WarmupHoldPolicy",
+    "model.data.train_ds.file_names": ["mine.jsonl"],
 }
 """What switches off the keys that have an effect in the default job."""
 BESIDE = {"model.transformer_engine": {"trainer.accelerator": "cpu"}}

@@ -76,6 +76,7 @@ ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
 RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_continues_from_a_checkpoint")
+EXAMPLES = ShownBy("tests/train/test_finetuning.py::test_each_key_changes_the_samples")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
@@ -266,6 +267,16 @@ EFFECTS: dict[str, Effect] = {
     "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
     "model.data.shuffle_documents": Trains(False),
     "model.data.eod_mask_loss": Trains(True),
+    "model.data.train_ds.file_names": EXAMPLES,
+    "model.data.train_ds.concat_sampling_probabilities": EXAMPLES,
+    "model.data.train_ds.shuffle": EXAMPLES,
+    "model.data.train_ds.label_key": EXAMPLES,
+    "model.data.train_ds.prompt_template": EXAMPLES,
+    "model.data.train_ds.truncation_field": EXAMPLES,
+    "model.data.train_ds.truncation_method": EXAMPLES,
+    "model.data.train_ds.packed_sequence": EXAMPLES,
+    "model.data.validation_ds.file_names": EXAMPLES,
+    "model.answer_only_loss": EXAMPLES,
     "model.data.reset_attention_mask": Trains(True),
     "model.data.reset_position_ids": Trains(True),
     "model.data.num_workers": ShownBy(

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megafp8.config import together
-from megafp8.config.checks import model, optim, parallel, precision, run
+from megafp8.config.checks import finetuning, model, optim, parallel, precision, run
 from megafp8.config.errors import DEFAULT, SettingError
 from megafp8.config.keys import NOT_IN_NEMO, Key, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
@@ -44,7 +44,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 
 def _findings_together(values: Values) -> Iterator[Finding]:
-    for subject in (model, parallel, precision, optim, run):
+    for subject in (model, parallel, precision, optim, run, finetuning):
         yield from subject.rule.findings(values)
     yield from together.findings(values)
 

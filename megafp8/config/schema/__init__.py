@@ -14,7 +14,7 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.keys import PATH, Key, at_least, between, key, keys_of, or_null
-from megafp8.config.schema.data import Data, Tokenizer
+from megafp8.config.schema.data import OF_EXAMPLES, Data, Tokenizer
 from megafp8.config.schema.exp_manager import ExpManager, NsysProfile
 from megafp8.config.schema.model import Architecture
 from megafp8.config.schema.optim import Optim, Sched
@@ -55,6 +55,12 @@ class Model(Precision, Architecture, Parallel):
         nemo=None,
         kind="policy",
         valid=or_null(PATH),
+    )
+    answer_only_loss: bool = key(
+        True,
+        "Fine-tune on the answers' tokens alone. False: prompts are learned too.",
+        kind="data",
+        needs=OF_EXAMPLES,
     )
     gc_interval: int = key(
         0,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import PATH, Valid, at_least, between, key, needs, one_of, or_null
+from megafp8.config.keys import PATH, Need, Valid, at_least, between, key, needs, one_of, or_null
 from megafp8.config.values import (
     PREFIX_TEXT,
+    file_list,
     parse_data_prefix,
     parse_splits,
     plain_data_prefix,
+    spell_files,
     spell_splits,
     spell_tokenizer_type,
 )
@@ -79,6 +81,93 @@ class Tokenizer:
     )
 
 
+FILES = "model.data.train_ds.file_names"
+_OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
+OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
+_FILES = Valid(
+    "a path, or a list of paths, of .jsonl, .json or .parquet; hf:NAME is a dataset of the Hub",
+    lambda value: value is None or file_list(value) is not None,
+)
+
+
+@dataclass
+class TrainDs:
+    """Define the keys below `model.data.train_ds`: questions and answers to fine-tune on."""
+
+    file_names: Any = key(
+        None,
+        "Questions and answers to fine-tune on: a JSONL file, a JSON list, a Parquet file, or a "
+        "list of such files; `hf:NAME:SPLIT` is a dataset of the Hugging Face Hub. `null`: the run "
+        "pretrains on `model.data.data_prefix`.",
+        kind="data",
+        valid=or_null(_FILES),
+        spelling=spell_files,
+    )
+    concat_sampling_probabilities: list[float] | None = key(
+        None,
+        "Share of the samples that each file gives. `null`: the files are read as one.",
+        kind="data",
+        valid=Valid("numbers above 0, or null", lambda v: v is None or (v and min(v) > 0)),
+        needs=OF_EXAMPLES,
+    )
+    shuffle: bool = key(
+        True,
+        "Shuffle examples before they are packed, and samples in each epoch.",
+        kind="data",
+        needs=OF_EXAMPLES,
+    )
+    label_key: str = key(
+        "output", "Field of an example that holds the answer.", kind="data", needs=OF_EXAMPLES
+    )
+    prompt_template: str = key(
+        "{input} {output}",
+        "How an example becomes text. `{name}` stands for the example's field of that name, and "
+        "the answer's field is at the end. `{{` and `}}` stand for braces.",
+        kind="data",
+        needs=OF_EXAMPLES,
+    )
+    truncation_field: str | None = key(
+        None,
+        "Field that is cut if an example is longer than a sequence. `null`: such an example is an "
+        "error.",
+        kind="data",
+        needs=OF_EXAMPLES,
+    )
+    truncation_method: str = key(
+        "right",
+        "The end of the field that is cut off.",
+        kind="data",
+        valid=one_of("left", "right"),
+        needs=Need(
+            "model.data.train_ds.truncation_field",
+            "model.data.train_ds.truncation_field",
+            lambda v: v["model.data.train_ds.truncation_field"] is not None,
+        ),
+    )
+    packed_sequence: bool = key(
+        True,
+        "Put several examples into one sequence, which do not attend to each other. False: each "
+        "example has a sequence of its own, padded to the full length.",
+        kind="data",
+        needs=OF_EXAMPLES,
+    )
+
+
+@dataclass
+class ValidationDs:
+    """Define the keys below `model.data.validation_ds`: questions and answers to validate on."""
+
+    file_names: Any = key(
+        None,
+        "Questions and answers to validate on, as `model.data.train_ds.file_names`. `null`: "
+        "`model.data.splits_string` divides the training files.",
+        kind="data",
+        valid=or_null(_FILES),
+        needs=OF_EXAMPLES,
+        spelling=spell_files,
+    )
+
+
 @dataclass
 class Data:
     """Define the keys below `model.data`: where the text comes from and how it becomes samples."""
@@ -88,10 +177,11 @@ class Data:
         "The data. `builtin`: the corpus that is included. A path: an indexed dataset, without "
         "`.bin` or `.idx`. `[0.3, path, 0.7, path]`: a blend, whose weights hold within one sample "
         "at every point of training. `{train: [...], validation: [...], test: [...]}`: data for "
-        "each split; `splits_string` is then not used.",
+        "each split; `splits_string` is then not used. `null`: the run fine-tunes on "
+        "`train_ds.file_names`.",
         nemo=MISSING,
         kind="data",
-        valid=Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None),
+        valid=or_null(Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None)),
         spelling=plain_data_prefix,
     )
     index_mapping_dir: str | None = key(
@@ -100,6 +190,7 @@ class Data:
         nemo=None,
         kind="layout",
         valid=or_null(PATH),
+        needs=_OF_TEXT,
     )
     splits_string: Any = key(
         "900,50,50",
@@ -136,6 +227,7 @@ class Data:
         nemo="single",
         kind="data",
         valid=one_of("single", "cyclic"),
+        needs=_OF_TEXT,
     )
     reset_position_ids: bool = key(
         False, "Start positions at 0 again after the end of a document.", nemo=False, kind="data"
@@ -151,6 +243,7 @@ class Data:
         "Leave predictions from the token that ends a document out of the loss.",
         nemo=False,
         kind="data",
+        needs=_OF_TEXT,
     )
     validation_drop_last: bool = key(
         True,
@@ -165,4 +258,7 @@ class Data:
         "shuffled.",
         nemo=True,
         kind="data",
+        needs=_OF_TEXT,
     )
+    train_ds: TrainDs = field(default_factory=TrainDs)
+    validation_ds: ValidationDs = field(default_factory=ValidationDs)

@@ -10,7 +10,6 @@ import torch
 
 from megafp8.backends import choose
 from megafp8.backends.te.weights import memory_of
-from megafp8.data.prepare import PreparedData
 from megafp8.hardware import bf16, cpu
 from megafp8.hardware.peak import measured_tflops
 from megafp8.models.init import pieces_of
@@ -22,6 +21,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.precision.formats import DTYPE_NAMES, DTYPES
 from megafp8.precision.gemm import wide_dtype
+from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec, TrainSpec
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
 from megafp8.train.state import TrainState
@@ -30,7 +30,7 @@ from megafp8.train.state import TrainState
 def describe(
     spec: RunSpec,
     state: TrainState,
-    data: PreparedData,
+    data: RunData,
     share: PrecisionShare | None,
     peak: Peak,
 ) -> list[str]:
@@ -54,8 +54,8 @@ def describe(
     return [
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
-        f"data: {data.num_train_tokens / 1e6:.2f} M training tokens, "
-        f"{data.num_validation_tokens / 1e6:.3f} M validation tokens",
+        f"data: {_tokens(data.num_train_tokens)} training tokens, "
+        f"{_tokens(data.num_validation_tokens)} validation tokens",
         f"precision: {precision_of(spec, state)}",
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
@@ -102,6 +102,11 @@ def peak_of(spec: RunSpec, device: torch.device) -> Peak:
         fp8_tflops=None,
         source=how,
     )
+
+
+def _tokens(count: int) -> str:
+    """Return a number of tokens in millions, or as it is where it is small."""
+    return f"{count / 1e6:.3g} M" if count >= 100_000 else str(count)
 
 
 def _fp8_share(spec: RunSpec, state: TrainState, share: PrecisionShare | None) -> list[str]:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.prepare import PreparedData
 from megafp8.data.tokenize import continuation
 from megafp8.observe.curve import sparkline
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
 from megafp8.report.writer import REPORT_FILE
+from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
@@ -135,7 +135,7 @@ def summarize(
     )
 
 
-def _coverage(data: PreparedData) -> str:
+def _coverage(data: RunData) -> str:
     if data.num_final_tokens == data.num_validation_tokens:
         return "the whole validation text"
     return (
@@ -186,6 +186,8 @@ def show_sample(run: Run) -> None:
         temperature=0.7,
         seed=run.spec.train.seed,
     )
+    if run.spec.data.instructions is not None and tokenizer.eod_id in drawn:
+        drawn = drawn[: drawn.index(tokenizer.eod_id)]  # where the answer ends
     text = continuation(tokenizer, prompt, drawn)
     run.console.sample(run.state.step, tokenizer.decode(prompt), text)
 

@@ -1,0 +1,329 @@
+"""Pack questions and answers into samples of one length, for fine-tuning.
+
+A sample is [2, seq_length + 1]: tokens, and the same tokens with IGNORE where none is predicted.
+Each example ends with the token that ends a document, so the rules for documents
+(`megafp8.data.loader.DocumentRules`) keep the examples of a sample apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.data.blend import BlendedSamples, JoinedSamples
+from megafp8.data.examples import Example, Tokenized, read_examples, tokenized
+from megafp8.data.index_maps import shuffled
+from megafp8.data.loader import DocumentRules
+from megafp8.data.samples import FiniteSource, SampleSource, split_documents
+from megafp8.data.tokenize import Tokenizer
+from megafp8.errors import DataError
+from megafp8.specs import DataSpec
+from megafp8.specs.data import IGNORE, InstructionSpec
+
+# Purposes keep the orders drawn from one seed apart from each other and from those of pretraining.
+_PACKING, _EPOCH = 11, 12
+Notify = Callable[[str], None]
+
+
+def pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Return the examples of each sample, such that their lengths add up to at most `capacity`.
+
+    Examples are taken in the given order, and each goes to the fullest sample that it fits into
+    (best fit). The examples of a sample are in that order too.
+    """
+    samples: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # the tokens that each sample can still take, sorted
+    for number, length in enumerate(lengths_N.tolist()):
+        assert length <= capacity, f"example {number} of {length} tokens in {capacity}"
+        at = bisect_left(free, (length, -1))
+        if at == len(free):
+            samples.append([])
+            left, sample = capacity, len(samples) - 1
+        else:
+            left, sample = free.pop(at)
+        samples[sample].append(number)
+        if left - length > 1:  # an example has two tokens or more
+            insort(free, (left - length, sample))
+    return samples
+
+
+@dataclass(frozen=True)
+class PackedExamples:
+    """Holds samples of packed examples; a `FiniteSource`."""
+
+    examples: Tokenized
+    samples: Sequence[Sequence[int]]  # the examples of each sample
+    seq_length: int
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return tokens and predicted tokens of a sample, [2, seq_length + 1].
+
+        Beyond the last example both are IGNORE. The first token of an example, and with
+        `answer_only_loss` each token of its prompt, is not predicted.
+        """
+        window = np.full((2, self.seq_length + 1), IGNORE, np.int64)
+        at = 0
+        for number in self.samples[index]:
+            tokens, counted = self.examples.example(number)
+            window[0, at : at + len(tokens)] = tokens
+            window[1, at + counted : at + len(tokens)] = tokens[counted:]
+            at += len(tokens)
+        return window
+
+
+@dataclass(frozen=True)
+class ShuffledEpochs:
+    """Repeats samples without end; each epoch has them in another order. It is a `SampleSource`."""
+
+    source: PackedExamples
+    seed: int
+    shuffle: bool
+
+    @property
+    def num_samples_per_epoch(self) -> int:
+        """Return the number of samples of one epoch."""
+        return self.source.num_samples
+
+    def __getitem__(self, index: int, /) -> NDArray[np.int64]:
+        """Return sample `index` >= 0 of the endless stream, [2, seq_length + 1]."""
+        epoch, place = divmod(index, self.source.num_samples)
+        return self.source[int(self._order(epoch)[place]) if self.shuffle else place]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        known = self._orders.get(epoch)
+        if known is None:
+            known = shuffled(self.source.num_samples, self.seed, _EPOCH, epoch)
+            if len(self._orders) > 1:  # batches can cross from one epoch into the next
+                self._orders.pop(min(self._orders), None)
+            self._orders[epoch] = known
+        return known
+
+    @cached_property
+    def _orders(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class PreparedInstructions:
+    """Holds what training and evaluation need to know about questions and answers.
+
+    It has the attributes of `megafp8.data.prepare.PreparedData` that a run reads. Tokens are those
+    that are counted in the loss.
+    """
+
+    train: SampleSource
+    validation: FiniteSource
+    tokenizer: Tokenizer
+    fingerprint: str
+    rules: DocumentRules | None
+    train_examples: tuple[Tokenized, ...]
+    validation_examples: tuple[Tokenized, ...]
+
+    @property
+    def periodic_validation(self) -> FiniteSource:
+        """Return the samples that validation during training draws from: all of them."""
+        return self.validation
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the tokenizer's vocabulary size, before padding."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Return the counted tokens of the training examples."""
+        return sum(_num_counted(examples) for examples in self.train_examples)
+
+    @property
+    def num_validation_tokens(self) -> int:
+        """Return the counted tokens of the validation examples."""
+        return sum(_num_counted(examples) for examples in self.validation_examples)
+
+    @property
+    def num_final_tokens(self) -> int:
+        """Return the counted tokens of a run's last validation, which takes all examples."""
+        return self.num_validation_tokens
+
+    def validation_tokens(self) -> NDArray[np.int64]:
+        """Return the counted tokens of the validation examples, in order."""
+        return np.concatenate([_counted(examples) for examples in self.validation_examples])
+
+    def validation_text(self) -> bytes:
+        """Return the text of the counted tokens, without the ends of examples."""
+        texts = [
+            self.tokenizer.decode(tokens[counted:-1])
+            for examples in self.validation_examples
+            for tokens, counted in map(examples.example, range(len(examples.counted_N)))
+        ]
+        return "".join(texts).encode()
+
+    def validation_prompt(self, num_tokens: int) -> list[int]:
+        """Return the first validation example's prompt, or its last `num_tokens` tokens.
+
+        With a loss over prompts too, it is the example's first token.
+        """
+        tokens, counted = self.validation_examples[0].example(0)
+        return [int(token) for token in tokens[:counted][-num_tokens:]]
+
+    def train_token_counts(self) -> NDArray[np.int64]:
+        """Return how often each token is counted in the training examples, [vocab_size]."""
+        return sum(
+            (np.bincount(_counted(e), minlength=self.vocab_size) for e in self.train_examples),
+            np.zeros(self.vocab_size, np.int64),
+        )
+
+
+def _num_counted(examples: Tokenized) -> int:
+    return int((examples.lengths_N - examples.counted_N).sum())
+
+
+def _counted(examples: Tokenized) -> NDArray[np.int64]:
+    """Return the counted tokens of all examples, one after another."""
+    begins = np.repeat(examples.starts_N[:-1], examples.lengths_N)
+    firsts = begins + np.repeat(examples.counted_N, examples.lengths_N)
+    chosen: NDArray[np.int64] = examples.tokens_T[np.arange(len(begins)) >= firsts].astype(np.int64)
+    return chosen
+
+
+def prepare_instructions(
+    spec: DataSpec, tokenizer: Tokenizer, notify: Notify
+) -> PreparedInstructions:
+    """Read, tokenize and pack the files that `spec.instructions` names.
+
+    Args:
+        spec: What to read, and how to cut it into samples.
+        tokenizer: The model's tokenizer.
+        notify: Receives a line about each thing that the user should know.
+
+    Raises:
+        DataError: A file or one of its examples cannot be used.
+    """
+    given = spec.instructions
+    assert given is not None
+    longest = spec.seq_length + 1
+    train_parts = [_read(name, given, tokenizer, longest, notify) for name in given.train_files]
+    validation_parts = [
+        _read(name, given, tokenizer, longest, notify) for name in given.validation_files
+    ]
+    if not validation_parts:
+        named = zip(train_parts, given.train_files, strict=True)
+        pairs = [_split(part, spec, name) for part, name in named]
+        train_parts, validation_parts = [a for a, _ in pairs], [b for _, b in pairs]
+    if given.probabilities is None:
+        train_parts = [_concatenated(train_parts)]
+    trains = [_packed(part, spec, shuffle=given.shuffle) for part in train_parts]
+    validations = [_packed(part, spec, shuffle=False) for part in validation_parts]
+    _report(trains, validations, notify)
+    streams = [ShuffledEpochs(train, spec.seed, given.shuffle) for train in trains]
+    digest = hashlib.sha256(tokenizer.digest.encode())
+    for source in (*trains, *validations):
+        for array in (
+            source.examples.tokens_T,
+            source.examples.starts_N,
+            source.examples.counted_N,
+        ):
+            digest.update(array.tobytes())
+        digest.update(repr(source.samples).encode())
+    return PreparedInstructions(
+        train=streams[0]
+        if len(streams) == 1
+        else BlendedSamples(streams, given.probabilities or ()),
+        validation=validations[0] if len(validations) == 1 else JoinedSamples(validations),
+        tokenizer=tokenizer,
+        fingerprint=digest.hexdigest(),
+        rules=_rules(spec, tokenizer.eod_id),
+        train_examples=tuple(train_parts),
+        validation_examples=tuple(validation_parts),
+    )
+
+
+def _read(
+    name: str, given: InstructionSpec, tokenizer: Tokenizer, longest: int, notify: Notify
+) -> Tokenized:
+    examples: list[Example] = read_examples(name)
+    found = tokenized(given, examples, tokenizer, longest)
+    if found.num_cut:
+        notify(
+            f"data: {name}: {found.num_cut} of {len(examples)} examples were too long; their "
+            f"field {given.truncation_field!r} was cut"
+        )
+    return found
+
+
+def _chosen(examples: Tokenized, numbers: NDArray[np.int64]) -> Tokenized:
+    """Return some of the examples, in the order of `numbers`."""
+    parts = [examples.example(int(number))[0] for number in numbers]
+    starts = np.concatenate([[0], np.cumsum(examples.lengths_N[numbers])]).astype(np.int64)
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return replace(
+        examples, tokens_T=tokens, starts_N=starts, counted_N=examples.counted_N[numbers]
+    )
+
+
+def _concatenated(parts: Sequence[Tokenized]) -> Tokenized:
+    offsets = np.cumsum([0, *(int(part.starts_N[-1]) for part in parts)])
+    starts = [part.starts_N[:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
+    return Tokenized(
+        np.concatenate([part.tokens_T for part in parts]),
+        np.concatenate([*starts, offsets[-1:]]),
+        np.concatenate([part.counted_N for part in parts]),
+        sum(part.num_cut for part in parts),
+    )
+
+
+def _split(part: Tokenized, spec: DataSpec, name: str) -> tuple[Tokenized, Tokenized]:
+    """Return training and validation examples of a file, by `model.data.splits_string`."""
+    try:
+        splits = split_documents(part.lengths_N, spec.splits, spec.seed, name)
+    except DataError as error:
+        hint = "Give a file of its own by model.data.validation_ds.file_names, or more examples"
+        raise DataError(name, "examples", error.reason, hint) from error
+    return _chosen(part, np.sort(splits.train)), _chosen(part, np.sort(splits.validation))
+
+
+def _packed(part: Tokenized, spec: DataSpec, *, shuffle: bool) -> PackedExamples:
+    given = spec.instructions
+    assert given is not None
+    if shuffle:
+        part = _chosen(part, shuffled(len(part.counted_N), spec.seed, _PACKING))
+    samples: list[list[int]] = [[number] for number in range(len(part.counted_N))]
+    if given.packed:
+        samples = pack(part.lengths_N, spec.seq_length + 1)
+    return PackedExamples(part, samples, spec.seq_length)
+
+
+def _report(
+    trains: Sequence[PackedExamples], validations: Sequence[PackedExamples], notify: Notify
+) -> None:
+    examples = sum(len(source.examples.counted_N) for source in trains)
+    held_out = sum(len(source.examples.counted_N) for source in validations)
+    samples = sum(source.num_samples for source in trains)
+    tokens = sum(len(source.examples.tokens_T) for source in trains)
+    counted = sum(_num_counted(source.examples) for source in trains)
+    places = samples * (trains[0].seq_length + 1)
+    notify(
+        f"data: {examples} training examples in {samples} samples, which they fill to "
+        f"{tokens / places:.0%}; {counted / tokens:.0%} of their tokens are counted in the loss; "
+        f"{held_out} validation examples"
+    )
+
+
+def _rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
+    if not (spec.reset_position_ids or spec.reset_attention_mask):
+        return None
+    return DocumentRules(
+        eod_id=eod_id,
+        reset_position_ids=spec.reset_position_ids,
+        reset_attention_mask=spec.reset_attention_mask,
+    )

@@ -1,0 +1,137 @@
+"""Open the data of a run: text for pretraining, or questions and answers for fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megafp8.data.instructions import PreparedInstructions, prepare_instructions
+from megafp8.data.loader import DocumentRules
+from megafp8.data.named_tokenizers import configured_tokenizer
+from megafp8.data.prepare import prepare
+from megafp8.data.samples import FiniteSource, SampleSource
+from megafp8.data.tokenize import Tokenizer
+from megafp8.errors import DataError
+from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.specs import DataSpec
+
+
+class RunData(Protocol):
+    """Describes what a run reads of its data; `megafp8.data.prepare.PreparedData` explains it."""
+
+    @property
+    def train(self) -> SampleSource:
+        """Return the endless training stream."""
+        ...
+
+    @property
+    def validation(self) -> FiniteSource:
+        """Return the samples of a run's last validation."""
+        ...
+
+    @property
+    def periodic_validation(self) -> FiniteSource:
+        """Return the samples that validation during training draws from."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of all the data."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the tokenizer's vocabulary size, before padding."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the data's content, without paths and times."""
+        ...
+
+    @property
+    def rules(self) -> DocumentRules | None:
+        """Return the rules for the ends of documents; None applies none."""
+        ...
+
+    @property
+    def num_train_tokens(self) -> int:
+        """Return the tokens that an epoch of training predicts."""
+        ...
+
+    @property
+    def num_validation_tokens(self) -> int:
+        """Return the tokens of the validation split."""
+        ...
+
+    @property
+    def num_final_tokens(self) -> int:
+        """Return the tokens that a run's last validation predicts."""
+        ...
+
+    def validation_tokens(self) -> NDArray[np.int64]:
+        """Return the tokens that the last validation predicts, in order."""
+        ...
+
+    def validation_text(self) -> bytes:
+        """Return the text of these tokens, without the ends of documents."""
+        ...
+
+    def validation_prompt(self, num_tokens: int) -> list[int]:
+        """Return at most `num_tokens` tokens that a sample of the model's text continues."""
+        ...
+
+    def train_token_counts(self) -> NDArray[np.int64]:
+        """Return how often each token is predicted in training, [vocab_size]."""
+        ...
+
+
+def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:
+    """Open what `spec` names.
+
+    Args:
+        spec: What to open, how to split it and how to cut it into samples.
+        notify: Receives a line about each thing that takes time, or that the user should know.
+
+    Raises:
+        DataError: Files are missing or damaged, or too small.
+        ConfigError: A tokenizer lacks a setting.
+    """
+    if spec.instructions is None:
+        return prepare(spec, notify)
+    prepared, lines = _instructions(spec)
+    for line in lines:
+        notify(line)
+    return prepared
+
+
+@lru_cache(maxsize=1)
+def _instructions(spec: DataSpec) -> tuple[PreparedInstructions, tuple[str, ...]]:
+    """Return prepared questions and answers, and lines about them.
+
+    They are kept, since the command checks them before the run opens them.
+    """
+    assert spec.instructions is not None
+    tokenizer = configured_tokenizer(spec.tokenizer) or _of_model(Path(spec.instructions.model))
+    lines: list[str] = []
+    return prepare_instructions(spec, tokenizer, lines.append), tuple(lines)
+
+
+def _of_model(path: Path) -> Tokenizer:
+    """Return the tokenizer of a run, of one of its checkpoints, or of an imported model."""
+    path = path.expanduser().absolute()
+    for folder in (path, *path.parents[1:2]):
+        if folder.is_dir() and (found := find_tokenizer(folder)) is not None:
+            return found
+    raise DataError(
+        path,
+        "tokenizer",
+        "is missing",
+        "Copy the model's tokenizer.json and tokenizer_config.json there, or name it by "
+        "model.tokenizer",
+    )

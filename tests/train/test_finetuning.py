@@ -1,0 +1,453 @@
+"""Fine-tuning: the packed, masked loss, data parallelism, whole runs, and errors."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megafp8.checkpoint import huggingface as hf
+from megafp8.checkpoint.reader import Reader
+from megafp8.cli import export, import_hf
+from megafp8.config.load import load
+from megafp8.config.resolve import data_spec, resolve
+from megafp8.data.instructions import PackedExamples, PreparedInstructions, prepare_instructions
+from megafp8.data.loader import microbatch
+from megafp8.data.tokenize import byte_tokenizer
+from megafp8.errors import ConfigError
+from megafp8.models.gpt import GPT
+from megafp8.runs.data import open_data
+from megafp8.train.load import find_checkpoint, load_model
+from megafp8.train.step import forward_backward
+from tests.data.test_instructions import GOOD, spec_of, write
+from tests.models.test_transformers import (
+    assert_close,
+    counterpart,
+    logical,
+    randomized,
+    rms_norm_in_its_dtype,
+)
+from tests.tiny import build_run, gpt_spec
+from tests.train.runs import ENVIRONMENT, ROOT, Done, Driver, Place
+
+FILES = "model.data.train_ds.file_names"
+SEQ = 48
+
+
+# --- the loss and its gradients -------------------------------------------------------------------
+
+
+def tiny_data(tmp_path: Path, **changes: Any) -> PreparedInstructions:
+    path = write(tmp_path / "mine.jsonl", *GOOD)
+    spec = spec_of(path, seq_length=SEQ, validation_files=(str(path),), **changes)
+    return prepare_instructions(spec, byte_tokenizer(), lambda line: None)
+
+
+@pytest.mark.parametrize("answer_only", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        dict(
+            normalization="rmsnorm",
+            activation="swiglu",
+            position_embedding_type="rope",
+            bias=False,
+            share_embeddings_and_output_weights=False,
+        ),
+    ],
+    ids=["gpt2", "llama"],
+)
+def test_the_loss_is_that_of_each_example_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: dict[str, Any],
+    packed: bool,
+    answer_only: bool,
+) -> None:
+    """Loss and gradients of packed samples are those of transformers' model.
+
+    It reads one example after another, without packing, padding, masks or positions, and its loss
+    is taken from its logits at the answer's places.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm_in_its_dtype)
+    data = tiny_data(tmp_path, packed=packed, answer_only_loss=answer_only)
+    source = data.validation
+    assert isinstance(source, PackedExamples)
+    size = gpt_spec(num_layers=2, max_position_embeddings=SEQ, vocab_size=data.vocab_size, **shape)
+    model = randomized(size, torch.float64)
+    theirs = counterpart(model, torch.float64)
+    num_samples = min(3, source.num_samples)
+    batch = microbatch([source[n] for n in range(num_samples)], data.rules)
+    loss = call(model, batch)
+    loss.backward()
+
+    expected = torch.zeros((), dtype=torch.float64)
+    num_counted = 0
+    for sample in source.samples[:num_samples]:
+        for number in sample:
+            ids, counted = source.examples.example(number)
+            tokens = torch.from_numpy(ids.astype(np.int64))
+            logits = theirs(tokens[None, :-1]).logits[0]
+            places = slice(counted - 1, None)
+            expected = expected + F.cross_entropy(
+                logits[places], tokens[1:][places], reduction="sum"
+            )
+            num_counted += len(tokens) - counted
+    expected.backward()
+    assert batch.num_targets == num_counted
+    assert packed == any(len(sample) > 1 for sample in source.samples[:num_samples])
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    ours, named = logical(model, gradients=True), dict(theirs.named_parameters())
+    for entry in hf.mapping(model.spec):
+        gradient = named[entry.theirs].grad
+        assert gradient is not None
+        assert_close(hf.to_theirs(entry, ours.__getitem__), gradient, torch.float64, entry.theirs)
+
+
+def call(model: GPT, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(
+        torch.from_numpy(batch.tokens_BS),
+        torch.from_numpy(batch.targets_BS),
+        position_ids_BS=torch.from_numpy(batch.position_ids_BS),
+        document_ids_BS=torch.from_numpy(batch.document_ids_BS),
+    )
+    return loss
+
+
+@pytest.mark.parametrize(("micro", "counts"), [(1, 4), (2, 2), (4, 1)])
+def test_microbatches_do_not_change_the_sum(tmp_path: Path, micro: int, counts: int) -> None:
+    """One division by all counted tokens follows, so each token has the same weight."""
+    data = tiny_data(tmp_path, packed=False)
+    state = build_run(model=gpt_spec(max_position_embeddings=SEQ, vocab_size=data.vocab_size))
+    windows = [data.train[number] for number in range(4)]
+    whole = microbatch(windows, data.rules)
+    parts = [microbatch(windows[n * micro : (n + 1) * micro], data.rules) for n in range(counts)]
+    assert len({part.num_targets for part in parts}) > 1 or counts == 1  # they are uneven
+    loss, num_tokens = forward_backward(state, parts)
+    expected = call(build_run(model=state.model.spec).model, whole)  # type: ignore[arg-type]
+    assert int(num_tokens) == whole.num_targets
+    torch.testing.assert_close(loss, expected.double(), rtol=1e-6, atol=0)
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+class Finetuning(Place):
+    """Runs `finetune_gpt.py` from the model of another run."""
+
+    def argv(self, *more: str) -> list[str]:
+        """Return settings of a short job; the shape is the base model's."""
+        argv = [
+            "--config-name=finetune_gpt",
+            "trainer.accelerator=cpu",
+            "trainer.max_steps=6",
+            "trainer.log_every_n_steps=1",
+            "trainer.val_check_interval=3",
+            "trainer.limit_val_batches=1",
+            "exp_manager.create_tensorboard_logger=False",
+            "exp_manager.checkpoint_callback_params.every_n_train_steps=2",
+            "exp_manager.name=job",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=4",
+            "model.optim.sched.warmup_steps=2",
+            "model.optim.lr=1e-2",
+            f"{FILES}={self.cwd / 'mine.jsonl'}",
+        ]
+        given = {word.partition("=")[0] for word in more}
+        return [word for word in argv if word.partition("=")[0] not in given] + list(more)
+
+
+@pytest.fixture
+def tuning(driver: Driver, undisturbed: tuple[Place, Done], tmp_path: Path) -> Finetuning:
+    write(
+        tmp_path / "mine.jsonl",
+        *({"input": f"def f{n}(x)", "output": f"Return {n % 3}."} for n in range(60)),
+    )
+    return Finetuning(driver, undisturbed[0].dir(), tmp_path)
+
+
+def base(place: Finetuning) -> str:
+    return f"restore_from_path={place.data}"
+
+
+def tensors(place: Place, name: str = "job", step: int = 6) -> dict[str, torch.Tensor]:
+    reader = Reader(place.checkpoint(step, name))
+    return {name: reader.read(name) for name in reader.names() if name.startswith("model/")}
+
+
+def test_a_run_learns_its_answers_and_takes_the_model_from_the_checkpoint(
+    tuning: Finetuning,
+) -> None:
+    done = tuning.run(base(tuning), "trainer.max_steps=30", "trainer.precision=32")
+    assert done.code == 0, done.output
+    losses = [row["loss"] for row in tuning.metrics() if "loss" in row]
+    assert losses[-1] < 0.6 * losses[0]
+    assert tuning.summary()["val_loss"] < 0.6 * losses[0]
+    assert re.search(r"model\.num_layers +2 +the model in", done.output)
+    assert re.search(r"def f\d+\(x\)", done.output)  # the sample at the end begins with a prompt
+    assert "0.00 M" not in done.output  # small numbers of tokens are shown whole
+    # 5% of 60 examples are for a test, and are not read.
+    assert "54 training examples" in done.output and "3 validation examples" in done.output
+
+
+FP8 = "model.fp8=True"
+LEVEL = "model.optim.fp8_opt_level"
+TWO = "trainer.devices=2"
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["trainer.precision=16"], marks=slow),
+        pytest.param(["trainer.precision=bf16"], marks=slow),
+        pytest.param([FP8], marks=slow),
+        pytest.param([FP8, "model.fp8_recipe=rowwise"], marks=slow),
+        pytest.param([FP8, "model.fp8_recipe=tensorwise", "model.fp8_backend=torchao"], marks=slow),
+        pytest.param([FP8, f"{LEVEL}=O1"], marks=slow),
+        pytest.param([FP8, f"{LEVEL}=O2"], marks=slow),
+        pytest.param([FP8, f"{LEVEL}=O3"]),
+        pytest.param([FP8, TWO, "model.tensor_model_parallel_size=2"], marks=slow),
+        pytest.param([FP8, TWO, "model.pipeline_model_parallel_size=2"], marks=slow),
+    ],
+    ids=lambda flags: " ".join(flag.rpartition(".")[2] for flag in flags),
+)
+def test_precisions_and_layouts_of_pretraining(tuning: Finetuning, flags: list[str]) -> None:
+    """The first step's loss is that of the base model in FP32, within the precision's error."""
+    if "torchao" in flags[-1]:
+        pytest.importorskip("torchao")
+    done = tuning.run(base(tuning), *flags)
+    assert done.code == 0, done.output
+    losses = [row["loss"] for row in tuning.metrics() if "loss" in row]
+    assert len(losses) == 6 and all(np.isfinite(losses)) and len(set(losses)) == 6
+
+    reader = Reader(find_checkpoint(tuning.data, print))
+    model = load_model(reader, torch.float32, torch.device("cpu"))
+    cfg = load(tuning.argv(base(tuning))[1:], config_name="finetune_gpt")
+    data = open_data(data_spec(cfg), print)
+    batch = microbatch([data.train[number] for number in range(4)], data.rules)
+    with torch.no_grad():
+        expected = float(call(model, batch)) / batch.num_targets
+    assert losses[0] == pytest.approx(expected, rel=0.01)
+
+
+def test_two_replicas_train_as_one_process(tuning: Finetuning) -> None:
+    """The loss is the mean over the counted tokens of all ranks and microbatches.
+
+    Ranks and microbatches have different numbers of counted tokens, so means of means differ.
+    """
+    flags = [base(tuning), "trainer.precision=32"]
+    for name, more in (
+        ("one", ["model.micro_batch_size=4"]),
+        ("two", ["trainer.devices=2", "model.micro_batch_size=1"]),
+    ):
+        done = tuning.run(*flags, f"exp_manager.name={name}", *more)
+        assert done.code == 0, done.output
+    rows = [[row for row in tuning.metrics(name) if "loss" in row] for name in ("one", "two")]
+    for one, two in zip(*rows, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=2e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-5)
+    two_ranks = tensors(tuning, "two")
+    for name, tensor in tensors(tuning, "one").items():
+        if not name.endswith("key.bias"):  # its gradient is rounding noise around 0
+            torch.testing.assert_close(two_ranks[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+def test_a_killed_run_continues_bit_for_bit(tuning: Finetuning) -> None:
+    flags = [base(tuning), "model.fp8=True"]
+    done = tuning.run(*flags, "exp_manager.name=whole")
+    assert done.code == 0, done.output
+    killed = tuning.run(*flags, "exp_manager.name=killed", fault=["killed_in_microbatch", 4, 1])
+    assert killed.code == -9 and tuning.steps("killed") == [2], killed.output
+    done = tuning.run(*flags, "exp_manager.name=killed")
+    assert done.code == 0 and "continuing from" in done.output, done.output
+    first, second = tensors(tuning, "whole"), tensors(tuning, "killed")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    # Other answers are other data.
+    write(tuning.cwd / "mine.jsonl", *GOOD)
+    refused = tuning.run(*flags, "exp_manager.name=whole", "trainer.max_steps=8")
+    assert refused.code == 2 and "trained on other data" in refused.output
+
+
+def test_an_imported_model_is_fine_tuned(tuning: Finetuning) -> None:
+    """A GPT-2 of transformers is read; the command that import_hf prints runs as it is."""
+    theirs, ours = tuning.cwd / "theirs", tuning.cwd / "ours"
+    assert export.main([str(tuning.data), str(theirs)]) == 0
+    assert import_hf.main([str(theirs), str(ours)]) == 0
+    done = tuning.run(
+        f"restore_from_path={ours}", "model.encoder_seq_length=32", "trainer.precision=32"
+    )
+    assert done.code == 0, done.output
+    losses = [row["loss"] for row in tuning.metrics() if "loss" in row]
+    assert losses[-1] < losses[0]
+
+
+# --- errors of the command ------------------------------------------------------------------------
+
+
+def command(place: Finetuning, *argv: str) -> tuple[int, str, float]:
+    """Run the real command; return its code, its output and its CPU time in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "finetune_gpt.py"), *argv],
+        cwd=place.cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, done.stdout + done.stderr, seconds
+
+
+def test_bad_data_is_named_before_torch_is_imported(tuning: Finetuning) -> None:
+    path = write(tuning.cwd / "bad.jsonl", *GOOD, {"input": "a"})
+    code, output, seconds = command(tuning, base(tuning), f"{FILES}={path}")
+    assert code == 2
+    assert output.startswith(f"error: {path}, line 41: output: is missing")
+    assert seconds < 2  # of the CPU; most of it are the imports of Hydra and the tokenizer
+    assert not (tuning.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["model.data.data_prefix", "no data is named", "train_ds.file_names=FILE.jsonl"]),
+        ([f"{FILES}=mine.jsonl"], ["restore_from_path", "fine-tuning starts from a trained model"]),
+        ([f"{FILES}=mine.jsonl", "restore_from_path=no/where"], ["no/where: has no checkpoint"]),
+        ([f"{FILES}=[]"], ["must be a path, or a list of paths"]),
+    ],
+)
+def test_settings_that_lack_something(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(argv, config_name="finetune_gpt")
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["model.data.data_prefix=builtin"], [FILES, "data_prefix=null"]),
+        (["model.data.reset_attention_mask=False"], ["would attend to each other"]),
+        (["model.data.train_ds.prompt_template='{output} {input}'"], ["at its end"]),
+        (["model.data.train_ds.prompt_template='{input'"], ["fields in braces"]),
+        (["model.data.train_ds.label_key=answer"], ["answer's field", "label_key=answer"]),
+        (["model.data.train_ds.truncation_field=context"], ["is no field", "Give input or output"]),
+        (["model.data.train_ds.truncation_method=left"], ["has no effect"]),
+        (["model.data.train_ds.concat_sampling_probabilities=[0.5,0.5]"], ["names 1 file"]),
+        (["model.data.shuffle_documents=False"], ["has no effect", "Leave it out"]),
+        (["model.fp8=True", "model.fp8_backend=te"], ["across the ends of documents"]),
+        (["model.num_layers=3"], []),
+    ],
+)
+def test_settings_that_do_not_fit(
+    undisturbed: tuple[Place, Done], flags: list[str], words: list[str]
+) -> None:
+    argv = [f"{FILES}=mine.jsonl", f"restore_from_path={undisturbed[0].dir()}", *flags]
+    if not words:  # a shape of the user's own wins, and start_from refuses it
+        assert load(argv, config_name="finetune_gpt").model.num_layers == 3
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(argv, config_name="finetune_gpt")
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_base_model_gives_the_shape(undisturbed: tuple[Place, Done]) -> None:
+    run = undisturbed[0].dir()
+    for path in (run, run / "checkpoints" / "step_00000012"):
+        argv = [f"{FILES}=mine.jsonl", f"restore_from_path={path}"]
+        cfg = load(argv, config_name="finetune_gpt")
+        assert (cfg.model.hidden_size, cfg.model.encoder_seq_length) == (64, 32)
+    spec = resolve(cfg, lambda: False)
+    assert spec.data.instructions is not None
+    assert spec.data.instructions.train_files == ("mine.jsonl",)
+    # Pretraining that starts from weights keeps its own shape, as before.
+    plain = load([f"restore_from_path={run}"])
+    assert plain.model.hidden_size == 256
+
+
+def test_examples_without_packing_need_no_masks(undisturbed: tuple[Place, Done]) -> None:
+    """So the backends and layouts that have none can fine-tune too."""
+    argv = [
+        f"{FILES}=mine.jsonl",
+        f"restore_from_path={undisturbed[0].dir()}",
+        "model.data.train_ds.packed_sequence=False",
+        "model.data.reset_attention_mask=False",
+        "model.data.reset_position_ids=False",
+        "trainer.devices=2",
+        "model.context_parallel_size=2",
+    ]
+    assert resolve(load(argv, config_name="finetune_gpt"), lambda: False).parallel.cp == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        (FILES, ["mine.jsonl", "other.jsonl"]),
+        (FILES, ["[mine.jsonl,other.jsonl]", "[other.jsonl,mine.jsonl]"]),
+        ("model.data.train_ds.concat_sampling_probabilities", ["null", "[1.0,2.0]"]),
+        ("model.data.train_ds.shuffle", ["True", "False"]),
+        ("model.data.train_ds.label_key", ["output", "input"]),
+        ("model.data.train_ds.prompt_template", ["'{input} {output}'", "'{more} {output}'"]),
+        ("model.data.train_ds.truncation_field", ["input", "more"]),
+        ("model.data.train_ds.truncation_method", ["left", "right"]),
+        ("model.data.train_ds.packed_sequence", ["True", "False"]),
+        ("model.data.validation_ds.file_names", ["null", "other.jsonl"]),
+        ("model.answer_only_loss", ["True", "False"]),
+        ("model.encoder_seq_length", ["32", "24"]),
+        ("model.seed", ["1", "2"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_key_changes_the_samples(
+    undisturbed: tuple[Place, Done],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    values: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        write(
+            tmp_path / f"{name}.jsonl",
+            *({"input": f"{name} {n}", "output": f"{n}!", "more": "ab" * 6} for n in range(60)),
+        )
+    more = {
+        "model.data.train_ds.concat_sampling_probabilities": [f"{FILES}=[mine.jsonl,other.jsonl]"],
+        "model.data.train_ds.label_key": [
+            "model.data.train_ds.prompt_template='{more} {output}'",
+        ],
+        "model.data.train_ds.truncation_field": ["model.encoder_seq_length=22"],
+        "model.data.train_ds.truncation_method": [
+            "model.encoder_seq_length=8",
+            "model.data.train_ds.truncation_field=input",
+        ],
+    }.get(key, [])
+    found = set()
+    for value in values:
+        given = [f"{FILES}=mine.jsonl", *more, f"{key}={value}"]
+        if key.endswith("label_key") and value == "input":
+            given.append("model.data.train_ds.prompt_template='{more} {input}'")
+        if key.endswith("truncation_field"):
+            given.append("model.data.train_ds.prompt_template='{input}{more}{input} {output}'")
+        cfg = load(
+            [f"restore_from_path={undisturbed[0].dir()}", *given], config_name="finetune_gpt"
+        )
+        data = open_data(data_spec(cfg), print)
+        found.add((data.fingerprint, data.train[0].tobytes(), data.train[1].tobytes()))
+    assert len(found) == 2
