@@ -7,7 +7,6 @@ python -m megafp8.cli.dryrun model=gpt3_175b trainer.num_nodes=128 trainer.devic
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +15,12 @@ from dataclasses import replace
 import torch
 
 from megafp8.backends import choose
-from megafp8.cli.job import parse_options, report_error, resolved_table
+from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
-from megafp8.errors import ConfigError, ExitCode, UserError
+from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.runs import directory
 from megafp8.runs.data import open_data
@@ -31,15 +30,13 @@ from megafp8.train import dryrun
 from megafp8.train.dryrun import Layout, RankShare
 from megafp8.train.report.fp8 import require_fp8, share_of_ranks
 
-PROG = "python -m megafp8.cli.dryrun"
 
-
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print layout and memory; return 0, or 2 after printing why the run would be refused."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "dryrun",
+        __doc__,
         epilog="All other arguments are those of pretrain_gpt.py. trainer.accelerator=gpu needs no "
         "GPU here.",
         allow_abbrev=False,
@@ -57,37 +54,32 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--shapes", action="store_true", help="show every parameter's shape too")
     options, rest = parser.parse_known_args(argv)
-    try:
-        given = parse_options(rest)
-        loaded = load_all(given.overrides, given.config_dir, given.config_name)
-        asked = loaded.cfg.trainer.accelerator
-        spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
-        directory.check(spec)
-        if spec.parallel.fsdp is not None:
-            raise SettingError(
-                "model.fsdp",
-                True,
-                "cannot be simulated, since FSDP gathers and releases whole weights during a step",
-                "Use model.optim.name=distributed_fused_adam, or run a small job",
+    given = parse_options(rest)
+    loaded = load_all(given.overrides, given.config_dir, given.config_name)
+    asked = loaded.cfg.trainer.accelerator
+    spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
+    directory.check(spec)
+    if spec.parallel.fsdp is not None:
+        raise SettingError(
+            "model.fsdp",
+            True,
+            "cannot be simulated, since FSDP gathers and releases whole weights during a step",
+            "Use model.optim.name=distributed_fused_adam, or run a small job",
+        )
+    choose.check(spec, torch.device("cpu"))
+    spec = with_padded_vocabulary(spec, options.vocab_size)
+    ranks = chosen_ranks(spec, options.rank)
+    for line in [*resolved_table(loaded), *loaded.inert_lines()]:
+        print(line)
+    layout = dryrun.whole_layout(spec)
+    print("\n".join(job_lines(spec, layout)))
+    shares = [dryrun.rank_share(spec, rank) for rank in ranks]
+    print("\n".join(["", *table(spec, shares)]))
+    if options.shapes:
+        for share in shares:
+            print(
+                "\n".join(["", f"rank {share.rank}: logical shape -> this rank's", *shapes(share)])
             )
-        choose.check(spec, torch.device("cpu"))
-        spec = with_padded_vocabulary(spec, options.vocab_size)
-        ranks = chosen_ranks(spec, options.rank)
-        for line in [*resolved_table(loaded), *loaded.inert_lines()]:
-            print(line)
-        layout = dryrun.whole_layout(spec)
-        print("\n".join(job_lines(spec, layout)))
-        shares = [dryrun.rank_share(spec, rank) for rank in ranks]
-        print("\n".join(["", *table(spec, shares)]))
-        if options.shapes:
-            for share in shares:
-                print(
-                    "\n".join(
-                        ["", f"rank {share.rank}: logical shape -> this rank's", *shapes(share)]
-                    )
-                )
-    except UserError as error:
-        return report_error(error)
     return ExitCode.FINISHED
 
 

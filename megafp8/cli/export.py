@@ -5,7 +5,6 @@ python -m megafp8.cli.export RUN DIR [--dtype float32]
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +14,9 @@ import torch
 
 from megafp8.checkpoint.huggingface import architecture, write_folder
 from megafp8.checkpoint.reader import Reader
-from megafp8.cli.job import report_error
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
-from megafp8.errors import ExitCode, UserError
+from megafp8.errors import ExitCode
 from megafp8.precision import formats
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
 from megafp8.train.load import find_checkpoint, read_tensor, shape_of
@@ -25,13 +24,10 @@ from megafp8.train.load import find_checkpoint, read_tensor, shape_of
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in formats.DTYPES.values()}
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Write the folder and list its files; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("export", __doc__)
     parser.add_argument("run", type=Path, help="a run's directory, or one of its checkpoints")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(
@@ -41,10 +37,7 @@ def main(argv: Sequence[str]) -> int:
         help="dtype of the weights (default: float32, which is exact)",
     )
     options = parser.parse_args(argv)
-    try:
-        export(options.run, options.dir, DTYPES[options.dtype])
-    except UserError as error:
-        return report_error(error)
+    export(options.run, options.dir, DTYPES[options.dtype])
     return ExitCode.FINISHED
 
 

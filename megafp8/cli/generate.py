@@ -15,9 +15,9 @@ import torch
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.export import DTYPES, home_of
-from megafp8.cli.job import report_error
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import continuation
-from megafp8.errors import CheckpointError, ExitCode, RunError, UserError
+from megafp8.errors import CheckpointError, ExitCode, RunError
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.train.generate import Sampling, beyond_training, generate
 from megafp8.train.load import find_checkpoint, load_model
@@ -25,13 +25,10 @@ from megafp8.train.load import find_checkpoint, load_model
 RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the text while it is generated; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("generate", __doc__)
     parser.add_argument(
         "run", type=Path, help="a run's directory, a checkpoint, or a folder that import_hf wrote"
     )
@@ -58,10 +55,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (cpu)")
     options = parser.parse_args(argv)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    try:
-        run(options, sampling)
-    except UserError as error:
-        return report_error(error)
+    run(options, sampling)
     return ExitCode.FINISHED
 
 

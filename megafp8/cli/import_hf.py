@@ -8,7 +8,6 @@ DIR gets a checkpoint, the tokenizer, and a YAML with the model's shape, with wh
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,9 @@ from megafp8.checkpoint import store
 from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
-from megafp8.cli.job import report_error
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.architecture import tree_of_spec
-from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
@@ -35,20 +34,14 @@ CONFIG = "model.yaml"
 SHARD_BYTES = 4 << 30
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Write the folder and print how to train; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.import_hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("import_hf", __doc__)
     parser.add_argument("model", type=Path, help="a folder with config.json and safetensors")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     options = parser.parse_args(argv)
-    try:
-        import_model(options.model, options.dir)
-    except UserError as error:
-        return report_error(error)
+    import_model(options.model, options.dir)
     return ExitCode.FINISHED
 
 

@@ -5,7 +5,6 @@ python -m megafp8.cli.inspect RUN [--step N] [--all] [--sort underflow|overflow|
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megafp8.cli.job import report_error
-from megafp8.errors import CheckpointError, ExitCode, UserError
+from megafp8.cli.job import command_parser, reports_errors
+from megafp8.errors import CheckpointError, ExitCode
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
 from megafp8.specs import TensorHealth
 
@@ -25,13 +24,10 @@ PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are n
 SORTS = ("underflow", "overflow", "snr", "amax", "name")
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the tables; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.inspect",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("inspect", __doc__)
     parser.add_argument("run", type=Path, help="a run's directory, or its health.jsonl")
     parser.add_argument("--step", type=int, help="the log step to show (default: the last one)")
     parser.add_argument(
@@ -45,11 +41,8 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     path = options.run / HEALTH_FILE if options.run.is_dir() else options.run
-    try:
-        records = read_health(path)
-        record = _chosen(records, options.step, path)
-    except UserError as error:
-        return report_error(error)
+    records = read_health(path)
+    record = _chosen(records, options.step, path)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)

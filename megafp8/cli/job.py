@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -85,6 +86,29 @@ def report_error(error: UserError) -> int:
     who = "" if rank == "0" else f"rank {rank}: "
     print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
     return int(error.exit_code)
+
+
+def command_parser(name: str, about: str | None, **more: Any) -> argparse.ArgumentParser:
+    """Return the parser of `python -m megafp8.cli.NAME`; `about` is the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m megafp8.cli.{name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )
+
+
+def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Make a command print the error that a user can correct, and return its exit code."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str]) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            return report_error(error)
+
+    return run
 
 
 # --- settings that differ from the default job's --------------------------------------------------

@@ -8,13 +8,12 @@ compared on one page. `latest` stands for the newest run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.cli.job import report_error
-from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.cli.job import command_parser, reports_errors
+from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
 from megafp8.report.page import run_page, runs_page
 from megafp8.report.record import RunRecord, read_run
@@ -22,20 +21,14 @@ from megafp8.report.writer import REPORT_FILE
 from megafp8.runs.find import find_run, is_run, runs_below
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Write the page and print its path; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("report", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run, or a folder")
     parser.add_argument("--output", "-o", type=Path, help="the page's file (default: report.html)")
     options = parser.parse_args(argv)
-    try:
-        print(write_report(options.runs, options.output))
-    except UserError as error:
-        return report_error(error)
+    print(write_report(options.runs, options.output))
     return ExitCode.FINISHED
 
 

@@ -5,7 +5,6 @@ python -m megafp8.cli.runs [FOLDER …] [--all]
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -14,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megafp8.cli.job import report_error
-from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.cli.job import command_parser, reports_errors
+from megafp8.errors import ExitCode, RunError
 from megafp8.observe.units import format_count, format_number
 from megafp8.report.page import typical_speed
 from megafp8.report.record import RunRecord, read_run
@@ -26,22 +25,16 @@ PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are n
 COLORS = {"finished": "green", "failed": "red", "running": "cyan"}
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the list; return 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.runs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("runs", __doc__)
     parser.add_argument(
         "folders", type=Path, nargs="*", default=[USUAL_FOLDER], help="folders of runs (runs)"
     )
     parser.add_argument("--all", action="store_true", help=f"not only the newest {NEWEST}")
     options = parser.parse_args(argv)
-    try:
-        _list(options.folders, None if options.all else NEWEST)
-    except UserError as error:
-        return report_error(error)
+    _list(options.folders, None if options.all else NEWEST)
     return ExitCode.FINISHED
 
 
