@@ -86,7 +86,9 @@ EFFECTS: dict[str, Effect] = {
     "model.resume_from_checkpoint": RESUMES,
     "exp_manager.resume_from_checkpoint": RESUMES,
     "model.gc_interval": Runs(2, sees="output"),
-    "trainer.max_restarts": ShownBy("tests/train/test_restarts.py::test_a_killed_rank"),
+    "trainer.max_restarts": ShownBy(
+        "tests/parallel/test_launch.py::test_a_rank_that_dies_is_started_again"
+    ),
     "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
     "model.rampup_batch_size": ShownBy(
         "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"
@@ -147,9 +149,7 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.sched.power": OPTIM_KEYS,
     "model.optim.sched.decay_rate": OPTIM_KEYS,
     "model.optim.sched.d_model": OPTIM_KEYS,
-    "trainer.devices": ShownBy(
-        "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
-    ),
+    "trainer.devices": ShownBy("tests/train/test_command_line.py::test_a_signal_to_the_launcher"),
     "trainer.num_nodes": ShownBy("tests/train/test_trials.py::test_one_command_is_one_node"),
     "trainer.max_time": ShownBy("tests/train/test_timelimit.py::test_max_time_saves_and_leaves"),
     "trainer.accelerator": Refused("gpu"),
@@ -243,7 +243,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/parallel/test_fsdp.py::test_gradients_summed_in_bf16"
     ),
     "model.tensor_model_parallel_size": ShownBy(
-        "tests/train/test_command_line.py::test_one_process_two_ranks_one_process"
+        "tests/parallel/test_tensor_parallel.py::test_each_rank_holds_half_of_the_linears"
     ),
     "model.encoder_seq_length": Trains(16),
     "model.max_position_embeddings": Trains(64),
@@ -453,4 +453,51 @@ def test_other_values_are_refused_by_name(key: str) -> None:
 def test_the_tests_named_exist(node: str) -> None:
     file, _, name = node.partition("::")
     tree = ast.parse((ROOT / file).read_text())
-    assert name in {item.name for item in tree.body if isinstance(item, ast.FunctionDef)}, node
+    tests = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
+    assert name in tests, node
+    marks = [ast.unparse(mark) for mark in tests[name].decorator_list]
+    left_out = {f"pytest.mark.{marker}" for marker in ("slow", "gpu", "slurm", "hosts")}
+    assert not left_out & set(marks), f"{node} does not run in `make test`; name a quicker one"
+
+
+WHOLE = "model.fp8_amax_history_len=1024"  # the default, where SHORT's other length is refused
+BACKGROUNDS = {
+    "FP32": ("model.fp8=False", WHOLE, "trainer.precision=32"),
+    "BF16": ("model.fp8=False", WHOLE),
+    "tensorwise": ("model.fp8_recipe=tensorwise", WHOLE),
+    "rowwise": ("model.fp8_recipe=rowwise", WHOLE),
+    "most recent": ("model.fp8_amax_compute_algo=most_recent", WHOLE),
+    "without clipping": ("trainer.gradient_clip_val=0",),
+    "without biases": ("model.bias=False",),
+    "ALiBi": ("model.position_embedding_type=alibi",),
+    "SwiGLU": ("model.activation=swiglu",),
+    "constant rate": ("model.optim.sched.name=WarmupPolicy", "model.optim.sched.min_lr=0"),
+}
+SAME_BY_CHANCE: set[tuple[str, str]] = set()
+"""Pairs in which two steps cannot differ for a reason that is written here."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_beside_other_settings_a_key_changes_two_steps_or_is_refused(
+    background: str, observe: Callable[..., Observed]
+) -> None:
+    """Every key that trains is tried beside each background, with nothing else set."""
+    job, silent = BACKGROUNDS[background], []
+    observe(Trains, *job)  # the background itself runs
+    own = {word.partition("=")[0] for word in job}
+    for key, effect in EFFECTS.items():
+        if not isinstance(effect, Trains) or key in own or (background, key) in SAME_BY_CHANCE:
+            continue
+        given = {word.partition("=")[0]: word for word in (*effect.job, *job)}
+        beside = [word for path, word in given.items() if path != key]
+        try:
+            usual = observe(Trains, *beside)
+            changed = observe(Trains, *beside, f"{key}={words(effect.value)}")
+        except UserError as error:
+            assert str(error)
+            continue
+        if usual == changed:
+            silent.append(key)
+    assert not silent, f"accepted beside {background}, and nothing changes: {silent}"
