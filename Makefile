@@ -9,10 +9,10 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container nightly lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv with the packages that training needs
 	@$(SETUP)
@@ -49,6 +49,10 @@ container: ## build the image for CPUs without Docker (root; buildah)
 
 test-container: container ## run fast tests and the default job in the image, without a network
 	@scripts/container/test.sh
+
+test-slurm-container: container ## run a Slurm job in the unpacked image (root; bubblewrap, Slurm)
+	@rm -rf build/image && scripts/container/unpack.sh build/image
+	@MEGAFP8_IMAGE_FOLDER=$(CURDIR)/build/image $(PY) -m pytest tests/slurm/test_container.py -m slurm -q $(ARGS)
 
 nightly: setup-dev ## run every suite that this machine can run; the table is docs/nightly.md (ARGS="slow slurm")
 	@$(PY) scripts/nightly.py $(ARGS)

@@ -116,6 +116,13 @@ SUITES = (
         ("buildah", "podman", "runc", "mmdebstrap"),
         "--no-install-recommends buildah podman runc mmdebstrap", root=True,
     ),
+    Suite(
+        "slurm-container", "a Slurm job in the unpacked image is preempted and continues",
+        ("make", "--no-print-directory", "test-slurm-container"),
+        (*SLURM, "buildah", "podman", "mmdebstrap", "bwrap"),
+        "--no-install-recommends buildah podman runc mmdebstrap bubblewrap slurmctld slurmd "
+        "slurm-client munge iproute2", root=True,
+    ),
     Suite("gpu", "tests that need a CUDA device", _pytest("-m", "gpu")),
 )  # fmt: skip
 
