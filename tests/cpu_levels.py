@@ -96,6 +96,7 @@ REAL_ALONE = ("AVX512-BF16", "AMX", "Arm")
 NUMERIC = (
     "tests/precision",
     "tests/models",
+    "tests/optim/test_scaled_adam.py",
     "tests/parallel/test_fsdp.py",
     "tests/parallel/test_tensor_parallel.py",
     "tests/train/test_step.py",
@@ -107,6 +108,7 @@ QUICK = (
     "tests/precision/test_cast.py::test_ties_and_their_neighbours",
     "tests/precision/test_cast.py::test_decoding_of_every_code",
     "tests/precision/test_linear.py::test_output_and_gradients_follow_the_specification",
+    "tests/optim/test_scaled_adam.py::test_c_has_torchs_bits_at_every_size",
     "tests/train/test_step.py::test_training_learns",
     "tests/parallel/test_vocab.py::test_loss_and_gradient_equal_the_plain_ones",
 )

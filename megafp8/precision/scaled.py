@@ -78,7 +78,7 @@ class ScaledTensor:
     def store(self, values: torch.Tensor, dither: Dither | None = None) -> None:
         """Store FP32 values of the payload's shape, with a scale of their own amax."""
         quant_scale = self._rescale(amax_of(values))
-        self.payload.copy_(_cast(values, quant_scale, self.fmt, dither))
+        self.payload.copy_(cast(values, quant_scale, self.fmt, dither))
 
     @torch.no_grad()
     def add(self, more: torch.Tensor, *, is_first: bool) -> None:
@@ -166,8 +166,35 @@ def scales_for(amax: torch.Tensor, fmt: StorageFormat) -> tuple[torch.Tensor, to
     return quant_scale, torch.where(amax.isfinite(), quant_scale.reciprocal(), torch.nan)
 
 
-def _cast(
-    values: torch.Tensor, quant_scale: torch.Tensor, fmt: StorageFormat, dither: Dither | None
+@torch.no_grad()
+def sum_of(parts: Sequence[ScaledTensor], total: torch.Tensor) -> torch.Tensor:
+    """Write the sum of tensors into `total` (FP32, flat), and return its amax, 0-d FP32.
+
+    The values are added in FP32, in the order of `parts`. All tensors are contiguous.
+    """
+    if total.device.type == "cpu" and (lib := library().lib) is not None:
+        amax = torch.zeros(())
+        in_c = (StoredInC * len(parts))(*(part.in_c() for part in parts))
+        lib.megafp8_sum_of(
+            in_c,
+            len(parts),
+            ctypes.c_size_t(total.numel()),
+            ctypes.c_void_p(total.data_ptr()),
+            ctypes.c_void_p(amax.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return amax
+    total.copy_(parts[0].values())
+    for part in parts[1:]:
+        total.add_(part.values())
+    return amax_of(total)
+
+
+def cast(
+    values: torch.Tensor,
+    quant_scale: torch.Tensor,
+    fmt: StorageFormat,
+    dither: Dither | None = None,
 ) -> torch.Tensor:
     """Return the payload of FP32 values: to nearest, ties to even, or stochastically."""
     if dither is not None and fmt.name != "fp32":

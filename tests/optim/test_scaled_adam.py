@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megafp8.optim import scaled_adam
-from megafp8.optim.scaled_adam import Constants, Tensors
+from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.scaled import Dither, ScaledTensor
@@ -87,8 +87,9 @@ def test_ms_amps_acceptance(m_kind: Any, v_kind: Any, is_l2: bool) -> None:
     torch.testing.assert_close(param.values(), plain.detach(), rtol=3e-4, atol=3e-4)
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 1024, 1025, 200_003])
-def test_c_has_torchs_bits_at_every_size(size: int) -> None:
+@pytest.mark.parametrize("dithers", [NO_DITHERS, (Dither(1), None, Dither(2))])
+@pytest.mark.parametrize("size", [0, 1, 15, 63, 1024, 1025, 200_003])
+def test_c_has_torchs_bits_at_every_size(size: int, dithers: Dithers) -> None:
     """With one thread and with two, whose parts begin at multiples of a cache line."""
     if library().lib is None:
         pytest.skip(library().note)
@@ -113,7 +114,7 @@ def test_c_has_torchs_bits_at_every_size(size: int) -> None:
                 run(
                     tensors,
                     Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, t),
-                    (Dither(1), None, Dither(2)),
+                    dithers,
                 )
             found.append([x.values() for x in tensors.written])
         finally:

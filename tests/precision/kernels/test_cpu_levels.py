@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.optim import scaled_adam
 from megafp8.precision import formats
-from megafp8.precision.cast import decode, quantize, quantize_and_sum
-from megafp8.precision.formats import Fp8Format
+from megafp8.precision.cast import amax_of, decode, quantize, quantize_and_sum
+from megafp8.precision.formats import STORAGE_FORMATS, Fp8Format
 from megafp8.precision.grad_sink import accumulate
 from megafp8.precision.kernels.compile import COMPILE_FLAGS, SOURCE, library
+from megafp8.precision.scaled import ScaledTensor, sum_of
 from tests.cpu_levels import LEVELS, compiler_for, missing
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -152,6 +154,23 @@ def test_same_bits(
     expected = total + x.float()
     accumulate(total, x, is_first=False)
     assert_same(total, expected.double().numpy(), "accumulate")
+    check_stored_tensors()
+
+
+def check_stored_tensors() -> None:
+    """Steps of Adam over stored tensors, and sums of them, have the bits of torch's operations."""
+    steps = (("fp16", "fp8", "fp16"), ("fp16", "fp32", "fp32"), ("bf16", "fp8_e5m2", "fp8"))
+    for names, is_l2, stochastic in itertools.product(steps, (False, True), (False, True)):
+        assert scaled_adam._same(names, is_l2, stochastic), (names, is_l2, stochastic)
+    generator = torch.Generator().manual_seed(5)
+    for name, size in itertools.product(STORAGE_FORMATS, (0, 1, 15, 1041)):
+        parts = [
+            ScaledTensor.of(torch.randn(size, generator=generator), STORAGE_FORMATS[name])
+            for _ in range(3)
+        ]
+        expected = (parts[0].values() + parts[1].values()) + parts[2].values()
+        amax = sum_of(parts, total := torch.empty(size))
+        assert torch.equal(total, expected) and amax == amax_of(expected), (name, size)
 
 
 def span_lines() -> list[int]:
