@@ -28,7 +28,8 @@ from megafp8.errors import CheckpointError
 from megafp8.specs.geometry import Box
 
 SCALES = "scales/"
-"""`scales/NAME` is the factor (FP32, 0-d) of the tensor NAME, if that is stored in few bits."""
+"""`scales/NAME` is the factor (FP32) of the tensor NAME, if that is stored in few bits: 0-d, or a
+regular grid of factors, one for each part of the tensor."""
 _CHUNK_BYTES = 4 << 20
 
 
@@ -212,9 +213,10 @@ class Reader:
             reason = f"{name} is {stored} in the checkpoint and {tensor.dtype} in this run"
             raise CheckpointError(self.path, reason, _SAME_MODEL)
         wanted = Box(placement.offset, tuple(tensor.shape))
-        factor, covered = self._factor(name, tensor.dtype), 0
+        is_decoded, covered = self.dtype(name) != tensor.dtype, 0
         for file_name, piece in self._pieces_of(name):
             if overlap := piece.box.overlap(wanted):
+                factor = self.factor(name, overlap) if is_decoded else None
                 by_file.setdefault(file_name, []).append(_Copy(piece, placement, overlap, factor))
                 covered += overlap.volume
         assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
@@ -224,11 +226,19 @@ class Reader:
         is_stored_so = SCALES + name in self._pieces or self.dtype(name) == torch.bfloat16
         return dtype == torch.float32 and is_stored_so
 
-    def _factor(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the factor of a tensor that is decoded, or None."""
-        if self.dtype(name) == dtype or SCALES + name not in self._pieces:
+    def factor(self, name: str, box: Box) -> torch.Tensor | None:
+        """Return the factors of the elements in `box` of a tensor, in a shape that broadcasts.
+
+        None: the tensor has no factor.
+        """
+        if SCALES + name not in self._pieces:
             return None
-        return self.read(SCALES + name)
+        factors, shape = self.read(SCALES + name), self.global_shape(name)
+        for dim, cells in enumerate(factors.shape):  # 0-d: one factor for the whole tensor
+            if cells > 1:
+                places = torch.arange(box.offset[dim], box.offset[dim] + box.shape[dim])
+                factors = factors.index_select(dim, places * cells // shape[dim])
+        return factors
 
     def _copy(self, path: Path, copies: list[_Copy]) -> None:
         try:

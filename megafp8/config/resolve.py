@@ -320,6 +320,7 @@ def _storage(optim: Optim) -> StorageSpec:
         **formats,
         linears_only=optim.low_precision_moments_of == "linears",
         sums_in_fp32=optim.main_grads_sum_dtype == "fp32",
+        reduction=optim.fp8_grad_reduction,  # type: ignore[arg-type]  # validated
         stochastic_rounding=optim.stochastic_rounding,
     )
 

@@ -328,24 +328,10 @@ TOGETHER = (
     ),
     # --- FP8-LM: gradients, master weights and moments in few bits -----------------------------
     Row(
-        {LEVEL: FEW_BITS}, {"trainer.devices": above(1)},
-        f"{IN_FEW_BITS} one rank alone: gradients are not reduced in FP8 yet",
-        f"Use trainer.devices=1, or {NO_LEVEL}",
-    ),
-    Row(
-        {LEVEL: FEW_BITS}, {"trainer.num_nodes": above(1)},
-        f"{IN_FEW_BITS} one rank alone: gradients are not reduced in FP8 yet",
-        f"Use trainer.num_nodes=1, or {NO_LEVEL}",
-    ),
-    Row(
         {LEVEL: FEW_BITS}, {FSDP: True},
         f"{IN_FEW_BITS} whole tensors, and FSDP shards FP32 ones",
-        f"Leave it out, or {NO_LEVEL}",
-    ),
-    Row(
-        {LEVEL: FEW_BITS}, {OPTIMIZER: "distributed_fused_adam"},
-        f"{IN_FEW_BITS} whole tensors, and ZeRO-1 shards FP32 ones",
-        f"Use model.optim.name=adamw, or {NO_LEVEL}",
+        "Use model.optim.name=distributed_fused_adam, which shards the states in few bits "
+        f"(ZeRO-1), or {NO_LEVEL}",
     ),
     Row(
         {LEVEL: FEW_BITS}, {BACKEND: one_of("te", "torchao")},

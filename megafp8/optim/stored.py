@@ -7,7 +7,7 @@ or of the linears alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,13 +28,16 @@ from megafp8.optim.scaled_adam import (
 )
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.data import GradBucket, buckets_of
+from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs import OptimSpec, StorageSpec
+from megafp8.specs.optim import Fp8Reduction
 
 
 class StoredMasters(Masters):
-    """Hold master weights and gradients as a `StorageSpec` says, on one rank.
+    """Hold master weights and gradients as a `StorageSpec` says; each rank has whole tensors.
 
     If the master of a linear's weight has fewer bits than FP32, the rank keeps no second copy of
     that weight: the parameter's data are the master's stored bits, and the linear reads them
@@ -43,8 +46,12 @@ class StoredMasters(Masters):
 
         stored         the master weight of each segment, of FP32 ones too
         stored_grads   the gradient of each segment, of FP32 ones too
+        grad_of        the gradient of each parameter, as the backward pass fills it
+        scaled_groups  the gradients below FP32, in the buckets that ranks reduce them in
         own_weights    the parameters that are their own masters in few bits
         linears        the weights of linears
+
+    A tensor-parallel rank's part of a weight is a tensor with a scale of its own.
     """
 
     def __init__(
@@ -53,45 +60,100 @@ class StoredMasters(Masters):
         storage: StorageSpec,
         linears: Collection[nn.Parameter],
         stores: Mapping[nn.Parameter, Store] | None = None,
+        *,
+        data: Axis | None = None,
+        bucket_bytes: int = 125 << 20,
     ) -> None:
-        """Take the initial values of `params`; `linears` are the linears' weights among them."""
-        self.shards, self._stores = Axis("shards"), dict(stores or {})
-        self.params = list(params)
-        self.device = device = self.params[0].device
-        self.segments = [Segment(param, 0, param.numel()) for param in self.params]
-        self.linears = in_linears = frozenset(linears)
+        """Take the initial values of `params`; `linears` are the linears' weights among them.
+
+        `data` are the replicas that reduce gradients; `bucket_bytes` is a bucket's size in FP32.
+        """
+        self._stores, self.data = dict(stores or {}), data or Axis("data")
+        self.params, self.storage = list(params), storage
+        self.device = self.params[0].device
+        self.linears, self.bucket_size = frozenset(linears), bucket_bytes // 4
         self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
         self.stored: list[ScaledTensor] = []
         self.masters = []
-        for param in self.params:
-            name = storage.main_params if param in in_linears else "fp32"
-            self._take(param, storage if name != "fp32" else None)
-        in_fp8 = [p for p in self.params if p in in_linears and storage.main_grads != "fp32"]
-        plain = [param for param in self.params if param not in set(in_fp8)]
-        sizes = [param.numel() for param in plain]
-        self.flat_grad = torch.zeros(sum(sizes), device=device)
-        fmt, one = STORAGE_FORMATS[storage.main_grads], torch.ones((), device=device)
-        scales = torch.ones(len(in_fp8), device=device)
-        grads = {
-            param: ScaledTensor(view.view_as(param), one, STORAGE_FORMATS["fp32"])
-            for param, view in zip(plain, self.flat_grad.split(sizes), strict=True)
-        }
-        for param, scale in zip(in_fp8, scales.unbind(), strict=True):
-            payload = torch.zeros(param.shape, dtype=fmt.dtype, device=device)
-            grads[param] = ScaledTensor(payload, scale, fmt)
-        self.stored_grads = [grads[param] for param in self.params]
-        self.param_grads = self.grads = [stored.payload for stored in self.stored_grads]
-        self.own_grads = [self.flat_grad, scales]  # dividing a scale divides its gradient
-        self.replicated_grads = []
+        self.in_fp8 = [p for p in self.params if p in self.linears and storage.main_grads != "fp32"]
+        in_fp8 = frozenset(self.in_fp8)
+        self.plain = [param for param in self.params if param not in in_fp8]
+        self.plain.sort(key=lambda param: not pieces_of(param)[0].is_sharded)
+        self._lay_out()
+        sizes = [len(group.params) for group in self.scaled_groups]
+        self.factors = torch.full((sum(sizes),), self.data.size**-0.5, device=self.device)
+        self._factors_of = self.factors.split(sizes)
 
-    def _take(self, param: nn.Parameter, storage: StorageSpec | None) -> None:
-        """Append the master weight of `param`; `storage` None keeps it in FP32."""
+    def _lay_out(self) -> None:
+        """Make gradients and masters of everything."""
+        self.shards = Axis("shards")
+        self.segments = [Segment(param, 0, param.numel()) for param in self.params]
+        for param in self.params:
+            self._take(param)
+        sizes = [param.numel() for param in self.plain]
+        self.flat_grad = torch.zeros(sum(sizes), device=self.device)
+        one, fmt = torch.ones((), device=self.device), STORAGE_FORMATS["fp32"]
+        self.grad_of = {
+            param: ScaledTensor(view.view_as(param), one, fmt)
+            for param, view in zip(self.plain, self.flat_grad.split(sizes), strict=True)
+        }
+        in_fp8, size = STORAGE_FORMATS[self.storage.main_grads], self.data.size
+        self.scaled_groups = [
+            lay_out(group, in_fp8, self.device, size)
+            for group in groups_of(self.in_fp8, self.bucket_size)
+        ]
+        self._collect(self.scaled_groups)
+        whole = sum(p.numel() for p in self.plain if not pieces_of(p)[0].is_sharded)
+        self.replicated_grads = [self.flat_grad[self.flat_grad.numel() - whole :]]
+        # dividing a scale divides its gradient
+        self.own_grads = [self.flat_grad, *(group.scales for group in self.scaled_groups)]
+
+    def _collect(self, groups: Iterable[FlatGrads]) -> None:
+        """Take the gradients of `groups`, and list those of the segments."""
+        for group in groups:
+            self.grad_of |= dict(zip(group.params, group.grads, strict=True))
+        self.param_grads = [self.grad_of[param].payload for param in self.params]
+        self.stored_grads = [self.grad_of[segment.param] for segment in self.segments]
+        self.grads = [stored.payload for stored in self.stored_grads]
+
+    def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer; `in_fp8` says how FP8 ones are summed."""
+        return [
+            *buckets_of(self.flat_grad, self.plain, bucket_bytes),
+            *self.scaled_buckets(in_fp8),
+        ]
+
+    def scaled_buckets(self, in_fp8: Fp8Reduction, *, stays: bool = False) -> list[ExchangedBucket]:
+        """Return the buckets of the gradients below FP32."""
+        early = not self.storage.sums_in_fp32
+        if in_fp8 == "fp32":
+            return [ExchangedBucket(group, stays, early) for group in self.scaled_groups]
+        fixed = {"auto": self.data.size**-0.5, "pre": 1 / self.data.size, "post": 1.0}
+        self.factors.fill_(fixed[in_fp8])
+        return [
+            Fp8SumBucket(group, stays, early, factors=factors, adapts=in_fp8 == "auto")
+            for group, factors in zip(self.scaled_groups, self._factors_of, strict=True)
+        ]
+
+    @property
+    def factors_adapt(self) -> bool:
+        """Whether the factors of sums in FP8 change, and belong to the state of a run."""
+        return self.storage.reduction == "auto" and self.data.size > 1
+
+    def factor_of(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters with gradients below FP32, and the factor of each, a 0-d view."""
+        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
+            yield from zip(group.params, factors.unbind(), strict=True)
+
+    def _take(self, param: nn.Parameter) -> None:
+        """Append the master weight of `param`."""
+        name = self.storage.main_params if param in self.linears else "fp32"
         master = initial_master(param)
-        if storage is None:
+        if name == "fp32":
             one = torch.ones((), device=self.device)
             stored = ScaledTensor(master.detach(), one, STORAGE_FORMATS["fp32"])
         else:
-            stored = ScaledTensor.of(master.detach(), STORAGE_FORMATS[storage.main_params])
+            stored = ScaledTensor.of(master.detach(), STORAGE_FORMATS[name])
             if param in self._stores:
                 master = nn.Parameter(stored.payload)
             else:
@@ -102,30 +164,29 @@ class StoredMasters(Masters):
 
     def scaled_grads(self) -> Iterator[tuple[nn.Parameter, ScaledTensor]]:
         """Yield the parameters whose gradients are in few bits, with these."""
-        for param, stored in zip(self.params, self.stored_grads, strict=True):
-            if stored.fmt.name != "fp32":
-                yield param, stored
+        for param in self.in_fp8:
+            yield param, self.grad_of[param]
 
     def plain_grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters whose gradients are in FP32, with these."""
-        for param, stored in zip(self.params, self.stored_grads, strict=True):
-            if stored.fmt.name == "fp32":
-                yield param, stored.payload
+        for param in self.plain:
+            yield param, self.grad_of[param].payload
 
     def squared_norms(self) -> torch.Tensor:
-        """Return the squared L2 norm of each gradient, of its values, FP64 [segments]."""
-        plain = iter(torch_private.norms_of(grad for _, grad in self.plain_grads()))
+        """Return the squared L2 norm of each segment's gradient, of its values, FP64 [segments]."""
+        grads = self.stored_grads
+        plain = iter(torch_private.norms_of([g.payload for g in grads if g.fmt.name == "fp32"]))
         return torch.stack(
             [
                 next(plain).double().square() if g.fmt.name == "fp32" else g.sum_of_squares()
-                for g in self.stored_grads
+                for g in grads
             ]
         )
 
     def is_finite(self, param: nn.Parameter) -> bool:
         """Whether the gradient of `param` holds neither NaN nor infinity."""
-        both = zip(self.params, self.stored_grads, strict=True)
-        return all(bool(grad.values().isfinite().all()) for own, grad in both if own is param)
+        grad = self.grad_of.get(param)
+        return grad is None or bool(grad.values().isfinite().all())
 
     @contextmanager
     def lend_grads(self) -> Iterator[None]:
@@ -142,14 +203,19 @@ class StoredMasters(Masters):
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the weights that the model computes with, where these differ."""
-        rows = list(zip(self.params, self.masters, self.stored, strict=True))
-        pairs = [(p, m) for p, m, _ in rows if p is not m and p not in self._stores]
+        self._round_plain()
+        for segment, stored in zip(self.segments, self.stored, strict=True):
+            if store := self._stores.get(segment.param):
+                store(stored.values())
+
+    def _round_plain(self) -> None:
+        """Round FP32 masters into parameters that are neither FP32 nor FP8."""
+        both = zip(self.segments, self.masters, strict=True)
+        rows = [(segment.param, master) for segment, master in both]
+        pairs = [(p, m) for p, m in rows if p is not m and p not in self._stores]
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch_private.copy_all_(params, masters)
-        for param, _, stored in rows:
-            if store := self._stores.get(param):
-                store(stored.values())
 
 
 class StoredAdamW(AdamW):
@@ -245,3 +311,16 @@ class StoredAdamW(AdamW):
     def state_tensors(self, name: str) -> list[torch.Tensor]:
         """Return the moments' payloads in the order of the masters."""
         return [stored.payload for stored in self.stored_states(name)]
+
+
+def groups_of(params: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Return groups of consecutive parameters; each is full at `size` elements."""
+    groups: list[list[nn.Parameter]] = []
+    held = size
+    for param in params:
+        if held >= size:
+            groups.append([])
+            held = 0
+        groups[-1].append(param)
+        held += param.numel()
+    return groups

@@ -9,6 +9,7 @@ counted. Python objects that ranks exchange (`parallel/agreement.py`) are not co
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -125,6 +126,22 @@ class Axis:
         self.traffic.add(self.name, "all_gather", own)
         work = _all_gather(tensor, own, group=self.group, async_op=True)
         return Pending(tensor, (work,))
+
+    def start_all_to_all(self, tensor: torch.Tensor, parts: Sequence[int]) -> Pending:
+        """Start to send the next `parts[rank]` elements of a flat tensor to each rank.
+
+        The result [size, N] has in row r what rank r has sent to this rank: N is this rank's entry
+        of `parts`, which is the same on all ranks.
+        """
+        if self.size == 1:
+            return Pending(tensor[None])
+        self.traffic.add(self.name, "all_to_all", tensor)
+        own = parts[self.rank]
+        received = tensor.new_empty(self.size, own)
+        work = dist.all_to_all_single(
+            received.view(-1), tensor, [own] * self.size, list(parts), self.group, async_op=True
+        )
+        return Pending(received, (work,), sent=tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy the tensor of rank `source` of this axis to all its ranks, in place; return it."""

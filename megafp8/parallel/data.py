@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -14,9 +15,40 @@ from megafp8.precision.grad_sink import ComputeGrad, GradSink
 from megafp8.precision.scaling import Pending
 
 
+class GradBucket(Protocol):
+    """Holds gradients that are reduced together, in one step or in several.
+
+    All ranks call the methods at the same points of a step.
+    """
+
+    starts_early: bool  # whether gradients are complete as soon as the last of them was added
+
+    @property
+    def params(self) -> frozenset[nn.Parameter]:
+        """Return the parameters whose gradients are in the bucket."""
+        ...
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the reduction has been started and not ended."""
+        ...
+
+    def start(self, axis: Axis, dtype: torch.dtype) -> None:
+        """Start the reduction; FP32 gradients are sent in `dtype`."""
+        ...
+
+    def advance(self, axis: Axis) -> bool:
+        """Take the next step of a started reduction; return whether there are more."""
+        ...
+
+    def finish(self, axis: Axis) -> None:
+        """Take all steps that are left, and wait until the sums are in their place."""
+        ...
+
+
 @dataclass
 class Bucket:
-    """Holds the gradients of consecutive parameters, which are reduced together.
+    """Holds the FP32 gradients of consecutive parameters, which one operation reduces.
 
     If `is_scattered`, each rank gets only its own range of the sum, in place.
     """
@@ -24,7 +56,34 @@ class Bucket:
     gradient: torch.Tensor  # a view of the flat gradient buffer
     params: frozenset[nn.Parameter]
     is_scattered: bool = False
+    starts_early: bool = True
     reduced: Pending | None = field(default=None)  # the reduction that has been started
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the reduction has been started and not ended."""
+        return self.reduced is not None
+
+    def start(self, axis: Axis, dtype: torch.dtype) -> None:
+        """Start to sum the gradients over `axis`, in `dtype`."""
+        sent = self.gradient.to(dtype)  # no copy if the dtype is the same
+        if self.is_scattered:
+            self.reduced = axis.start_reduce_scatter_in_place(sent)
+        else:
+            self.reduced = axis.start_all_reduce_sum(sent)
+
+    def advance(self, axis: Axis) -> bool:
+        """Do nothing: there is one step, which `start` takes."""
+        return False
+
+    def finish(self, axis: Axis) -> None:
+        """Wait until the sums are in the buffer."""
+        assert self.reduced is not None
+        total = self.reduced.wait()
+        if total.dtype != self.gradient.dtype:
+            mine = axis.own_part(self.gradient)
+            (mine if self.is_scattered else self.gradient).copy_(total)
+        self.reduced = None
 
 
 @dataclass(frozen=True)
@@ -50,15 +109,16 @@ class GradReducer:
         BF16 halves the bytes that are sent and rounds each addend.
         """
         self.axis, self.dtype = axis, dtype
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self.buckets: list[GradBucket] = []
+        self._bucket_of: dict[nn.Parameter, GradBucket] = {}
         self._plans: dict[int, _Plan] = {}  # the plan for each number of microbatches
         self._num_microbatches = 0
         self._seen: list[nn.Parameter] = []  # this step's gradients, while there is no plan
         self._missing: dict[int, int] = {}  # the gradients that a bucket still waits for
-        self._order: list[Bucket] = []  # buckets to reduce, the last one first
+        self._order: list[GradBucket] = []  # buckets to reduce, the last one first
+        self._under_way: list[GradBucket] = []  # started ones that have steps left
 
-    def attach(self, buckets: Sequence[Bucket]) -> None:
+    def attach(self, buckets: Sequence[GradBucket]) -> None:
         """Take the buckets that are reduced from now on; call it once, before the first step."""
         assert not self.buckets, "buckets are attached already"
         self.buckets = list(buckets)
@@ -82,7 +142,7 @@ class GradReducer:
             self._seen.append(param)
             return
         bucket = self._bucket_of[param]
-        assert bucket.reduced is None, "a gradient came after its bucket was reduced"
+        assert not bucket.has_started, "a gradient came after its bucket was reduced"
         self._missing[id(bucket)] -= 1
         while self._order and self._missing[id(self._order[-1])] == 0:
             self._start(self._order.pop())
@@ -92,31 +152,31 @@ class GradReducer:
         if self._num_microbatches not in self._plans:
             self._plans[self._num_microbatches] = self._plan()
         for bucket in self.buckets:
-            if bucket.reduced is None:
+            if not bucket.has_started:
                 self._start(bucket)
+        while self._under_way:
+            self._advance()
         for bucket in self.buckets:
-            assert bucket.reduced is not None
-            total = bucket.reduced.wait()
-            if total.dtype != bucket.gradient.dtype:
-                mine = self.axis.own_part(bucket.gradient)
-                (mine if bucket.is_scattered else bucket.gradient).copy_(total)
-            bucket.reduced = None
+            bucket.finish(self.axis)
 
     def _plan(self) -> _Plan:
         """Return the plan that follows from the gradients of this step, in their order."""
         counts = Counter(self._seen)
         last = {param: number for number, param in enumerate(self._seen)}
         # A bucket whose parameter gets no gradient is zeroed and reduced at the end.
-        full = [i for i, b in enumerate(self.buckets) if all(counts[p] for p in b.params)]
+        early = [(i, b) for i, b in enumerate(self.buckets) if b.starts_early]
+        full = [i for i, b in early if all(counts[p] for p in b.params)]
         order = sorted(full, key=lambda i: max(last[p] for p in self.buckets[i].params))
         return _Plan(order, {id(b): sum(counts[p] for p in b.params) for b in self.buckets})
 
-    def _start(self, bucket: Bucket) -> None:
-        sent = bucket.gradient.to(self.dtype)  # no copy if the dtype is the same
-        if bucket.is_scattered:
-            bucket.reduced = self.axis.start_reduce_scatter_in_place(sent)
-        else:
-            bucket.reduced = self.axis.start_all_reduce_sum(sent)
+    def _start(self, bucket: GradBucket) -> None:
+        """Start a bucket's reduction; those under way take their next step first."""
+        self._advance()
+        bucket.start(self.axis, self.dtype)
+        self._under_way.append(bucket)
+
+    def _advance(self) -> None:
+        self._under_way = [bucket for bucket in self._under_way if bucket.advance(self.axis)]
 
     def _note(self, param: torch.Tensor) -> None:
         assert isinstance(param, nn.Parameter)

@@ -18,6 +18,7 @@ from megafp8.plan.shape import (
     Linear,
     Parameter,
     compute_itemsize,
+    deal_whole,
     layers_of,
     linears_of_layer,
     num_stages,
@@ -28,7 +29,7 @@ from megafp8.plan.shape import (
     tokens_of,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.optim import ITEM_BYTES, StorageSpec
+from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.precision import BLOCK
 
 ALIGNMENT = 64
@@ -136,6 +137,9 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
             gradients=FP32 * own,
             scaling=scaling,
         )
+    storage = spec.optim.storage
+    if not storage.is_plain:
+        return _stored_bytes(spec, params, scaling)
     if spec.optim.shards_states:
         padded = sum(_rounded_up(param.elements, ALIGNMENT) for param in params)
         own = sum(
@@ -148,9 +152,6 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
             gradients=FP32 * padded,
             scaling=scaling,
         )
-    storage = spec.optim.storage
-    if not storage.is_plain:
-        return _stored_bytes(storage, params, scaling)
     return HeldBytes(
         weights=weights,
         masters=sum(FP32 * param.elements for param in params if param.itemsize != FP32),
@@ -160,13 +161,18 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
     )
 
 
-def _stored_bytes(storage: StorageSpec, params: Sequence[Parameter], scaling: int) -> HeldBytes:
+def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> HeldBytes:
     """Return what is held where gradients, masters or moments have few bits (FP8-LM).
 
-    A linear's weight in FP16 or BF16 is its own master; one in FP8 has a master beside it.
+    A linear's weight in FP16 or BF16 is its own master; one in FP8 has a master beside it. Where
+    ranks own whole tensors (ZeRO), it is what the rank with most has.
     """
-    weights = masters = gradients = moments = 0
-    for param in params:
+    storage = spec.optim.storage
+    ranks = spec.parallel.dp * spec.parallel.cp if spec.optim.shards_states else 1
+    owners = deal_whole(params, ranks)
+    weights = gradients = 0
+    masters, moments = [0] * ranks, [0] * ranks
+    for param, owner in zip(params, owners, strict=True):
         is_stored = param.is_linear and storage.main_params != "fp32"
         itemsize = ITEM_BYTES[storage.main_params]
         if is_stored and param.itemsize > 1:
@@ -174,7 +180,7 @@ def _stored_bytes(storage: StorageSpec, params: Sequence[Parameter], scaling: in
         else:
             weights += param.elements * param.itemsize
             if param.itemsize != FP32:
-                masters += param.elements * (itemsize if is_stored else FP32)
+                masters[owner] += param.elements * (itemsize if is_stored else FP32)
         in_few_bits = param.is_linear and not storage.sums_in_fp32
         if in_few_bits and storage.main_grads != "fp32":
             gradients += param.elements * ITEM_BYTES[storage.main_grads] + FP32  # and the scale
@@ -182,9 +188,14 @@ def _stored_bytes(storage: StorageSpec, params: Sequence[Parameter], scaling: in
             gradients += param.elements * FP32
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
-            moments += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
+            moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
+    most = max(range(ranks), key=lambda rank: masters[rank] + moments[rank])
     return HeldBytes(
-        weights=weights, masters=masters, moments=moments, gradients=gradients, scaling=scaling
+        weights=weights,
+        masters=masters[most],
+        moments=moments[most],
+        gradients=gradients,
+        scaling=scaling,
     )
 
 

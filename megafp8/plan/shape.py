@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.parallel import owners_of
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 FP32 = 4
@@ -189,3 +190,14 @@ def layers_with_recomputation(spec: RunSpec, granularity: str) -> float:
         return 1.0
     stages = (len(layers_of(spec, stage)) for stage in range(num_stages(spec)))
     return sum(min(recompute.num_layers, layers) for layers in stages) / spec.model.num_layers
+
+
+def deal_whole(params: Sequence[Parameter], ranks: int) -> list[int]:
+    """Return the rank that owns each parameter under FP8-LM's ZeRO: linears first, by size."""
+    held, owners = [0] * ranks, [0] * len(params)
+    for kind in (True, False):
+        rows = [row for row, param in enumerate(params) if param.is_linear == kind]
+        dealt = owners_of([params[row].elements for row in rows], held)
+        for row, owner in zip(rows, dealt, strict=True):
+            owners[row] = owner
+    return owners

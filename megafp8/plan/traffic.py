@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from megafp8.plan.shape import (
     Linear,
     RankShape,
     compute_itemsize,
+    deal_whole,
     linears_of_layer,
     rank_shape,
     recomputed_fraction,
@@ -27,7 +28,7 @@ from megafp8.plan.shape import (
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]
 AxisName = Literal["tp", "cp", "data", "pp", "tied", "amax"]
 
 
@@ -51,7 +52,9 @@ class Message:
         return {
             "all_reduce": 2 * self.handed * others / self.num_ranks,
             "reduce_scatter": self.handed * others / self.num_ranks,
+            "all_to_all": self.handed * others / self.num_ranks,
             "all_gather": float(self.handed * others),
+            "broadcast": self.handed * others / self.num_ranks,  # each rank's share of all of them
             "send": float(self.handed),
         }[self.operation]
 
@@ -189,12 +192,56 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield from _fsdp(spec, shape, elements)
         return
     itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
-    if spec.optim.shards_states:
+    if not spec.optim.storage.is_plain:
+        yield from _stored(spec, shape, itemsize, message)
+    elif spec.optim.shards_states:
         weights = sum(param.elements * param.itemsize for param in params) / replicas
         yield message("reduce_scatter", "gradients", elements * itemsize, replicas)
         yield message("all_gather", "updated weights", weights, replicas)
     else:
         yield message("all_reduce", "gradients", elements * itemsize, replicas)
+
+
+def _stored(
+    spec: RunSpec,
+    shape: RankShape,
+    itemsize: int,
+    message: Callable[[Operation, str, float, int], Message],
+) -> Iterator[Message]:
+    """Return FP8-LM's messages, with the scalars of each tensor's scale."""
+    replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
+    linears = [param for param in shape.params if param.is_linear]
+    scalars = FP32 * len(linears)
+    in_fp8 = sum(param.elements for param in linears) if storage.main_grads != "fp32" else 0
+    plain = sum(param.elements for param in shape.params) - in_fp8
+    if in_fp8:
+        yield message("all_to_all", "gradients in FP8", in_fp8, replicas)
+        if storage.reduction == "fp32":
+            yield message("all_gather", "scales of gradients", scalars, replicas)
+        else:
+            yield message("all_reduce", "scales of gradients", scalars, replicas)
+            yield message("all_reduce", "counts of saturated gradients", scalars, replicas)
+    if not spec.optim.shards_states:
+        if in_fp8:
+            yield message("all_gather", "summed gradients in FP8", in_fp8 / replicas, replicas)
+            if storage.reduction == "fp32":
+                yield message("all_reduce", "amaxes of gradients", scalars, replicas)
+        yield message("all_reduce", "gradients", plain * itemsize, replicas)
+        return
+    yield message("all_to_all", "gradients", plain * itemsize, replicas)
+    held, counts = [0] * replicas, [0] * replicas
+    for param, owner in zip(shape.params, deal_whole(shape.params, replicas), strict=True):
+        held[owner] += param.elements * param.is_linear
+        counts[owner] += param.is_linear
+    size = next((param.itemsize for param in linears), 0)
+    if size == 1:
+        yield message("all_reduce", "amaxes of weights in FP8", scalars, replicas)
+    elif storage.main_params != "fp32":  # a weight is its own master
+        size = ITEM_BYTES[storage.main_params]
+        yield message("all_gather", "scales of weights", FP32 * max(counts), replicas)
+    yield message("all_gather", "updated weights of linears", max(held) * size, replicas)
+    rest = sum(param.elements * param.itemsize for param in shape.params if not param.is_linear)
+    yield message("broadcast", "updated weights of the rest", rest, replicas)
 
 
 def _fsdp(spec: RunSpec, shape: RankShape, elements: int) -> Iterator[Message]:

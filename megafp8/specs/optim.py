@@ -24,6 +24,9 @@ class ScheduleSpec:
 StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
 """In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
 
+Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
+"""How gradients in FP8 are summed over replicas: in FP32, or in FP8 after one of three factors."""
+
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
 ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
@@ -44,6 +47,7 @@ class StorageSpec:
     exp_avg_sq: StorageName = "fp32"
     linears_only: bool = False
     sums_in_fp32: bool = False  # gradients are summed in FP32 over a step and quantized once
+    reduction: Fp8Reduction = "fp32"
     stochastic_rounding: bool = False  # of master weights and moments below FP32
 
     @property

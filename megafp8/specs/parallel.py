@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,3 +96,19 @@ class ParallelSpec:
     def dp(self) -> int:
         """Return the number of data-parallel ranks."""
         return self.world_size // (self.tp * self.cp * self.pp)
+
+
+def owners_of(sizes: Sequence[int], held: list[int], first: Collection[int] = ()) -> list[int]:
+    """Return the rank that owns each tensor, by the tensors' sizes (FP8-LM's Algorithm 1).
+
+    The largest tensor goes to the rank that owns the fewest elements, then the next one; of equals
+    the one of the lower index comes first. The tensors `first` go to rank 0 before that. `held` is
+    what each rank owns already, and is raised.
+    """
+    owners = [0] * len(sizes)
+    order = sorted(range(len(sizes)), key=lambda index: (index not in first, -sizes[index], index))
+    for index in order:
+        owner = 0 if index in first else held.index(min(held))
+        owners[index] = owner
+        held[owner] += sizes[index]
+    return owners

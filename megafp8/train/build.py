@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from megafp8.backends import choose
 from megafp8.backends.te import weights as te_weights
@@ -14,8 +16,9 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.stored import StoredAdamW, StoredMasters
+from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.optim.zero import Fp8Weights, OwnFp8Weights, ShardedMasters
-from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
+from megafp8.parallel.data import GradBucket, GradReducer, NotingSink, buckets_of
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
@@ -127,8 +130,9 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Master
     if parallel.fsdp is not None:
         assert isinstance(model, GPT), "pipelines are refused"
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
+    elif not spec.optim.storage.is_plain:
+        masters = make_stored_masters(spec, mesh, model, in_fp8)
     elif spec.optim.shards_states:
-        tied = model.tied_copy() if isinstance(model, PipelinedGPT) else None
         fp8: Fp8Weights = OwnFp8Weights(in_fp8)
         if spec.precision.backend == "te":
             fp8 = te_weights.TeFp8Weights(model)
@@ -137,20 +141,41 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Master
             fp8,
             mesh.data,
             bucket_bytes=parallel.grad_bucket_bytes,
-            alone=[] if tied is None else [tied],
+            alone=tied_of(model),
         )
     else:
-        stores = {weight: form.store for weight, form in in_fp8.items()} | te_weights.stores_of(
-            model
-        )
-        storage = spec.optim.storage
-        if storage.is_plain:
-            masters = Masters(model.parameters(), stores)
-        else:
-            weights = [linear.weight for linear in linears_of(model)]
-            masters = StoredMasters(model.parameters(), storage, weights, stores)
-            read_stored_weights(model, masters, DTYPES[spec.precision.compute])
+        stores = {weight: form.store for weight, form in in_fp8.items()}
+        masters = Masters(model.parameters(), stores | te_weights.stores_of(model))
     masters.write_back()  # fills weights that are kept in FP8; others do not change
+    return masters
+
+
+def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
+    """Return the embedding that another pipeline stage has a copy of, if there is one."""
+    tied = model.tied_copy() if isinstance(model, PipelinedGPT) else None
+    return [] if tied is None else [tied]
+
+
+def make_stored_masters(
+    spec: RunSpec,
+    mesh: Mesh,
+    model: GPT | PipelinedGPT,
+    in_fp8: Mapping[nn.Parameter, StoredFp8],
+) -> StoredMasters:
+    """Return master weights in the formats of `spec.optim.storage`, whole or those of a rank."""
+    storage, size = spec.optim.storage, spec.parallel.grad_bucket_bytes
+    weights = [linear.weight for linear in linears_of(model)]
+    params = list(model.parameters())
+    masters: StoredMasters
+    if spec.optim.shards_states:
+        first = tied_of(model)
+        masters = ShardedStoredMasters(
+            params, storage, weights, in_fp8, mesh.data, bucket_bytes=size, first=first
+        )
+    else:
+        stores = {weight: form.store for weight, form in in_fp8.items()}
+        masters = StoredMasters(params, storage, weights, stores, data=mesh.data, bucket_bytes=size)
+    read_stored_weights(model, masters, DTYPES[spec.precision.compute])
     return masters
 
 
@@ -179,11 +204,16 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     elif spec.parallel.fsdp is None:
         sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
     if sinks.reducer is not None:
-        sinks.reducer.attach(
-            masters.reducer_buckets()
-            if isinstance(masters, ShardedMasters)
-            else buckets_of(masters.flat_grad, masters.params, spec.parallel.grad_bucket_bytes)
-        )
+        size = spec.parallel.grad_bucket_bytes
+        buckets: Sequence[GradBucket]
+        if isinstance(masters, StoredMasters):
+            in_fp8 = spec.optim.storage.reduction
+            buckets = masters.reducer_buckets(in_fp8=in_fp8, bucket_bytes=size)
+        elif isinstance(masters, ShardedMasters):
+            buckets = masters.reducer_buckets()
+        else:
+            buckets = buckets_of(masters.flat_grad, masters.params, size)
+        sinks.reducer.attach(buckets)
 
 
 def make_pipeline(

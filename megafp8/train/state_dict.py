@@ -2,7 +2,9 @@
 
     model/<name>                     FP32 master weights, logical tensors
     optimizer/<state>/<name>         AdamW's moments
-    scales/<any of both>             the factor of a tensor that is stored in few bits, FP32
+    scales/<any of both>             the factor of a tensor that is stored in few bits, FP32; a grid
+                                     of factors where tensor-parallel ranks hold parts of it
+    reduction/factor/<name>          the factor of FP8-LM's sum of a gradient in FP8, like a scale
     scaling/<direction>/<field>/<tensor>[/shards]
     rng/torch                        torch's default generator (our own generators have no state)
 
@@ -29,7 +31,7 @@ from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import Mesh
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import ScalingState
-from megafp8.specs.geometry import boxes_of_run
+from megafp8.specs.geometry import Box, boxes_of_run
 from megafp8.train.state import TrainState
 
 
@@ -62,6 +64,7 @@ def placements_of(
 
 
 Notify = Callable[[str], None]
+FACTORS = "reduction/factor/"
 
 
 def placements(state: TrainState) -> Iterator[Placement]:
@@ -80,9 +83,24 @@ def _passing_placements(state: TrainState) -> Iterator[Placement]:
     """Yield the placements of tensors that training replaces: FP8 scaling and torch's RNG."""
     if isinstance(state.scaling, ScalingState):
         yield from _scaling_placements(state)
+    yield from _factor_placements(state)
     if state.mesh.is_main:
         rng = torch.get_rng_state()
         yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
+
+
+def _factor_placements(state: TrainState) -> Iterator[Placement]:
+    """Yield the placements of the factors of sums in FP8, where these adapt to the gradients.
+
+    They are the same on all replicas.
+    """
+    masters = state.masters
+    if not isinstance(masters, StoredMasters) or not masters.factors_adapt:
+        return
+    for param, factor in masters.factor_of():
+        whole = Segment(param, 0, param.numel())
+        for piece in placements_of(FACTORS, whole, param, state.mesh, num_shards=1):
+            yield _scalar_of(piece.name, piece, factor)
 
 
 class RepeatedPlacements:
@@ -121,6 +139,8 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
         _load_scaling(reader, state, notify)
         if isinstance(state.scaling, TeScaling):
             state.scaling.push()
+    for line in _load_factors(reader, state):
+        notify(line)
     if "rng/torch" in reader.names():
         torch.set_rng_state(reader.read("rng/torch"))
     meta = reader.meta
@@ -180,8 +200,22 @@ def _pieces_of_segment(
     for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
         yield placement
         if isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
-            name, scale = SCALES + placement.name, tensor.dequant_scale
-            yield Placement(name, (), (), scale, placement.replica)
+            yield _scalar_of(SCALES + placement.name, placement, tensor.dequant_scale)
+
+
+def _scalar_of(name: str, piece: Placement, scalar: torch.Tensor) -> Placement:
+    """Return the placement of a scalar that belongs to a piece of a tensor.
+
+    The scalars of the pieces are a grid, as the pieces are; that of a whole tensor is 0-d. Pieces
+    of tensor-parallel ranks have one shape, so the grid is regular.
+    """
+    shape, whole = piece.tensor.shape, piece.global_shape
+    assert all(size % part == 0 for size, part in zip(whole, shape, strict=True)), piece.name
+    grid = tuple(size // part for size, part in zip(whole, shape, strict=True))
+    if grid == (1,) * len(grid):
+        return Placement(name, (), (), scalar, piece.replica)
+    place = tuple(at // part for at, part in zip(piece.offset, shape, strict=True))
+    return Placement(name, grid, place, scalar.view((1,) * len(grid)), piece.replica)
 
 
 def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[str]:
@@ -195,11 +229,12 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
     for prefix, tensors in states:
         for segment, tensor in zip(state.masters.segments, tensors, strict=True):
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
-            is_fp32 = not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32"
-            if is_fp32 or _is_stored_so(reader, pieces):
+            if not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32":
                 same += pieces
+            elif (factor := _common_factor(reader, pieces)) is not None:
+                same += [piece for piece in pieces if not piece.name.startswith(SCALES)]
+                tensor.dequant_scale.copy_(factor)
             else:
-                assert isinstance(tensor, ScaledTensor)
                 others.append((prefix, segment, tensor))
     reader.load_into(same)
     converted: dict[tuple[str, str, str], float] = {}
@@ -219,16 +254,39 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
         )
 
 
-def _is_stored_so(reader: Reader, pieces: Sequence[Placement]) -> bool:
-    """Whether the checkpoint has these pieces of one tensor in its format, with one scale."""
-    names = set(reader.names())
-    scales = [p.name for p in pieces if p.name.startswith(SCALES)]
-    if not all(name in names for name in scales):
-        return False
-    factors = {reader.read(name).item() for name in scales}
-    return len(factors) <= 1 and all(
-        reader.dtype(piece.name) == piece.tensor.dtype for piece in pieces
-    )
+def _common_factor(reader: Reader, pieces: Sequence[Placement]) -> torch.Tensor | None:
+    """Return the one factor (0-d) with which the checkpoint has these pieces of one tensor.
+
+    None: they have another format there, or several factors, since ranks that held less of the
+    tensor stored them.
+    """
+    factors = []
+    for piece in pieces:
+        if piece.name.startswith(SCALES):
+            continue
+        if reader.dtype(piece.name) != piece.tensor.dtype:
+            return None
+        factor = reader.factor(piece.name, Box(piece.offset, tuple(piece.tensor.shape)))
+        factors.append(torch.ones(1) if factor is None else factor.flatten())
+    found = torch.cat(factors).unique()
+    return found[0] if len(found) == 1 else None
+
+
+def _load_factors(reader: Reader, state: TrainState) -> Iterator[str]:
+    """Load the factors of sums in FP8, and yield a message where the checkpoint has others.
+
+    Where it has several for what is one tensor here, the smallest is taken.
+    """
+    own, stored = list(_factor_placements(state)), set(reader.names())
+    same = [p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape]
+    reader.load_into(same)
+    loaded = {placement.name for placement in same}
+    for placement in own:
+        if placement.name in stored - loaded:
+            placement.tensor.fill_(reader.read(placement.name).min())
+    missing = sum(placement.name not in stored for placement in own)
+    if missing:
+        yield f"{missing} gradients summed in FP8 begin with the factor 1/sqrt(ranks)"
 
 
 def _scaling_placements(state: TrainState) -> Iterator[Placement]:

@@ -47,6 +47,7 @@ VALUES: dict[str, Any] = {
     "model.optim.grad_sync_dtype": "bf16",
     "model.optim.low_precision_moments_of": "linears",
     "model.optim.main_grads_sum_dtype": "fp32",
+    "model.optim.fp8_grad_reduction": "auto",
     "model.optim.sched.constant_ratio": 0.5,
     "model.optim.sched.hold_ratio": 0.5,
     "model.data.index_mapping_dir": "elsewhere",

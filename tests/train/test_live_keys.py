@@ -187,6 +187,9 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.low_precision_moments_of": Trains("linears", ("model.optim.exp_avg_dtype=fp8",)),
     "model.optim.main_grads_sum_dtype": Trains("fp32", ("model.optim.main_grads_dtype=fp8",)),
     "model.optim.stochastic_rounding": Trains(True, ("model.optim.exp_avg_dtype=fp8",)),
+    "model.optim.fp8_grad_reduction": ShownBy(
+        "tests/optim/test_stored_ranks.py::test_two_ranks_sum_as_one_process"
+    ),
     "model.optim.grad_sync_dtype": ShownBy(
         "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
     ),

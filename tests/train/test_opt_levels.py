@@ -117,9 +117,9 @@ def test_the_start_says_what_is_stored_how(place: Place) -> None:
     ("flags", "key"),
     [
         ([f"{LEVEL}=O2", "model.fp8=False"], LEVEL),
-        ([f"{LEVEL}=O1", "trainer.devices=2"], "trainer.devices=2"),
+        ([f"{LEVEL}=O1", "model.optim.fp8_grad_reduction=auto"], "fp8_grad_reduction=auto"),
         ([f"{LEVEL}=O2", "model.fsdp=True"], "model.fsdp=True"),
-        ([f"{LEVEL}=O2", "model.optim.name=distributed_fused_adam"], "model.optim.name"),
+        ([f"{LEVEL}=O2", "model.fp8_backend=torchao"], "model.fp8_backend=torchao"),
         ([f"{LEVEL}=O2", "model.fp8_params=True"], "model.fp8_params=True"),
         ([f"{LEVEL}=O3", "model.fp8_recipe=rowwise"], f"{LEVEL}=O3"),
         ([f"{LEVEL}=O2", "trainer.gradient_clip_algorithm=value"], "gradient_clip_algorithm"),

@@ -59,6 +59,17 @@ SUMMED = Need(
 )
 """The need for ranks whose gradients are summed."""
 
+SUMMED_IN_FP8 = Need(
+    "model.optim.main_grads_dtype",
+    "gradients in FP8 (model.optim.main_grads_dtype=fp8, or a level) and several data- or "
+    "context-parallel ranks",
+    lambda v: (
+        storage_of(v)["main_grads"] != "fp32" and ranks_beside(v, *SIZES_WITHOUT_CONTEXT) != 1
+    ),
+    "Leave it out; one rank sums no gradients, and FP32 ones go by model.optim.grad_sync_dtype",
+)
+"""The need for ranks that sum gradients in FP8."""
+
 
 @dataclass
 class Sched:
@@ -253,6 +264,17 @@ class Optim:
         kind="layout",
         valid=one_of("fp8", "fp32"),
         needs=_stores("main_grads"),
+    )
+    fp8_grad_reduction: str = key(
+        "fp32",
+        "How gradients in FP8 are summed over replicas; ranks send bytes in any case. `fp32`: each "
+        "rank adds up its part in FP32, and the sum is quantized once. The others add in FP8, "
+        "rounding after each rank, as FP8-LM does, from a scale that the ranks share times a "
+        "factor: `auto` adapts it for each tensor to how many values saturate, `pre` is 1/ranks, "
+        "`post` is 1.",
+        kind="layout",
+        valid=one_of("fp32", "auto", "pre", "post"),
+        needs=SUMMED_IN_FP8,
     )
     stochastic_rounding: bool = key(
         False,

@@ -16,6 +16,7 @@ from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
 from megafp8.optim.stored import StoredMasters
+from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
@@ -124,6 +125,8 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     if fsdp is None and not spec.optim.shards_states:
         return []
     held = bytes_of(state)
+    if isinstance(state.masters, ShardedStoredMasters):
+        return [_shares_of_stored(state.masters, held)]
     whole = 12 * sum(param.numel() for param in state.masters.params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
     kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
@@ -132,6 +135,17 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
         f"{name} over {plural(state.masters.shards.size, 'rank')}: this one keeps {kept} of FP32 "
         f"weights and moments, {gradients}"
     ]
+
+
+def _shares_of_stored(masters: ShardedStoredMasters, held: StateBytes) -> str:
+    own = sum(segment.param.numel() for segment in masters.segments)
+    whole = sum(param.numel() for param in masters.params)
+    return (
+        f"ZeRO-1 over {plural(masters.shards.size, 'rank')}, whole tensors by size: this one owns "
+        f"{len(masters.segments)} of {plural(len(masters.params), 'tensor')}, {own / whole:.1%} of "
+        f"the elements ({held.moments / 2**20:.1f} MiB of moments); padding adds "
+        f"{masters.padding:.1%} to the weights"
+    )
 
 
 def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
@@ -144,9 +158,9 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
         return []
     total = num_params = 0
     moments = [state.optimizer.state_tensors(name) for name in STATES]
-    for row, param in enumerate(masters.params):
-        if param in masters.linears:
-            held = [param, masters.masters[row], masters.param_grads[row]]
+    for row, segment in enumerate(masters.segments):
+        if (param := segment.param) in masters.linears:
+            held = [param, masters.masters[row], masters.grad_of[param].payload]
             total += storage_bytes_of_views([*held, *(each[row] for each in moments)])
             num_params += param.numel()
     grads = f"gradients of linears in {storage.main_grads}"
@@ -157,6 +171,13 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
         f"first moments{whose} in {storage.exp_avg}, second in {storage.exp_avg_sq}"
     )
     line += ", rounded stochastically" if storage.stochastic_rounding else ""
+    if masters.data.size > 1 and storage.main_grads != "fp32":
+        how = {"fp32": "in FP32, sent as bytes"}.get(
+            storage.reduction, f"in FP8, factor {storage.reduction}"
+        )
+        line += f"; summed over {plural(masters.data.size, 'rank')} {how}"
+    if not num_params:  # other ranks own all linears
+        return [line]
     return [f"{line}: {total / num_params:.1f} bytes a parameter of the linears"]
 
 
