@@ -101,7 +101,7 @@ class WandbTracker:
             dir=str(directory),
             id=run_id,
             resume="allow",
-            config=strict(dict(config or {})),
+            config={key: strict(item) for key, item in (config or {}).items()},
         )
         id_file.write_text(f"{self._run.id}\n")
         self._run.define_metric(self.STEP_KEY)
