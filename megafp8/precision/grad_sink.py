@@ -106,6 +106,7 @@ class MainGradSink:
     def __init__(self) -> None:
         self.main_grads: dict[nn.Parameter, torch.Tensor] = {}
         self._untouched: set[nn.Parameter] = set()
+        self._zeroed: list[torch.Tensor] = []
 
     def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Start collecting for these parameters; each FP32 tensor has its parameter's shape."""
@@ -116,6 +117,19 @@ class MainGradSink:
     def begin_step(self) -> None:
         """Begin a step: the next gradient of each parameter overwrites."""
         self._untouched = set(self.main_grads)
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+
+    def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
+        """Let a library's products add the gradients of these parameters to their sums.
+
+        It finds a sum as the parameter's `main_grad`, which is zero when a step begins. Each
+        gradient is announced by `add`, with a function that returns the sum itself.
+        """
+        for param in params:
+            total = self.main_grads[param]
+            param.main_grad = total  # type: ignore[attr-defined]
+            self._zeroed.append(total)
 
     def end_step(self) -> None:
         """End a step: zero the gradients of parameters that got none in it."""

@@ -47,6 +47,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         compiled = compile_layers(model, mesh.device, is_sharded=spec.parallel.fsdp is not None)
     masters = make_masters(spec, mesh, model)
     connect_gradients(spec, sinks, masters)
+    if spec.precision.backend == "te":
+        te_weights.sum_in_products(model, sinks.main)
     scale = spec.precision.loss_scale
     return TrainState(
         model=model,

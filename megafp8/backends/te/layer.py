@@ -16,6 +16,7 @@ from megafp8.backends.te.state import TeRegion
 from megafp8.models.attention import AttentionContext
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
+from megafp8.precision.grad_sink import GradSum
 from megafp8.specs.precision import GEMMS, GemmName, PlannedGemms
 
 
@@ -41,6 +42,8 @@ class TeLayer(nn.Module):
         self.count_attention_flops = parts.count_attention_flops
         self.products = observe_products(region.names.extension)
         self.gathered: dict[str, Any] = {}  # with FSDP, what casts each of its FP8 weights
+        self.sink = parts.sink
+        self.summed_in_products: list[nn.Parameter] = []
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Return the layer's output: [B, S, D] -> [B, S, D].
@@ -55,6 +58,7 @@ class TeLayer(nn.Module):
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )
         self.products.counter = self.counter
+        self._announce_gradients(x_BSD)
         with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
             out_BSD = self._run(x_BSD, self._arguments(context))
         self._count_attention(x_BSD, out_BSD, is_recomputed=context.recompute_attention)
@@ -95,6 +99,21 @@ class TeLayer(nn.Module):
         else:
             yield
 
+    def _announce_gradients(self, x_BSD: torch.Tensor) -> None:
+        """Tell the sink of the weights' gradients when the layer's backward pass is done.
+
+        The products have added them to the sums by then, and autograd gets none. A recomputation
+        belongs to a forward pass that has announced them already.
+        """
+        if not self.summed_in_products or self.region.is_again or not x_BSD.requires_grad:
+            return
+
+        def end_backward(grad: torch.Tensor) -> None:
+            for weight in self.summed_in_products:
+                self.sink.add(weight, _sum_itself)
+
+        x_BSD.register_hook(end_backward)
+
     def planned(self) -> PlannedGemms:
         """Return what the layer's four linears will run, as one entry."""
         spec = self.spec
@@ -124,6 +143,11 @@ class TeLayer(nn.Module):
                 self.count_attention_flops((3 if is_recomputed else 2) * causal)
 
             out_BSD.register_hook(begin_backward)
+
+
+def _sum_itself(into: GradSum | None) -> torch.Tensor:
+    assert into is not None, "products add to FP32 sums alone"
+    return into.total
 
 
 class HeadDropout:

@@ -130,6 +130,14 @@ class TransformerEngineParts(NativeParts):
         slopes = alibi_slopes(self.spec.num_attention_heads)[self.local_heads()]
         return torch.tensor(slopes, dtype=torch.float32, device=self.device)
 
+    @property
+    def sums_in_products(self) -> bool:
+        """Whether products add the gradients of weights to FP32 sums, instead of autograd.
+
+        FSDP has no such sums, and a dry run has no values to add.
+        """
+        return not self.gathers_weights and self.device.type != "meta"
+
     def recomputed(self, function: Callable[..., Any], *args: Any) -> torch.Tensor:
         """Return `function(*args)`; backward recomputes its activations instead of keeping them.
 
@@ -172,6 +180,8 @@ class TransformerEngineParts(NativeParts):
                 self.te_scaling.register(gemm, index)
         slopes = self.alibi_slopes
         made = TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
+        if self.sums_in_products:
+            made.summed_in_products = [layer.get_parameter(path) for path in self._weights(layer)]
         if weights_in_fp8 and self.gathers_weights:
             made.gathered = to_be_gathered(layer, self._weights(layer), names, self.dtype)
         return made
@@ -216,6 +226,7 @@ class TransformerEngineParts(NativeParts):
             "fuse_qkv_params": True,
             "qkv_weight_interleaved": False,
             "bias": spec.bias,
+            "fuse_wgrad_accumulation": self.sums_in_products,
             "activation": ACTIVATIONS[spec.activation],
             "normalization": NORMALIZATIONS[spec.normalization],
             # It compares this with the text "meta", and then makes no values.

@@ -52,7 +52,7 @@ class TeRegion:
         self.forward_ran: dict[int, bool] = {}
         self.backward_ran: set[int] = set()
         self._caches = False  # whether weights are cast once in a step; else where they are used
-        self._is_again = False  # whether a backward pass recomputes
+        self.is_again = False  # whether a backward pass recomputes
         self._open = ExitStack()
 
     def begin(self, index: int) -> None:
@@ -73,7 +73,7 @@ class TeRegion:
         """
         if not self._caches:
             return None
-        if self._is_again:
+        if self.is_again:
             return False
         is_first = layer not in self.cast
         self.cast.add(layer)
@@ -105,12 +105,12 @@ class TeRegion:
         Weights are not cast again. Transformer Engine opens a region of its own in there; this one
         around it, which is off, keeps it from reducing and updating the forward tensors once more.
         """
-        self._is_again = True
+        self.is_again = True
         try:
             with nullcontext() if self.recipe is None else self._autocast(enabled=False):
                 yield
         finally:
-            self._is_again = False
+            self.is_again = False
 
     def layer(self, *, in_fp8: bool) -> AbstractContextManager[Any]:
         """Return the context for one layer, which switches FP8 off for one in high precision."""

@@ -21,6 +21,7 @@ from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.names import TeNames
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
+from megafp8.precision.grad_sink import MainGradSink
 
 # Where quantized tensors keep bytes and scales, of whole tensors and of blocks.
 MEMORY = (
@@ -81,6 +82,13 @@ def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], N
         return into_fp8
 
     return {param: store(param, layer.dtype) for param, layer in fp8_weights(model).items()}
+
+
+def sum_in_products(model: nn.Module, sink: MainGradSink) -> None:
+    """Let Transformer Engine's products add gradients to the sums of `sink`, unrounded."""
+    for module in model.modules():
+        if isinstance(module, TeLayer):
+            sink.sum_in_products(module.summed_in_products)
 
 
 class Part(Protocol):

@@ -15,8 +15,8 @@ from benchmarks.te_trace import RecordedTeScaling, cast_sample
 from benchmarks.traces import replay
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
-from megafp8.backends.te.parts import is_kept_in_fp8
 from megafp8.backends.te.state import TeScaling
+from megafp8.backends.te.weights import is_kept_in_fp8
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.models.gpt import GPT
@@ -262,6 +262,40 @@ def test_recipes_without_a_state(name: str) -> None:
     one, other = step(theirs, 0), step(ours, 0)
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
     assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("fp8", [None, DELAYED], ids=["BF16", "FP8"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_products_add_gradients_to_fp32_sums(fp8: Fp8Recipe | None, recompute: bool) -> None:
+    """The sums of two microbatches have what BF16 cannot hold. Gradients that autograd returns in
+    BF16, of which each is rounded once, are near them: within 2**-8 of each of the two."""
+    full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    changes = {"recompute": full} if recompute else {}
+    sums = []
+    for in_products in (True, False):
+        te.module.base.FP8GlobalStateManager.reset()
+        state = run_of("te", fp8, "bf16", **changes)
+        if not in_products:
+            for layer in (
+                module for module in state.model.modules() if isinstance(module, TeLayer)
+            ):
+                layer.summed_in_products = []
+                for module in layer.modules():
+                    if hasattr(module, "fuse_wgrad_accumulation"):
+                        module.fuse_wgrad_accumulation = False
+        forward_backward(state, [microbatch(0), microbatch(1)])
+        weights = [
+            param
+            for name, param in state.model.named_parameters()
+            if name.startswith("layers.") and param.dim() == 2
+        ]
+        assert len(weights) == 8
+        sums.append([state.sink.main_grads[weight].clone() for weight in weights])
+    for exact, rounded in zip(*sums, strict=True):
+        assert not torch.equal(exact, exact.bfloat16().float())
+        bound = 2**-7 * exact.abs().max()
+        assert float((exact - rounded).abs().max()) <= float(bound)
+        assert not torch.equal(exact, rounded)
 
 
 def test_bf16_stays_near() -> None:
