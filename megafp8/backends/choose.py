@@ -176,8 +176,18 @@ def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     else:
         in_evaluation = recipe is not None and recipe.fp8_in_evaluation
         scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
+    user_buffers = spec.precision.user_buffers and mesh.device.type == "cuda"
+    if user_buffers:
+        names.initialize_user_buffers(
+            spec.train.micro_batch_size * spec.data.seq_length,
+            spec.model.hidden_size,
+            mesh.tp.size,
+            DTYPES[spec.precision.compute],
+            in_fp8=te_parts.kinds_of_layers(spec.model, recipe),
+        )
     parts = TransformerEngineParts(
         given,
+        user_buffers=user_buffers,
         region=region,
         te_scaling=scaling if isinstance(scaling, TeScaling) else None,
         device=mesh.device,

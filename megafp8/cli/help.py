@@ -185,7 +185,10 @@ GROUPS = (
         "Backends",
         "The library that runs the layers. See [backends.md](backends.md).",
         "model.fp8=True model.fp8_recipe=tensorwise model.fp8_backend=torchao",
-        ("model.fp8_backend", "model.te_version", "model.transformer_engine"),
+        (
+            "model.fp8_backend", "model.te_version", "model.transformer_engine",
+            "model.ub_tp_comm_overlap",
+        ),
     ),
     Group(
         "Data and tokenizer",

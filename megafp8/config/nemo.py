@@ -113,7 +113,7 @@ LOGGERS = (
 )
 KERNELS = "torch and the backend choose the kernels; results differ only by rounding"
 CHECKPOINTS = "checkpoints are sharded safetensors, which load into any layout"
-USER_BUFFERS = "Transformer Engine's user buffers, which change times only, are not used"
+USER_BUFFERS = "user buffers, which change times only, have Transformer Engine's own configuration"
 NO_EXPERTS = "models have no experts"
 DENSE = "Leave it out, which trains the dense model; a mixture of experts needs Megatron itself"
 ONE_ATTENTION = "attention scores are scaled by 1 / sqrt(head size), without a window or a cap"
@@ -301,7 +301,6 @@ _KEYS = (
     _key("model.activations_checkpoint_layers_per_pipeline", None,
          "recomputation is the same in every microbatch and stage", passes=(None, 0),
          why=NO_EQUIVALENT, hint=LESS_MEMORY),
-    _key("model.ub_tp_comm_overlap", False, USER_BUFFERS, free=ANY_FLAG),
     _key("model.ub_tp_comm_overlap_cfg", None, USER_BUFFERS, free=ANY_MAP),
     _key("model.use_flash_attention", False,
          "torch's scaled_dot_product_attention chooses the kernel", free=ANY_FLAG),

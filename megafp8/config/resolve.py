@@ -142,6 +142,9 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
     if values["trainer.accelerator"] == "cpu":
+        if values["model.ub_tp_comm_overlap"]:  # trainer.accelerator=auto has found no GPU
+            reason = "Transformer Engine's user buffers are on GPUs, and there is none here"
+            raise SettingError("model.ub_tp_comm_overlap", True, reason, "Leave it out")
         _refuse_on_cpu(values)
     elif values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
@@ -270,6 +273,7 @@ def _precision(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -
     return PrecisionSpec(
         compute=compute,
         te_version=model.te_version,
+        user_buffers=model.ub_tp_comm_overlap,
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,

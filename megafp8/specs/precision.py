@@ -103,6 +103,7 @@ class PrecisionSpec:
     fp8: Fp8Recipe | None
     backend: BackendName = "native"  # what runs the layers
     auto: AutoBackend | None = None  # on a GPU, where no backend was named; None otherwise
+    user_buffers: bool = False  # Transformer Engine's, which overlap messages with products
     te_version: str | None = None  # whose Python runs on a CPU; None means the default version
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # for FP16 only

@@ -87,6 +87,11 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
     ("overrides", "key"),
     [
         (["model.fp8_power_2_scale=True"], "model.fp8_power_2_scale"),
+        (["model.ub_tp_comm_overlap=True"], "model.ub_tp_comm_overlap"),
+        (
+            ["model.ub_tp_comm_overlap=True", "model.fp8_backend=te", "model.openai_gelu=True"],
+            "model.ub_tp_comm_overlap",
+        ),
         (["model.fp8_params=True", "model.fp8_recipe=rowwise"], "model.fp8_params"),
         (["model.fp8_params=True", 'model.fp8_modules=["a:rowwise"]'], "model.fp8_params"),
         (

@@ -146,6 +146,7 @@ def test_a_launchers_file_runs_as_it_is(tmp_path: Path) -> None:
         "model.use_flash_attention",
         "model.overlap_p2p_comm",
         "exp_manager.step_timing_kwargs.buffer_size",
+        "model.ub_tp_comm_overlap",
         "model.ub_tp_comm_overlap_cfg",
         "model.activations_checkpoint_num_layers",
     ):

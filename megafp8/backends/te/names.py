@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megafp8.errors import ConfigError
+
 OLDEST = (2, 4)
 """The oldest version that works; 2.2 and 2.3 keep the gradient quantizers of the MLP in other
 columns of the scaling tensors."""
@@ -70,6 +72,29 @@ class TeNames:
         utils = self.tensor_utils
         cast = getattr(utils, "quantize_master_weights", None) or utils.cast_master_weights_to_fp8
         cast(weights, masters, begins, group)
+
+    def initialize_user_buffers(
+        self, tokens: int, width: int, tp_size: int, dtype: torch.dtype, *, in_fp8: list[bool]
+    ) -> None:
+        """Make the buffers of this process through which products and messages overlap.
+
+        They hold `tokens` of all tensor-parallel ranks, of `width` numbers each. `in_fp8` says
+        which layers there are: in FP8, in `dtype`, or both.
+        """
+        base = importlib.import_module("transformer_engine.pytorch.module.base")
+        modes = getattr(base, "UserBufferQuantizationMode", None)
+        chosen: dict[str, Any] = {"use_fp8": any(in_fp8)}
+        if modes is not None:
+            chosen = {"quantization_modes": [modes.FP8 if fp8 else modes.NONE for fp8 in in_fp8]}
+        elif len(in_fp8) > 1:
+            raise ConfigError(
+                "model.ub_tp_comm_overlap",
+                True,
+                f"Transformer Engine {self.version} has one kind of user buffers, and some layers "
+                "are not in FP8",
+                "Leave it out, or use a later version",
+            )
+        base.initialize_ub([tokens, width], tp_size, dtype=dtype, **chosen)
 
     def model_init(self, recipe: object) -> AbstractContextManager[Any]:
         """Return a context in which new modules keep their weights in FP8 alone."""

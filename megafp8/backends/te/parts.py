@@ -88,6 +88,13 @@ def names_in_layer(index: int) -> list[str]:
     return [f"layers.{index}.{name}" for name, *_ in LINEARS]
 
 
+def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
+    """Return which kinds of layers a model has: in FP8 (True) or not, or both."""
+    first = [names_in_layer(index)[0] for index in range(spec.num_layers)]
+    found = {recipe is not None and not is_high_precision(recipe, name) for name in first}
+    return sorted(found, reverse=True)
+
+
 def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
     """Whether the recipe keeps the linear `name` out of FP8."""
     return recipe.precision_of(name) == HIGH_PRECISION
@@ -107,10 +114,11 @@ class TransformerEngineParts(NativeParts):
         te_scaling: TeScaling | None,
         device: torch.device,
         recipe: Fp8Recipe | None,
+        user_buffers: bool = False,
     ) -> None:
         super().__init__(given)
         self.region, self.te_scaling, self.device = region, te_scaling, device
-        self.recipe = recipe
+        self.recipe, self.user_buffers = recipe, user_buffers
 
     @property
     def context_spec(self) -> GPTSpec:
@@ -227,6 +235,7 @@ class TransformerEngineParts(NativeParts):
             "qkv_weight_interleaved": False,
             "bias": spec.bias,
             "fuse_wgrad_accumulation": self.sums_in_products,
+            "ub_tp_comm_overlap": self.user_buffers,
             "activation": ACTIVATIONS[spec.activation],
             "normalization": NORMALIZATIONS[spec.normalization],
             # It compares this with the text "meta", and then makes no values.

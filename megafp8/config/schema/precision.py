@@ -24,6 +24,7 @@ def _has_te_layers(v: Values) -> bool:
     return v["model.fp8"] or backend == "te" or (backend == "auto" and device != "cpu")
 
 
+ON_GPUS = needs("trainer.accelerator", "gpu", "auto")
 TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 FP8 = needs("model.fp8", True)
 DELAYED = needs("model.fp8_recipe", "delayed", reads=recipes_in)
@@ -284,6 +285,17 @@ class Precision:
         "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python code is "
         "downloaded and runs. `null`: 2.12.0. On a GPU the installed version runs.",
         kind="layout",
+    )
+    ub_tp_comm_overlap: bool = key(
+        False,
+        "On a GPU, let Transformer Engine overlap the messages of sequence parallelism with "
+        "products, through its user buffers. This has not run on a GPU yet.",
+        nemo=False,
+        kind="layout",
+        needs=both(
+            needs("model.fp8_backend", "te"),
+            both(needs("model.sequence_parallel", True), ON_GPUS),
+        ),
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,

@@ -189,8 +189,38 @@ def test_what_a_layer_is_made_with(calls: Calls) -> None:
         "set_parallel_mode": False, "sequence_parallel": False, "params_dtype": torch.float32,
         "fuse_qkv_params": True, "qkv_weight_interleaved": False, "bias": True,
         "activation": "gelu", "normalization": "LayerNorm", "attn_input_format": "bshd",
+        "fuse_wgrad_accumulation": True, "ub_tp_comm_overlap": False,
     }  # fmt: skip
     assert {key: made[0][key] for key in wanted} == wanted
+
+
+def test_user_buffers_are_asked_for_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is on GPUs; how Transformer Engine is asked for it is seen here."""
+    base, asked = te.module.base, []
+
+    def initialize_ub(*args: Any, **kwargs: Any) -> None:
+        asked.append((args, kwargs))
+
+    monkeypatch.setattr(base, "initialize_ub", initialize_ub)
+    names, bf16 = te_names.load(), torch.bfloat16
+    names.initialize_user_buffers(64, 32, 2, bf16, in_fp8=[True])
+    kinds = te_parts.kinds_of_layers(gpt_spec(), FIRST_IN_HIGH_PRECISION)
+    assert kinds == [True, False] and te_parts.kinds_of_layers(gpt_spec(), None) == [False]
+    (args, kwargs), modes = asked[0], getattr(base, "UserBufferQuantizationMode", None)
+    assert args == ([64, 32], 2) and kwargs.pop("dtype") == bf16
+    if modes is None:
+        assert kwargs == {"use_fp8": True}
+        with pytest.raises(ConfigError, match="ub_tp_comm_overlap"):
+            names.initialize_user_buffers(64, 32, 2, bf16, in_fp8=kinds)
+    else:
+        assert kwargs == {"quantization_modes": [modes.FP8]}
+        names.initialize_user_buffers(64, 32, 2, bf16, in_fp8=kinds)
+        assert asked[1][1]["quantization_modes"] == [modes.FP8, modes.NONE]
+
+
+FIRST_IN_HIGH_PRECISION = dataclasses.replace(
+    DELAYED, modules=(ModuleRule("layers.0.*", HIGH_PRECISION),)
+)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
