@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.job import Options, Task, app_info, report_error
+from megafp8.cli.sweep_results import Job, Result, print_results, read_result, result_of
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.layers import (
     HYDRA,
@@ -47,9 +48,6 @@ CHECKED_JOBS = 32
 Later jobs are checked when they start.
 """
 
-RESULT_NAME = "job.json"
-SUMMARY_NAME = "sweep.json"
-
 _LOG_DIR = "exp_manager.explicit_log_dir"
 _SWEEP_ROOT = "megafp8_sweep"
 _BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -57,46 +55,6 @@ _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _REPORTING_LAUNCHER = "hydra_plugins.megafp8_sweep.ReportingLauncher"
 _TARGETS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
 """The packages whose classes Hydra's settings may name."""
-
-_OUTCOMES = {
-    int(ExitCode.FINISHED): "finished",
-    int(ExitCode.CRASHED): "crashed",
-    int(ExitCode.USER_ERROR): "refused",
-    int(ExitCode.NONFINITE): "not finite",
-    int(ExitCode.SAVED_ON_SIGNAL): "saved on a signal",
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """Name one run of a sweep: its number from 0, its overrides and its directory."""
-
-    num: int
-    overrides: tuple[str, ...]
-    directory: Path
-
-    @property
-    def result_file(self) -> Path:
-        """Return the path of the job's `job.json`."""
-        return self.directory / RESULT_NAME
-
-
-@dataclass(frozen=True)
-class Result:
-    """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished."""
-
-    job: int
-    overrides: list[str]
-    directory: str
-    code: int
-    outcome: str
-    val_loss: float | None
-    problem: str | None
-
-    @property
-    def objective(self) -> float:
-        """Return the number that a sweeper minimizes: infinite if a job has no validation loss."""
-        return math.inf if self.val_loss is None else self.val_loss
 
 
 class SavedOnSignalError(Exception):
@@ -132,12 +90,12 @@ class Sweep:
             for job in runs:
                 if not stopped:
                     self._run_all(launcher, [job])
-                self.results[job.num] = _read_result(job)
+                self.results[job.num] = read_result(job)
                 stopped |= self.results[job.num].code == ExitCode.SAVED_ON_SIGNAL
         elif runs:
             self._run_all(launcher, jobs)  # refused jobs too, so that all jobs keep their numbers
         for job in runs:
-            self.results[job.num] = _read_result(job)
+            self.results[job.num] = read_result(job)
         if stopped:
             raise SavedOnSignalError
         return [_returned(job, self.results[job.num].objective) for job in jobs]
@@ -177,13 +135,13 @@ class Sweep:
             )
             options = replace(self.options, overrides=job.overrides)
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
-            return _result(job, self.task(cfg, app_info(loaded, options, **more)))
+            return result_of(job, self.task(cfg, app_info(loaded, options, **more)))
         except UserError as error:
-            return _result(job, report_error(error), str(error))
+            return result_of(job, report_error(error), str(error))
         except Exception as error:
             traceback.print_exc()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
-            return _result(job, int(ExitCode.CRASHED), line)
+            return result_of(job, int(ExitCode.CRASHED), line)
 
     def _refusal(self, job: Job) -> Result | None:
         """Return the result of a job that cannot be run, after reporting it; None if it can."""
@@ -192,7 +150,7 @@ class Sweep:
         except UserError as error:
             words = hide(" ".join(job.overrides))
             print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
-            return _result(job, report_error(error), str(error))
+            return result_of(job, report_error(error), str(error))
         return None
 
     def _load(self, job: Job) -> Loaded:
@@ -240,7 +198,7 @@ def run_sweep(options: Options, task: Task) -> int:
     results = [result for _, result in sorted(sweep.results.items())]
     if not any(Path(result.directory).is_dir() for result in results):
         _remove(made)
-    code = _print_results(results, directory)
+    code = print_results(results, directory)
     if failure is not None:
         print(failure, file=sys.stderr, flush=True)
     return code or (int(ExitCode.CRASHED) if failure else int(ExitCode.FINISHED))
@@ -344,27 +302,6 @@ def _returned(job: Job, objective: float) -> JobReturn:
     return returned
 
 
-# --- results -----------------------------------------------------------------------------------
-
-
-def _result(job: Job, code: int, problem: str | None = None) -> Result:
-    val_loss = None
-    if code == ExitCode.FINISHED:
-        try:
-            val_loss = json.loads((job.directory / "summary.json").read_text()).get("val_loss")
-        except (OSError, ValueError):
-            pass  # the task wrote no summary
-    return Result(
-        job=job.num,
-        overrides=[hide(text) for text in job.overrides],
-        directory=str(job.directory),
-        code=code,
-        outcome=_OUTCOMES.get(code, f"exit code {code}"),
-        val_loss=val_loss if isinstance(val_loss, float) else None,
-        problem=None if problem is None else hide(problem),
-    )
-
-
 def _remove(folders: Sequence[Path]) -> None:
     """Delete the folders of a sweep that started no job, from the innermost one on."""
     for folder in folders:
@@ -373,59 +310,6 @@ def _remove(folders: Sequence[Path]) -> None:
             folder.rmdir()
         except OSError:  # the folder is not empty, or was never made
             return
-
-
-def _read_result(job: Job) -> Result:
-    try:
-        return Result(**json.loads(job.result_file.read_text()))
-    except FileNotFoundError:
-        result = _result(job, int(ExitCode.CRASHED), "the job left no result")
-        return result if job.directory.is_dir() else replace(result, outcome="not started")
-
-
-def _print_results(results: Sequence[Result], directory: Path) -> int:
-    """Print the table of all jobs and write it as `sweep.json`; return the sweep's exit code.
-
-    Overrides that all jobs have in common are printed once.
-    """
-    code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
-    stopped = int(ExitCode.SAVED_ON_SIGNAL)
-    code = stopped if any(result.code == stopped for result in results) else code
-    if directory.is_dir():  # it was not made if every job was refused
-        text = json.dumps([asdict(result) for result in results], indent=2)
-        (directory / SUMMARY_NAME).write_text(text + "\n")
-    shared = _shared([result.overrides for result in results])
-    rows = [
-        (
-            str(result.job),
-            " ".join(text for text in result.overrides if text not in shared) or "the default job",
-            result.outcome,
-            "-" if result.val_loss is None else f"{result.val_loss:.4f}",
-        )
-        for result in results
-    ]
-    rows.insert(0, ("job", "overrides", "outcome", "val loss"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    print(f"\n[sweep] {len(results)} jobs in {directory}")
-    if shared:
-        print(f"all jobs have {' '.join(shared)}")
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
-    for result in results:
-        if result.problem is not None:
-            lines = result.problem.splitlines()
-            print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
-    sys.stdout.flush()
-    return code
-
-
-def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides that all of several jobs have."""
-    if len(jobs) < 2:
-        return []
-    return [text for text in jobs[0] if all(text in job for job in jobs)]
 
 
 # --- what a sweep refuses ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ add a misspelt key that is given with `+` or `++`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +77,13 @@ def parse_overrides(
     return good, problems
 
 
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
+
+
 def quoted(text: str) -> str:
-    """Return a text in quotes, so that Hydra reads it as one value whatever characters it has."""
+    """Return a text that Hydra reads as one value: in quotes, unless it is an ordinary path."""
+    if _PLAIN_PATH.fullmatch(text):
+        return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

@@ -4,7 +4,8 @@ Nothing in this package may stop a training run: a full disk or a closed termina
 not the run, and is reported once.
 """
 
-from megafp8.observe.console import Console, SilentConsole, StepReport, open_console
+from megafp8.observe.console import Console, SilentConsole, StepReport
+from megafp8.observe.live import open_console
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile, read_metrics
 from megafp8.observe.summary import RunSummary, bits_per_byte, write_summary

@@ -17,9 +17,10 @@ from megafp8.backends import choose
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.errors import ExitCode, UserError
-from megafp8.observe.console import Console, open_console
+from megafp8.observe.console import Console
 from megafp8.observe.curve import LossCurve
 from megafp8.observe.journal import JournaledConsole
+from megafp8.observe.live import open_console
 from megafp8.observe.metrics import MetricsFile, read_metrics
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from megafp8.backends.te.cpu import DEFAULT_VERSION
+from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
 from tests.backends.te.sources import need_sources
 from tests.data.helpers import tiny_corpus, tiny_documents
@@ -123,3 +125,18 @@ def test_a_killed_run_continues(on_tiny_data: list[str]) -> None:
     assert re.search(r"continuing from .*/step_000000(05|10|15)", output)
     steps = output.splitlines()[-1].partition("each once:")[2].split()
     assert steps == [str(step) for step in range(1, 21)]
+
+
+@pytest.mark.parametrize("name", ["recipes", "scaling", "optimizer_levels"])
+def test_every_job_of_the_sweeps_is_accepted(name: str) -> None:
+    """Each combination of the values in a sweep's commands loads; nothing is trained."""
+    script = (ROOT / "examples" / "sweeps" / f"{name}.sh").read_text().replace("\\\n", " ")
+    sweeps = [line.split(" -m ")[1] for line in script.splitlines() if " -m " in line]
+    num_jobs = 0
+    for sweep in sweeps:
+        words = [word for word in sweep.split() if "=" in word]
+        choices = [(word.partition("=")[0], word.partition("=")[2].split(",")) for word in words]
+        for values in itertools.product(*(options for _, options in choices)):
+            load([f"{key}={value}" for (key, _), value in zip(choices, values, strict=True)])
+            num_jobs += 1
+    assert num_jobs == {"recipes": 7, "scaling": 12, "optimizer_levels": 4}[name]

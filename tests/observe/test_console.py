@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.observe import Console, SilentConsole, StepReport, open_console
-from megafp8.observe.console import LiveConsole, PlainConsole
+from megafp8.observe.console import PlainConsole
+from megafp8.observe.live import LiveConsole
 
 ROOT = Path(__file__).parents[2]
 

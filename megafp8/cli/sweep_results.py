@@ -1,0 +1,215 @@
+"""Collect the results of a sweep's jobs: a table, sweep.json, and a page with their curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megafp8.config.secrets import hide
+from megafp8.errors import ExitCode, RunError
+from megafp8.files import write_atomically
+from megafp8.observe.units import format_count, format_duration
+from megafp8.report.page import runs_page
+from megafp8.report.record import RunRecord, read_run
+from megafp8.report.writer import REPORT_FILE
+
+RESULT_NAME = "job.json"
+SUMMARY_NAME = "sweep.json"
+
+_OUTCOMES = {
+    int(ExitCode.FINISHED): "finished",
+    int(ExitCode.CRASHED): "crashed",
+    int(ExitCode.USER_ERROR): "refused",
+    int(ExitCode.NONFINITE): "not finite",
+    int(ExitCode.SAVED_ON_SIGNAL): "saved on a signal",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Name one run of a sweep: its number from 0, its overrides and its directory."""
+
+    num: int
+    overrides: tuple[str, ...]
+    directory: Path
+
+    @property
+    def result_file(self) -> Path:
+        """Return the path of the job's `job.json`."""
+        return self.directory / RESULT_NAME
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished."""
+
+    job: int
+    overrides: list[str]
+    directory: str
+    code: int
+    outcome: str
+    val_loss: float | None
+    train_loss: float | None
+    tokens_per_second: float | None
+    wall_seconds: float | None
+    problem: str | None
+
+    @property
+    def objective(self) -> float:
+        """Return the number that a sweeper minimizes: infinite if a job has no validation loss."""
+        return math.inf if self.val_loss is None else self.val_loss
+
+
+def result_of(job: Job, code: int, problem: str | None = None) -> Result:
+    """Return the result of a job with an exit code, and the figures of its summary."""
+    summary: dict[str, object] = {}
+    if code == ExitCode.FINISHED:
+        try:
+            summary = json.loads((job.directory / "summary.json").read_text())
+        except (OSError, ValueError):
+            pass  # the task wrote no summary
+
+    def figure(name: str) -> float | None:
+        value = summary.get(name)
+        return value if isinstance(value, float) else None
+
+    return Result(
+        job=job.num,
+        overrides=[hide(text) for text in job.overrides],
+        directory=str(job.directory),
+        code=code,
+        outcome=_OUTCOMES.get(code, f"exit code {code}"),
+        val_loss=figure("val_loss"),
+        train_loss=figure("train_loss"),
+        tokens_per_second=figure("tokens_per_second"),
+        wall_seconds=figure("wall_seconds"),
+        problem=None if problem is None else hide(problem),
+    )
+
+
+def read_result(job: Job) -> Result:
+    try:
+        return Result(**json.loads(job.result_file.read_text()))
+    except FileNotFoundError:
+        result = result_of(job, int(ExitCode.CRASHED), "the job left no result")
+        return result if job.directory.is_dir() else replace(result, outcome="not started")
+
+
+def print_results(results: Sequence[Result], directory: Path) -> int:
+    """Print the table of all jobs, write sweep.json and the page; return the sweep's exit code.
+
+    Overrides that all jobs have in common are printed once.
+    """
+    code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
+    stopped = int(ExitCode.SAVED_ON_SIGNAL)
+    code = stopped if any(result.code == stopped for result in results) else code
+    if directory.is_dir():  # it was not made if every job was refused
+        text = json.dumps([asdict(result) for result in results], indent=2)
+        (directory / SUMMARY_NAME).write_text(text + "\n")
+    own, shared = _own_overrides(results)
+    best = _best(results)
+    rows = [("job", "overrides", "outcome", "val loss", "train loss", "tokens/s", "time")]
+    for result in results:
+        rows.append(
+            (
+                f"{result.job}{' *' if result.job == best else ''}",
+                own[result.job],
+                result.outcome,
+                _text(result.val_loss, "{:.4f}".format),
+                _text(result.train_loss, "{:.4f}".format),
+                _text(result.tokens_per_second, format_count),
+                _text(result.wall_seconds, format_duration),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    print(f"\n[sweep] {len(results)} jobs in {directory}")
+    if shared:
+        print(f"all jobs have {' '.join(shared)}")
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    if best is not None:
+        print(f"* best: job {best} ({own[best]})")
+    for result in results:
+        if result.problem is not None:
+            lines = result.problem.splitlines()
+            print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
+    _write_page(results, own, directory)
+    sys.stdout.flush()
+    return code
+
+
+def _text(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def _own_overrides(results: Sequence[Result]) -> tuple[dict[int, str], list[str]]:
+    """Return what each job alone has, and what all jobs have; of equal keys the last one counts."""
+    last = {
+        result.job: list({text.partition("=")[0]: text for text in result.overrides}.values())
+        for result in results
+    }
+    shared = _shared(list(last.values()))
+    own = {
+        job: " ".join(text for text in texts if text not in shared) or "the default job"
+        for job, texts in last.items()
+    }
+    return own, shared
+
+
+def _best(results: Sequence[Result]) -> int | None:
+    """Return the job with the least validation loss, else training loss, of at least two jobs."""
+    for name in ("val_loss", "train_loss"):
+        known = [
+            (value, result.job)
+            for result in results
+            if (value := getattr(result, name)) is not None and math.isfinite(value)
+        ]
+        if len(known) > 1:
+            return min(known)[1]
+    return None
+
+
+def _write_page(results: Sequence[Result], own: dict[int, str], directory: Path) -> None:
+    """Write the page of all jobs; a page that cannot be written costs a line, not the sweep."""
+    runs: list[RunRecord] = []
+    labels, notes = [], []
+    for result in results:
+        label = f"{result.job}: {own[result.job]}"
+        if result.problem is not None:
+            notes.append((label, result.problem))
+        try:
+            runs.append(read_run(Path(result.directory)))
+        except RunError:
+            continue  # the job was refused, or did not start
+        labels.append(label)
+        if result.problem is not None and runs[-1].tail:
+            notes[-1] = (label, "\n".join([result.problem, "", *runs[-1].tail]))
+    if not runs or not directory.is_dir():
+        return
+    try:
+        page = runs_page(
+            f"sweep {directory.name}",
+            runs,
+            labels=labels,
+            lead=[f"{len(results)} jobs in {directory}"],
+            notes=notes,
+        )
+        write_atomically(directory / REPORT_FILE, page)
+        print(f"report: {directory / REPORT_FILE}")
+    except Exception as error:  # whatever is wrong with a job's files, the sweep has its results
+        print(f"report: cannot be written ({type(error).__name__}: {error})")
+    if any(any(run.path.glob("events.out.tfevents.*")) for run in runs):
+        print(f"curves: tensorboard --logdir {directory}")
+
+
+def _shared(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Return the overrides that all of several jobs have."""
+    if len(jobs) < 2:
+        return []
+    return [text for text in jobs[0] if all(text in job for job in jobs)]

@@ -1,0 +1,207 @@
+"""Judge whether two configurations train equally well, from pairs of runs with the same seeds.
+
+Both runs of a pair have the same seed, data and initial weights, so that the gap between their
+losses has little noise. The gap of each seed is a relative difference of losses; the spread of the
+gaps between seeds says how sure the mean gap is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megafp8.report.record import Line, RunRecord
+
+# Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom (any table of statistics).
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+WINDOW = 0.05  # of the logged steps over which a curve of gaps is averaged
+LAST = 0.1  # of the logged steps whose mean is a run's training loss, where nothing was validated
+WORST_TENSORS = 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hold the two runs of one seed."""
+
+    seed: int
+    base: RunRecord
+    other: RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Hold the answer, and the figures that it follows from.
+
+    Attributes:
+        word: `same`, `better`, `worse` or `undecided`.
+        sentence: The answer in one line.
+        measured: What was compared: the validation or the training loss.
+        gaps: The relative difference of the final losses for each seed.
+        mean: The mean of the gaps.
+        half_width: Half of the 95 % confidence interval of the mean; None with one seed.
+        spread_between_seeds: (largest - smallest) / smallest final loss of the baseline.
+        first_difference: The first logged step at which any pair of losses differs.
+        parts_at: The first step from which on the averaged gap stays beyond the tolerance.
+        largest: Step and value of the averaged gap that is farthest from zero.
+    """
+
+    word: str
+    sentence: str
+    measured: str
+    gaps: dict[int, float]
+    mean: float
+    half_width: float | None
+    spread_between_seeds: float | None
+    first_difference: int | None
+    parts_at: int | None
+    largest: tuple[int, float] | None
+
+
+def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Verdict:
+    """Return the verdict on pairs of finished runs.
+
+    Args:
+        pairs: The runs, one pair for each seed, at least one.
+        tolerance: The largest relative gap that counts as the same loss.
+        names: What the baseline and the other configuration are called.
+    """
+    validated = all(
+        run.figure("val_loss") is not None for pair in pairs for run in (pair.base, pair.other)
+    )
+    finals = {pair.seed: (_final(pair.base, validated), _final(pair.other, validated))
+              for pair in pairs}  # fmt: skip
+    gaps = {seed: other / base - 1 for seed, (base, other) in finals.items()}
+    mean = statistics.fmean(gaps.values())
+    half_width = None
+    if len(gaps) > 1:
+        error = statistics.stdev(gaps.values()) / math.sqrt(len(gaps))
+        half_width = STUDENT[min(len(gaps) - 1, len(STUDENT)) - 1] * error
+    bases = [base for base, _ in finals.values()]
+    averaged = averaged_gap(pairs)
+    beyond = [abs(gap) > tolerance for _, gap in averaged]
+    inside = max((i for i, is_beyond in enumerate(beyond) if not is_beyond), default=-1)
+    word = _word(mean, half_width or 0.0, tolerance)
+    measured = "validation loss" if validated else "training loss"
+    sure = "" if half_width is None else f" ± {100 * half_width:.2f} %"
+    seeds = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
+    note = "" if len(gaps) > 1 else "; more seeds would say how sure this is"
+    sentence = (
+        f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "
+        f"({seeds}, tolerance {100 * tolerance:g} %{note})"
+    )
+    return Verdict(
+        word=word,
+        sentence=sentence,
+        measured=measured,
+        gaps=gaps,
+        mean=mean,
+        half_width=half_width,
+        spread_between_seeds=max(bases) / min(bases) - 1 if len(bases) > 1 else None,
+        first_difference=_first_difference(pairs),
+        parts_at=averaged[inside + 1][0] if inside + 1 < len(averaged) else None,
+        largest=max(averaged, key=lambda item: abs(item[1]), default=None),
+    )
+
+
+def _word(mean: float, half_width: float, tolerance: float) -> str:
+    """Return what the confidence interval of the gap says; a NaN is worse than any number."""
+    if not math.isfinite(mean):
+        return "worse"
+    low, high = mean - half_width, mean + half_width
+    if -tolerance <= low and high <= tolerance:
+        return "same"
+    if low > tolerance:
+        return "worse"
+    return "better" if high < -tolerance else "undecided"
+
+
+def _final(run: RunRecord, validated: bool) -> float:
+    if validated:
+        return run.figure("val_loss") or math.nan
+    losses = [float(line["loss"]) for line in run.metrics]
+    last = losses[-max(1, round(LAST * len(losses))) :]
+    return statistics.fmean(last) if last else math.nan
+
+
+def gaps_of(pair: Pair) -> tuple[list[int], list[float]]:
+    """Return the steps that both runs logged, and the relative gaps of their training losses."""
+    base = {line["step"]: float(line["loss"]) for line in pair.base.metrics}
+    found = [
+        (int(line["step"]), float(line["loss"]) / base[line["step"]] - 1)
+        for line in pair.other.metrics
+        if base.get(line["step"])
+    ]
+    return [step for step, _ in found], [gap for _, gap in found]
+
+
+def averaged_gap(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
+    """Return steps and gaps of the training loss, averaged over all seeds and over steps."""
+    by_step: dict[int, list[float]] = {}
+    for pair in pairs:
+        for step, gap in zip(*gaps_of(pair), strict=True):
+            if math.isfinite(gap):
+                by_step.setdefault(step, []).append(gap)
+    means = [(step, statistics.fmean(by_step[step])) for step in sorted(by_step)]
+    width = max(1, round(WINDOW * len(means)))
+    return [
+        (means[i][0], statistics.fmean(gap for _, gap in means[max(0, i - width + 1) : i + 1]))
+        for i in range(width - 1, len(means))
+    ]
+
+
+def _first_difference(pairs: Sequence[Pair]) -> int | None:
+    found = [step for pair in pairs for step, gap in zip(*gaps_of(pair), strict=True) if gap != 0.0]
+    return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Hold what one tensor lost in FP8, as means over the last quarter of the logged steps."""
+
+    name: str
+    snr_db: float
+    underflow: float
+    overflow: float
+
+
+def weakest_tensors(run: RunRecord) -> list[Signal]:
+    """Return the tensors with the lowest signal-to-noise ratio; nothing if it was not measured."""
+    lines = run.health[-max(1, len(run.health) // 4) :]
+    names = {name for line in lines for name in line["tensors"]}
+    found = []
+    for name in names:
+        values = [
+            [float(v) for line in lines if _is_number(v := _measure(line, name, key))]
+            for key in ("snr_db", "underflow", "overflow")
+        ]
+        if values[0]:
+            means = [statistics.fmean(known) if known else 0.0 for known in values]
+            found.append(Signal(name, *means))
+    return sorted(found, key=lambda signal: signal.snr_db)[:WORST_TENSORS]
+
+
+def _measure(line: Line, name: str, key: str) -> object:
+    tensor = line["tensors"].get(name)
+    return tensor.get(key) if isinstance(tensor, dict) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def ratio(pairs: Sequence[Pair], figure: str) -> float | None:
+    """Return the median over seeds of a figure of the other runs over that of the baseline."""
+    known = [
+        (pair.base.figure(figure), pair.other.figure(figure))
+        for pair in pairs
+        if figure != "wall_seconds" or not (_continued(pair.base) or _continued(pair.other))
+    ]
+    ratios = [other / base for base, other in known if base and other]
+    return statistics.median(ratios) if ratios else None
+
+
+def _continued(run: RunRecord) -> bool:
+    """Whether the time of the last process is not the time of the whole run."""
+    return sum(event.get("kind") == "start" for event in run.events) != 1

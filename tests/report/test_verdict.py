@@ -1,0 +1,217 @@
+"""Verdicts on pairs of runs follow from their losses."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.cli import compare
+from megafp8.report.record import RunRecord
+from megafp8.report.verdict import (
+    STUDENT,
+    Pair,
+    averaged_gap,
+    gaps_of,
+    judge,
+    ratio,
+    weakest_tensors,
+)
+from tests.report.made import loss_at, make_run
+
+NAMES = ("BF16", "FP8 delayed")
+
+
+def record(
+    gap: float = 0.0, *, val_loss: float | None = 2.0, path: str = "x", from_step: int = 1
+) -> RunRecord:
+    """Return a run whose losses are `gap` above the baseline's, relatively, from a step on."""
+    metrics = [
+        {"step": s, "loss": loss_at(s) * (1 + gap * (s >= from_step))} for s in range(1, 101)
+    ]
+    validations = [] if val_loss is None else [{"step": 100, "val_loss": val_loss * (1 + gap)}]
+    return RunRecord(path=Path(path), status="finished", metrics=metrics, validations=validations)
+
+
+def pairs(gaps: Sequence[float], **more: Any) -> list[Pair]:
+    return [Pair(seed, record(**more), record(gap, **more)) for seed, gap in enumerate(gaps)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "word"),
+    [
+        ([0.004], "same"),
+        ([0.0], "same"),
+        ([0.006], "worse"),
+        ([-0.006], "better"),
+        ([math.nan], "worse"),
+        ([math.inf], "worse"),
+        ([0.001, 0.0012, 0.0011], "same"),
+        ([0.010, 0.0101, 0.0102], "worse"),
+        ([-0.010, -0.0101, -0.0102], "better"),
+        ([0.001, 0.009, 0.004], "undecided"),
+        ([0.0008, 0.0007, 0.0042], "undecided"),  # an earlier job: ± 0.49 %
+    ],
+)
+def test_the_word_follows_from_the_interval_of_the_gap(gaps: list[float], word: str) -> None:
+    verdict = judge(pairs(gaps), 0.005, NAMES)
+    assert verdict.word == word and verdict.sentence.startswith(f"{word}: FP8 delayed has ")
+    if len(gaps) > 1:
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+        assert verdict.half_width == pytest.approx(STUDENT[len(gaps) - 2] * error)
+    else:
+        assert "more seeds" in verdict.sentence
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    """The density of t, integrated by Simpson's rule from 0, gives 0.475 at each point."""
+    for n, value in enumerate(STUDENT, start=1):
+        scale = math.gamma((n + 1) / 2) / (math.sqrt(n * math.pi) * math.gamma(n / 2))
+        width = value / 2000
+        heights = [(1 + (i * width) ** 2 / n) ** (-(n + 1) / 2) for i in range(2001)]
+        total = heights[0] + heights[-1] + 4 * sum(heights[1::2]) + 2 * sum(heights[2:-1:2])
+        assert scale * total * width / 3 == pytest.approx(0.475, abs=3e-5)
+
+
+def test_without_validation_the_training_loss_counts() -> None:
+    verdict = judge(pairs([0.01], val_loss=None), 0.005, NAMES)
+    assert verdict.measured == "training loss" and verdict.mean == pytest.approx(0.01)
+
+
+def test_where_curves_part() -> None:
+    same = judge(pairs([0.0]), 0.005, NAMES)
+    assert (same.first_difference, same.parts_at) == (None, None)
+    assert same.largest is not None and same.largest[1] == 0.0
+    parted = judge(pairs([0.02], from_step=41), 0.005, NAMES)
+    assert parted.first_difference == 41
+    # The mean of 5 steps is above 0.5 % as soon as two of them are 2 % higher.
+    assert parted.parts_at == 42 and parted.largest == (45, pytest.approx(0.02))
+    back = [Pair(0, record(), record(0.02))]
+    back[0].other.metrics[-1]["loss"] = loss_at(100)  # type: ignore[index]
+    assert judge(back, 0.019, NAMES).parts_at is None  # it ends within the tolerance
+
+
+def test_gaps_are_of_steps_that_both_logged() -> None:
+    base, other = record(), record(0.5)
+    other.metrics[:3] = []  # type: ignore[index]
+    other.metrics[-1]["loss"] = math.nan  # type: ignore[index]
+    steps, gaps = gaps_of(Pair(0, base, other))
+    assert steps == list(range(4, 101)) and gaps[0] == pytest.approx(0.5) and math.isnan(gaps[-1])
+    assert averaged_gap([Pair(0, base, other)])[-1][0] == 99
+
+
+def test_the_weakest_tensors() -> None:
+    def line(snr: float) -> dict[str, Any]:
+        return {"step": 1, "tensors": {"a": {"snr_db": snr, "underflow": 0.5}, "b": {"amax": 1.0},
+                                       "c": {"snr_db": 30.0, "overflow": math.nan}}}  # fmt: skip
+
+    run = RunRecord(path=Path("x"), status="finished", health=[line(9.0)] * 6 + [line(20.0)] * 2)
+    assert [(s.name, s.snr_db, s.underflow) for s in weakest_tensors(run)] == [
+        ("a", 20.0, 0.5),
+        ("c", 30.0, 0.0),
+    ]
+    assert weakest_tensors(record()) == []
+
+
+def test_times_count_only_if_no_run_was_interrupted() -> None:
+    start = {"kind": "start"}
+    base = RunRecord(path=Path("a"), status="finished", events=[start],
+                     summary={"wall_seconds": 10.0, "peak_memory_bytes": 100})  # fmt: skip
+    other = RunRecord(path=Path("b"), status="finished", events=[start],
+                      summary={"wall_seconds": 15.0, "peak_memory_bytes": 80})  # fmt: skip
+    assert ratio([Pair(0, base, other)], "wall_seconds") == 1.5
+    assert ratio([Pair(0, base, other)], "peak_memory_bytes") == 0.8
+    twice = RunRecord(
+        path=Path("b"), status="finished", events=[start, start], summary=other.summary
+    )
+    assert ratio([Pair(0, base, twice)], "wall_seconds") is None
+
+
+# ---- the command
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[compare.Job]:
+    """Let the command make its runs without training; return the jobs that it ran."""
+    monkeypatch.chdir(tmp_path)
+    jobs: list[compare.Job] = []
+
+    def run(job: compare.Job, *, quiet: bool) -> int:
+        jobs.append(job)
+        if not job.directory.exists():
+            fp8 = job.label == "given"
+            make_run(job.directory, model__fp8=fp8, model__seed=job.seed)
+        return 0
+
+    monkeypatch.setattr(compare, "_run", run)
+    return jobs
+
+
+def test_the_baseline_has_nothing_of_fp8(made: list[compare.Job]) -> None:
+    given = [
+        "precision=fp8_rowwise", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_dtype=fp8",
+        "trainer.max_steps=5",
+    ]  # fmt: skip
+    assert compare.main([*given, "--seeds", "3"]) == 0
+    base, other = made
+    assert base.overrides == ("precision=bf16", "trainer.max_steps=5", "model.fp8=False")
+    assert other.overrides == (*given, "model.fp8_health=full")
+
+
+def test_the_command_reports_and_says_the_verdict_last(
+    made: list[compare.Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["model.fp8=True", "--seeds", "1", "2", "3", "--out", "out"]
+    assert compare.main(argv) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1].startswith("verdict: same: FP8 has +0.00 % ± 0.00 % of the ")
+    assert "differs: model.fp8: False and True" in said
+    assert [(job.label, job.seed) for job in made[:3]] == [
+        ("baseline", 1), ("given", 1), ("baseline", 2),
+    ]  # fmt: skip
+    result = json.loads(Path("out/compare.json").read_text())
+    assert result["verdict"] == "same" and result["figures"]["gaps"] == {"1": 0, "2": 0, "3": 0}
+    assert len(result["weakest_tensors"]) == 10
+    page = Path("out/report.html").read_text()
+    assert "BF16, seed 1" in page and "layers.0.attention.qkv.grad_output" in page
+    assert "training loss of FP8 over BF16, %" in page
+
+
+def test_worse_undecided_and_failed_runs(
+    made: list[compare.Job],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compare.main(["model.fp8=True", "--seeds", "1", "2", "--out", "out"]) == 0
+
+    def set_loss(seed: int, loss: float) -> None:
+        file = Path(f"out/given-{seed}/summary.json")
+        file.write_text(json.dumps({**json.loads(file.read_text()), "val_loss": loss}))
+
+    again = ["model.fp8=True", "--seeds", "1", "2", "--out", "out"]
+    set_loss(1, 2.5)
+    set_loss(2, 2.5)
+    assert compare.main(again) == compare.WORSE
+    set_loss(2, 2.2345)
+    assert compare.main(again) == compare.UNDECIDED
+    monkeypatch.setattr(compare, "_run", lambda job, *, quiet: 3 * (job.label == "given"))
+    assert compare.main(again) == compare.WORSE
+    assert "did not finish (seed 1 ended with exit code 3" in capsys.readouterr().out
+    monkeypatch.setattr(compare, "_run", lambda job, *, quiet: int(job.label == "baseline"))
+    assert compare.main(again) == 2
+    assert "the baseline's run ended with exit code 1" in capsys.readouterr().err
+    monkeypatch.setattr(compare, "_run", lambda job, *, quiet: 75)
+    assert compare.main(again) == 75
+
+
+def test_what_is_refused(made: list[compare.Job], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["trainer.max_steps=5"]) == 2
+    assert "the configuration is its own baseline" in capsys.readouterr().err
+    assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
+    assert "model.hidden_size=101" in capsys.readouterr().err
+    assert not made and not list(Path().iterdir())
