@@ -54,6 +54,17 @@ def check_examples(cfg: DictConfig) -> None:
         open_data(spec, lambda line: None)
 
 
+def _typed_command() -> list[str]:
+    """Return the interpreter and the script as the user typed them.
+
+    Ranks that were started by a launcher have its command line, so that the usual words stand in.
+    """
+    usual = ["python", Path(sys.argv[0]).name]
+    typed = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    is_plain = len(typed) == 2 and Path(typed[1]).name == usual[1] and not is_rank()
+    return typed if is_plain else usual
+
+
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """Run one job, in this process or on ranks that it starts and watches; return the exit code.
 
@@ -65,11 +76,10 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         check_examples(cfg)
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
-    script_name = Path(sys.argv[0]).name
-    command = ["python", script_name, *sys.argv[1:]]
+    command = [*_typed_command(), *sys.argv[1:]]
     if info.directory is not None:  # a sweep's job works in the sweep's own folder
         argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
-        command = ["python", script_name, *argv]
+        command = [*_typed_command(), *argv]
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:

@@ -200,6 +200,13 @@ def read_json(path: Path) -> dict[str, object]:
     return tree
 
 
+def give_ordinary_mode(path: Path) -> None:
+    """Give a file the permissions that an ordinary `open` would have given it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 Warn = Callable[[str], None]
 
 

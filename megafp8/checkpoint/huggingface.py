@@ -22,7 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megafp8.errors import CheckpointError, RunError, UserError
-from megafp8.files import os_errors_reported, put, read_json, write_json_atomically
+from megafp8.files import (
+    give_ordinary_mode,
+    os_errors_reported,
+    put,
+    read_json,
+    write_json_atomically,
+)
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"
@@ -387,6 +393,7 @@ def _write_weights(
         nonlocal waiting, size
         path = folder / f"part-{len(written)}.safetensors"
         save_file(waiting, path, metadata={"format": "pt"})
+        give_ordinary_mode(path)  # the library makes files that only their owner can read
         written.append((path, list(waiting)))
         waiting, size = {}, 0
 

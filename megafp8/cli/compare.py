@@ -24,7 +24,6 @@ from pathlib import Path
 
 import yaml
 
-from megafp8.cli.job import report_error
 from megafp8.config.layers import DEFAULT_CONFIG, conf_dir
 from megafp8.config.load import load_all
 from megafp8.config.overrides import quoted
@@ -58,13 +57,10 @@ class Job:
     directory: Path
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Train all runs, write the page and print the verdict; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.compare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("compare", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the configuration")
     parser.add_argument(
         "--base",
@@ -82,10 +78,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config-dir", type=Path, help="a directory of your own YAML files")
     parser.add_argument("--config-name", default=DEFAULT_CONFIG, help="the YAML's name")
     options = parser.parse_intermixed_args(list(argv))
-    try:
-        return compare(options)
-    except UserError as error:
-        return report_error(error)
+    return compare(options)
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -16,12 +16,14 @@ import torch
 
 from megafp8.backends import choose
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
+from megafp8.cli.plan import USABLE, hardware_from, is_hardware
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
+from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.runs import directory
 from megafp8.runs.data import open_data
 from megafp8.specs import RunSpec
@@ -38,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         "dryrun",
         __doc__,
         epilog="All other arguments are those of pretrain_gpt.py. trainer.accelerator=gpu needs no "
-        "GPU here.",
+        f"GPU here. hardware=NAME ({', '.join(KNOWN)}) says whether the job fits there.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -54,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--shapes", action="store_true", help="show every parameter's shape too")
     options, rest = parser.parse_known_args(argv)
-    given = parse_options(rest)
+    figures = [word for word in rest if is_hardware(word)]
+    given = parse_options([word for word in rest if not is_hardware(word)])
     loaded = load_all(given.overrides, given.config_dir, given.config_name)
     asked = loaded.cfg.trainer.accelerator
     spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
@@ -75,6 +78,8 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(job_lines(spec, layout)))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *table(spec, shares)]))
+    if figures:
+        print(fits(shares, hardware_from(figures)))
     if options.shapes:
         for share in shares:
             print(
@@ -190,6 +195,22 @@ def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     yield (
         "Not included: memory of the allocator, of libraries and of collectives."
         + (" The GPUs' features are checked at the start of the run." if _on_gpu(spec) else "")
+    )
+
+
+def fits(shares: Sequence[RankShare], hardware: Hardware) -> str:
+    """Return in words whether the ranks that are shown fit into the memory of `hardware`."""
+    largest = max(share.held.total + share.step.peak for share in shares)
+    usable = USABLE * hardware.memory_bytes
+    part = f"{format_bytes(largest)} of {format_bytes(hardware.memory_bytes)}"
+    if largest <= usable:
+        return (
+            f"fits on {hardware.name}: {part}; {1 - USABLE:.0%} are kept for what is not included"
+        )
+    return (
+        f"does not fit on {hardware.name}: {part}, of which {USABLE:.0%} can be used. Use more "
+        "tensor or pipeline parallelism, a smaller micro batch, or recompute activations "
+        "(python -m megafp8.cli.plan --search finds layouts)"
     )
 
 

@@ -28,7 +28,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in formats.DTYPES.v
 def main(argv: Sequence[str]) -> int:
     """Write the folder and list its files; return 0, or 2 after printing an error."""
     parser = command_parser("export", __doc__)
-    parser.add_argument("run", type=Path, help="a run's directory, or one of its checkpoints")
+    parser.add_argument("run", type=Path, help="a run, one of its checkpoints, or latest")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(
         "--dtype",

@@ -19,9 +19,11 @@ from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError
 from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.specs import GPTSpec
 from megafp8.train.generate import Sampling, beyond_training, generate
 from megafp8.train.load import find_checkpoint, load_model
 
+USUAL_TOKENS = 100
 RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
 
 
@@ -30,11 +32,11 @@ def main(argv: Sequence[str]) -> int:
     """Print the text while it is generated; return 0, or 2 after printing an error."""
     parser = command_parser("generate", __doc__)
     parser.add_argument(
-        "run", type=Path, help="a run's directory, a checkpoint, or a folder that import_hf wrote"
+        "run", type=Path, help="a run's directory, a checkpoint, a folder of import_hf, or latest"
     )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
-        "--tokens", type=_count, default=100, help="largest number of new tokens (100)"
+        "--tokens", type=_count, help="largest number of new tokens (100, or what fits the model)"
     )
     parser.add_argument(
         "--temperature",
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (cpu)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1 (the GPU if there is one)")
     options = parser.parse_args(argv)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     run(options, sampling)
@@ -76,16 +78,18 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
         )
     reader = Reader(checkpoint)
     dtype = options.dtype or run_dtype(reader.meta)
-    model = load_model(reader, DTYPES[dtype], _device(options.device))
-    print(f"{checkpoint}: {dtype}, no FP8, on {options.device}", file=sys.stderr)
+    device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load_model(reader, DTYPES[dtype], device)
+    print(f"{checkpoint}: {dtype}, no FP8, on {device}", file=sys.stderr)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
-    warning = beyond_training(model.spec, len(prompt), options.tokens)
+    num_tokens = options.tokens or fitting_tokens(model.spec, len(prompt))
+    warning = beyond_training(model.spec, len(prompt), num_tokens)
     if warning is not None:
         print(f"warning: {warning}", file=sys.stderr)
     tokens: list[int] = []
     shown = ""
     print(options.prompt, end="", flush=True)
-    for token in generate(model, prompt, options.tokens, sampling, vocab_size=tokenizer.vocab_size):
+    for token in generate(model, prompt, num_tokens, sampling, vocab_size=tokenizer.vocab_size):
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
@@ -94,6 +98,15 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(continuation(tokenizer, prompt, tokens)[len(shown) :])
+
+
+def fitting_tokens(spec: GPTSpec, prompt: int) -> int:
+    """Return how many tokens to generate after a prompt if no number is given.
+
+    It is 100, or what the model's positions have left; at least 1, so that a prompt that is too
+    long is refused with its own message.
+    """
+    return max(1, min(USUAL_TOKENS, spec.max_position_embeddings - prompt))
 
 
 def run_dtype(meta: dict[str, Any]) -> str:

@@ -250,6 +250,7 @@ Pretrain a GPT. Without arguments this runs the default job, on the GPU if there
 
 Options:
   --help, -h [WORD ...]  print this page, or only the keys that have a WORD in their name
+  --version              print the versions of megafp8, torch and Python
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
   --config-name, -cn N   use another YAML than pretrain_gpt
   --config-dir, -cd DIR  a directory with your own YAML, which begins with

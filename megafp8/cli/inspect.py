@@ -17,10 +17,12 @@ from rich.table import Table
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import CheckpointError, ExitCode
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
+from megafp8.runs.find import find_run
 from megafp8.specs import TensorHealth
 
 ROWS = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
+FULL_HINT = "A run with model.fp8_health=full also measures underflow, saturation and SNR"
 SORTS = ("underflow", "overflow", "snr", "amax", "name")
 
 
@@ -28,7 +30,7 @@ SORTS = ("underflow", "overflow", "snr", "amax", "name")
 def main(argv: Sequence[str]) -> int:
     """Print the tables; return 0, or 2 after printing an error."""
     parser = command_parser("inspect", __doc__)
-    parser.add_argument("run", type=Path, help="a run's directory, or its health.jsonl")
+    parser.add_argument("run", type=Path, help="a run's directory, its health.jsonl, or latest")
     parser.add_argument("--step", type=int, help="the log step to show (default: the last one)")
     parser.add_argument(
         "--all", action="store_true", help=f"show all tensors, and not only the first {ROWS}"
@@ -40,13 +42,21 @@ def main(argv: Sequence[str]) -> int:
         "the name)",
     )
     options = parser.parse_args(argv)
-    path = options.run / HEALTH_FILE if options.run.is_dir() else options.run
+    run = find_run(options.run)
+    path = run / HEALTH_FILE if run.is_dir() else run
     records = read_health(path)
     record = _chosen(records, options.step, path)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
+    is_full = any(health.underflow is not None for health in record.tensors.values())
+    if options.sort in ("underflow", "overflow", "snr") and not is_full:
+        raise CheckpointError(path, f"has no {options.sort} to sort by", FULL_HINT)
     console.print(_tensors(record, options.sort, None if options.all else ROWS))
+    if not is_full:
+        console.print(f"Only amaxes and scales were measured. {FULL_HINT}")
+    if not options.all and len(record.tensors) > ROWS:
+        console.print(f"{len(record.tensors) - ROWS} more tensors: --all")
     console.print(_roles(records))
     if record.num_nonfinite:
         console.print("updates that were left out because of a NaN or an infinity:")
@@ -82,7 +92,10 @@ def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table
         title=f"step {record.step}: {len(shown)} of {len(names)} tensors, by {sort}",
         title_justify="left",
     )
-    for title in ("tensor", "amax", "scale", "underflow", "overflow", "worst row"):
+    titles: tuple[str, ...] = ("tensor", "amax", "scale")
+    if is_full:
+        titles += ("underflow", "saturation", "worst row's SNR")
+    for title in titles:
         is_name = title == "tensor"
         table.add_column(title, justify="left" if is_name else "right", no_wrap=not is_name)
     for name in shown:
@@ -91,9 +104,7 @@ def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table
             name,
             f"{health.amax:.3g}",
             f"{health.quant_scale:.4g}",
-            _percent(health.underflow),
-            _percent(health.overflow),
-            "" if health.snr_db is None else f"{health.snr_db:.1f} dB",
+            *(_losses(health) if is_full else ()),
         )
     return table
 
@@ -123,6 +134,12 @@ def _rank(name: str, health: TensorHealth, sort: str) -> tuple[float, str]:
     }
     value = values.get(sort)
     return (-value if value is not None and not math.isnan(value) else 0.0, name)
+
+
+def _losses(health: TensorHealth) -> tuple[str, str, str]:
+    """Return what a tensor lost in FP8: its underflow, its saturation, its worst row's ratio."""
+    ratio = "" if health.snr_db is None else f"{health.snr_db:.1f} dB"
+    return _percent(health.underflow), _percent(health.overflow), ratio
 
 
 def _percent(share: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +35,8 @@ class AppInfo:
         config_name: The YAML's name.
         is_sweep: Whether the task is a job of a sweep.
         job_num: The job's number in its sweep, from 0.
-        table: Lines for the start of the run: the settings that differ from the default job's.
         inert: Lines for the start of the run: the given settings that have no effect.
-        record: Both of them for summary.json.
+        record: The same, and the settings that are not the default job's, for summary.json.
         directory: The directory of a job of a sweep, which is also its
             `exp_manager.explicit_log_dir`.
     """
@@ -46,7 +46,6 @@ class AppInfo:
     config_name: str
     is_sweep: bool = False
     job_num: int | None = None
-    table: tuple[str, ...] = field(default=(), compare=False)
     inert: tuple[str, ...] = field(default=(), compare=False)
     record: Mapping[str, object] = field(default_factory=dict, compare=False)
     directory: Path | None = None
@@ -64,7 +63,6 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
         overrides=options.overrides,
         config_dir=options.config_dir,
         config_name=options.config_name,
-        table=tuple(resolved_table(loaded)),
         inert=tuple(loaded.inert_lines()),
         record=record(loaded),
         **more,
@@ -99,14 +97,23 @@ def command_parser(name: str, about: str | None, **more: Any) -> argparse.Argume
 
 
 def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Make a command print the error that a user can correct, and return its exit code."""
+    """Make a command print the error that a user can correct, and return its exit code.
+
+    A reader that goes away, as in `… | head`, ends the command quietly.
+    """
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
         try:
-            return main(argv)
+            code = main(argv)
+            sys.stdout.flush()
         except UserError as error:
             return report_error(error)
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, sys.stdout.fileno())  # so that Python's last flush succeeds
+            return 128 + signal.SIGPIPE
+        return code
 
     return run
 
@@ -179,6 +186,7 @@ class Options:
     show_config: bool
     resolve: bool
     gpu_available: Callable[[], bool] | None = None
+    show_version: bool = False
 
 
 def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Options:
@@ -197,6 +205,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--version", action="store_true")
     found = parser.parse_intermixed_args(list(argv))
     return Options(
         overrides=tuple(found.overrides),
@@ -206,6 +215,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
         show_help=found.help,
         show_config=found.cfg is not None,
         resolve=found.resolve,
+        show_version=found.version,
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
+from platform import python_version
 
 from omegaconf import OmegaConf
 
+from megafp8 import __version__
 from megafp8.cli.help import help_page
 from megafp8.cli.job import (
     AppInfo,
@@ -54,6 +57,9 @@ def run_app(
 
 
 def _run(options: Options, task: Task, prog: str) -> int:
+    if options.show_version:
+        print(f"megafp8 {__version__}, torch {version('torch')}, Python {python_version()}")
+        return ExitCode.FINISHED
     if options.show_help:
         print(help_page(prog, options.overrides), end="")
         return ExitCode.FINISHED

@@ -110,12 +110,11 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         options.tokenizer,
         options.end_of_document,
         vocab_size=vocab_size,
-        texts_to_train_on=lambda: first_texts(source.texts(), megabytes * 1_000_000),
+        texts_to_train_on=lambda: _texts_to_train_on(source, megabytes),
     )
     name = f"{options.tokenizer} {options.end_of_document}"
     if trained:
         name += f" {vocab_size} {megabytes}"
-        print(f"the tokenizer is trained on at most {megabytes} MB of the text", flush=True)
     with _Bar(source.num_bytes()) as bar:
         return preprocess(
             source,
@@ -126,6 +125,11 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
             on_progress=bar.show,
             notify=lambda line: print(line, flush=True),
         )
+
+
+def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
+    print(f"the tokenizer is trained on at most {megabytes} MB of the text", flush=True)
+    return first_texts(source.texts(), megabytes * 1_000_000)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,10 @@ _OUTCOMES = {
     int(ExitCode.NONFINITE): "not finite",
     int(ExitCode.SAVED_ON_SIGNAL): "saved on a signal",
 }
+
+
+_SECTIONS = re.compile(r"(?<![^ ])[\w.]+\.(?=\w+=)")  # `model.optim.` before `lr=`
+_STATUS = {int(ExitCode.FINISHED): "finished", int(ExitCode.SAVED_ON_SIGNAL): "stopped"}
 
 
 @dataclass(frozen=True)
@@ -180,11 +185,13 @@ def _write_page(results: Sequence[Result], own: dict[int, str], directory: Path)
     runs: list[RunRecord] = []
     labels, notes = [], []
     for result in results:
-        label = f"{result.job}: {own[result.job]}"
+        label = f"{result.job}: {_SECTIONS.sub('', own[result.job])}"
         if result.problem is not None:
             notes.append((label, result.problem))
         try:
-            runs.append(read_run(Path(result.directory)))
+            # This process may still hold the lock of the run, which is no longer at work.
+            status = _STATUS.get(result.code, "failed")
+            runs.append(read_run(Path(result.directory), status))
         except RunError:
             continue  # the job was refused, or did not start
         labels.append(label)

@@ -221,13 +221,19 @@ def preprocess(
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with locked(partial / "lock", lambda: _refuse_second(partial)):
-            progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
+            try:
+                progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
+            except BaseException:
+                if not (partial / "progress.json").exists():  # nothing that could be continued
+                    shutil.rmtree(partial)
+                raise
             tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
             dtype = token_dtype(tokenizer.vocab_size)
             counts = _encode_all(
                 source, partial, progress, dtype, workers, on_progress, unit_characters
             )
             if counts.num_tokens == 0:
+                shutil.rmtree(partial)
                 raise DataError(
                     source.name, "text", "there is none: every document is empty", "Give another"
                 )

@@ -38,6 +38,7 @@ class RunSummary:
     total_steps: int
     log_dir: str
     continue_command: str | None = None  # continues, or prolongs, this run
+    continue_note: str | None = None  # what to know before that
     val_loss: float | None = None  # nats per token
     val_tokens: int | None = None  # number of tokens that the last validation read
     val_tokens_in_all: int | None = None  # number of tokens that the validation text has
@@ -135,6 +136,7 @@ class RunSummary:
             ("checkpoint", self.checkpoint),
             ("curves", self.tensorboard_dir and f"tensorboard --logdir {self.tensorboard_dir}"),
             ("continue with", self.continue_command),
+            ("beware", self.continue_note),
         ):
             if where:
                 rows.append((what, where))

@@ -7,6 +7,7 @@ needs them nor waits for their import.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,28 @@ from typing import Any, Protocol, runtime_checkable
 from megafp8.errors import ConfigError
 from megafp8.files import Warn, strict, warn_on_stderr
 from megafp8.specs import ObserveSpec
+
+TAGS: Mapping[str, tuple[str, str]] = {
+    "loss": ("reduced_train_loss", "lm loss"),
+    "val_loss": ("val_loss", "lm loss validation"),
+    "lr": ("lr", "learning-rate"),
+    "grad_norm": ("grad_norm", "grad-norm"),
+    "step_seconds": ("train_step_timing in s", "iteration-time"),
+    "loss_scale": ("loss_scale", "loss-scale"),
+    "global_batch_size": ("global_batch_size", "batch-size"),
+}
+"""The names of figures in the dashboards of NeMo's and of Megatron's users."""
+
+
+def tagged(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values under NeMo's and Megatron's names; under our own where they have none."""
+    found = {tag: value for key, value in values.items() for tag in TAGS.get(key, (key,))}
+    if "val_loss" in values:
+        try:
+            found["lm loss validation ppl"] = math.exp(values["val_loss"])
+        except OverflowError:
+            found["lm loss validation ppl"] = math.inf
+    return found
 
 
 @runtime_checkable
@@ -128,10 +151,11 @@ class CompositeTracker:
         self._warn = warn
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` in each tracker that has not failed."""
+        """Record `values` in each tracker that has not failed, under the names of `TAGS`."""
+        named = tagged(values)
         for tracker in tuple(self._trackers):
             try:
-                tracker.log(step, values)
+                tracker.log(step, named)
             except Exception as error:
                 self._trackers.remove(tracker)
                 self._report(tracker, error, "training continues without it")

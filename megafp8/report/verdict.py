@@ -173,7 +173,7 @@ def weakest_tensors(run: RunRecord) -> list[Signal]:
     found = []
     for name in names:
         values = [
-            [float(v) for line in lines if _is_number(v := _measure(line, name, key))]
+            [v for line in lines if (v := _measure(line, name, key)) is not None]
             for key in ("snr_db", "underflow", "overflow")
         ]
         if values[0]:
@@ -182,13 +182,11 @@ def weakest_tensors(run: RunRecord) -> list[Signal]:
     return sorted(found, key=lambda signal: signal.snr_db)[:WORST_TENSORS]
 
 
-def _measure(line: Line, name: str, key: str) -> object:
+def _measure(line: Line, name: str, key: str) -> float | None:
+    """Return a measure of a tensor, or None if it was not taken or is not finite."""
     tensor = line["tensors"].get(name)
-    return tensor.get(key) if isinstance(tensor, dict) else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    value = tensor.get(key) if isinstance(tensor, dict) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def ratio(pairs: Sequence[Pair], figure: str) -> float | None:
@@ -204,4 +202,4 @@ def ratio(pairs: Sequence[Pair], figure: str) -> float | None:
 
 def _continued(run: RunRecord) -> bool:
     """Whether the time of the last process is not the time of the whole run."""
-    return sum(event.get("kind") == "start" for event in run.events) != 1
+    return [event.get("kind") for event in run.events].count("start") != 1

@@ -33,8 +33,10 @@ def runs_below(folder: Path) -> list[Path]:
     return sorted(found, key=_age)
 
 
-def find_run(named: Path) -> Path:
+def find_run(named: Path, *, with_checkpoint: bool = False) -> Path:
     """Return the path that a command was given, where `latest` stands for the newest run.
+
+    With `with_checkpoint`, it is the newest one that has a checkpoint.
 
     `latest` alone is the newest run in `runs`, and `DIR/latest` the newest one in DIR. A file or a
     directory of that name is taken as it is.
@@ -46,8 +48,11 @@ def find_run(named: Path) -> Path:
         return named
     folder = USUAL_FOLDER if named == Path(LATEST) else named.parent
     runs = runs_below(folder)
+    if with_checkpoint:
+        runs = [path for path in runs if any((path / CHECKPOINTS_DIR).glob("step_*"))]
     if not runs:
-        raise RunError(f"{named}: there is no run in {folder}. Name a run's directory")
+        what = "run with a checkpoint" if with_checkpoint else "run"
+        raise RunError(f"{named}: there is no {what} in {folder}. Name a run's directory")
     return runs[-1]
 
 

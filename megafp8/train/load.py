@@ -25,7 +25,7 @@ from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.precision.scaling import ScalingState
 from megafp8.runs.data import RunData
-from megafp8.runs.find import CHECKPOINTS_DIR
+from megafp8.runs.find import CHECKPOINTS_DIR, find_run
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup
@@ -118,9 +118,12 @@ _MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
 def find_checkpoint(path: Path, notify: Notify) -> Path:
     """Return the verified checkpoint at `path`, or the newest good one if `path` is a run.
 
+    `latest` stands for the newest run that has a checkpoint.
+
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
+    path = find_run(path, with_checkpoint=True)
     if (path / MANIFEST_NAME).is_file():
         store.verify(path)
         return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,20 @@ def test_a_failing_tracker_is_reported_once_and_not_used_again() -> None:
     assert good.closed == 1
 
 
+def test_figures_have_the_names_of_nemo_and_megatron() -> None:
+    recorder = Recorder()
+    values = {"loss": 3.0, "step_seconds": 0.5, "tflops_causal": 7.0}
+    CompositeTracker([recorder]).log(1, values)
+    CompositeTracker([recorder]).log(2, {"val_loss": 1.0})
+    CompositeTracker([recorder]).log(3, {"val_loss": 1e6})
+    assert recorder.seen == [
+        (1, {"reduced_train_loss": 3.0, "lm loss": 3.0, "train_step_timing in s": 0.5,
+             "iteration-time": 0.5, "tflops_causal": 7.0}),
+        (2, {"val_loss": 1.0, "lm loss validation": 1.0, "lm loss validation ppl": math.e}),
+        (3, {"val_loss": 1e6, "lm loss validation": 1e6, "lm loss validation ppl": math.inf}),
+    ]  # fmt: skip
+
+
 def test_a_failing_close_is_reported_and_others_still_close() -> None:
     warnings: list[str] = []
     first, last = Recorder(), Recorder(fail_close=True)
@@ -101,9 +116,10 @@ def test_tensorboard_curves_continue_without_overlap(tmp_path: Path) -> None:
         tracker.log(step, {"loss": float(step), "lr": 0.5})
     tracker.close()
     again = TensorBoardTracker(tmp_path, resume_step=20)
-    again.log(30, {"loss": 31.0})
+    again.log(30, {"reduced_train_loss": 31.0})
     again.close()
-    assert scalars(tmp_path, "loss") == [(10, 10.0), (20, 20.0), (30, 31.0)]
+    assert scalars(tmp_path, "reduced_train_loss") == [(10, 10.0), (20, 20.0), (30, 31.0)]
+    assert scalars(tmp_path, "lm loss") == [(10, 10.0), (20, 20.0)]
     assert scalars(tmp_path, "lr") == [(10, 0.5), (20, 0.5)]
 
 

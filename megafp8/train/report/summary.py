@@ -15,6 +15,7 @@ from megafp8.data.tokenize import continuation
 from megafp8.observe.curve import sparkline
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
+from megafp8.optim.schedules import learning_rate
 from megafp8.report.writer import REPORT_FILE
 from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec
@@ -84,6 +85,7 @@ def summarize(
             if spec.train.fast_dev_run
             else continue_command(spec, path, command_line.command, finished)
         ),
+        continue_note=rise_of_rate(spec) if finished and not spec.train.fast_dev_run else None,
         val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
         val_tokens=_num_validated(run) if validates else None,
@@ -169,6 +171,20 @@ def continue_command(
         arguments.append(f"exp_manager.name={path.name}")
     arguments.append(f"trainer.max_steps={2 * spec.train.max_steps}")
     return shlex.join(arguments)
+
+
+def rise_of_rate(spec: RunSpec) -> str | None:
+    """Return a warning if a run of twice the steps continues at a higher learning rate, else None.
+
+    Such a run has another schedule, as most schedules end at the last step.
+    """
+    steps = spec.train.max_steps
+    sched = dataclasses.replace(spec.optim.schedule, max_steps=2 * steps)
+    longer = dataclasses.replace(spec.optim, schedule=sched)
+    ended, continues = learning_rate(spec.optim, steps), learning_rate(longer, steps + 1)
+    if continues <= 1.5 * ended:
+        return None
+    return f"its learning rate rises from {ended:.1e} to {continues:.1e} where it continues"
 
 
 def show_sample(run: Run) -> None:
