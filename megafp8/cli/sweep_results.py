@@ -117,7 +117,9 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
         (directory / SUMMARY_NAME).write_text(text + "\n")
     own, shared = _own_overrides(results)
     best = _best(results)
-    rows = [("job", "overrides", "outcome", "val loss", "train loss", "tokens/s", "time")]
+    rows: list[tuple[str, ...]] = [
+        ("job", "overrides", "outcome", "val loss", "train loss", "tokens/s", "time")
+    ]
     for result in results:
         rows.append(
             (
@@ -130,6 +132,8 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
                 _text(result.wall_seconds, format_duration),
             )
         )
+    full = [column for column in range(len(rows[0])) if any(row[column] != "-" for row in rows[1:])]
+    rows = [tuple(row[column] for column in full) for row in rows]  # without columns of dashes
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     print(f"\n[sweep] {len(results)} jobs in {directory}")
     if shared:

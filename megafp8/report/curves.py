@@ -38,14 +38,14 @@ CURVES = (
     Curve("grad_norm", "gradient norm, before clipping", is_log=True),
     Curve("lr", "learning rate"),
     Curve("tokens_per_second", "thousand tokens per second", 1e-3),
-    Curve("mfu", "model FLOPs utilization, %", 100.0),
+    Curve("mfu_causal", "model FLOPs utilization (MFU), %", 100.0),
     Curve("peak_memory_bytes", "peak memory, GiB", 2.0**-30),
     Curve("step_seconds", "seconds per step"),
     Curve("data_wait_fraction", "waiting for data, % of a step", 100.0),
     Curve("loss_scale", "loss scale (FP16)", is_log=True),
     Curve("global_batch_size", "global batch, samples"),
 )
-SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu")
+SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu_causal")
 """The curves of a page of several runs."""
 
 MEASURES = {

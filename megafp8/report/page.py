@@ -16,6 +16,7 @@ from megafp8.observe.units import (
     format_count,
     format_duration,
     format_number,
+    format_percent,
     format_tflops,
 )
 from megafp8.report.curves import charts, heat_maps
@@ -169,8 +170,8 @@ def _figures(run: RunRecord) -> list[Figure]:
     add("training loss", train, format_number(train or 0.0), meaning)
     speed = _typical(run.metrics, "tokens_per_second")
     add("tokens per second", speed, format_count(speed or 0.0), "median of logged steps")
-    mfu = _typical(run.metrics, "mfu")
-    add("MFU", mfu, f"{100 * (mfu or 0.0):.1f} %", "of the device's peak")
+    mfu = _typical(run.metrics, "mfu_causal")
+    add("MFU", mfu, format_percent(mfu or 0.0), "of the device's peak")
     tflops = _typical(run.metrics, "tflops_causal")
     add("model FLOP/s", tflops, format_tflops(tflops or 0.0), "causal attention, all ranks")
     memory = run.figure("peak_memory_bytes")
@@ -340,7 +341,7 @@ _OUTCOMES: tuple[tuple[str, str], ...] = (
     ("validation loss", "val_loss"),
     ("training loss", "train_loss"),
     ("tokens/s", "speed"),
-    ("MFU", "mfu"),
+    ("MFU", "mfu_causal"),
     ("memory", "peak_memory_bytes"),
     ("time", "wall_seconds"),
     ("steps", "step"),
@@ -352,9 +353,9 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
     if key == "speed":
         value = typical_speed(run)
         return value, "" if value is None else format_count(value)
-    if key == "mfu":
-        value = _typical(run.metrics, "mfu")
-        return value, "" if value is None else f"{100 * value:.1f} %"
+    if key == "mfu_causal":
+        value = _typical(run.metrics, "mfu_causal")
+        return value, "" if value is None else format_percent(value)
     if key == "step":
         return float(run.last_step), str(run.last_step)
     value = run.figure(key)

@@ -47,7 +47,7 @@ def make_run(path: Path, *, steps: int = 100, every: int = 10, **changes: Any) -
             "tokens_per_second": 4321.0,
             "tflops_causal": 0.5,
             "peak_memory_bytes": 2**30,
-            "mfu": 0.375,
+            "mfu_causal": 0.375,
         }
         for step in logged
     ]

@@ -52,7 +52,7 @@ def test_the_page_of_a_run_has_its_figures(tmp_path: Path) -> None:
     assert training["x"] == [1, *range(10, 101, 10)]
     assert training["y"] == [float(f"{loss_at(step):.5g}") for step in training["x"]]
     assert (validation["x"], validation["y"]) == ([100], [2.2345])
-    assert "model FLOPs utilization, %" in [chart["title"] for chart in data["charts"]]
+    assert "model FLOPs utilization (MFU), %" in [chart["title"] for chart in data["charts"]]
     heat = data["heat"]
     assert heat["rows"] == ["0.attention.qkv", "0.mlp.fc1", "1.attention.qkv", "1.mlp.fc1"]
     underflow = heat["maps"]["input"]["underflow"]

@@ -1,0 +1,212 @@
+"""The list of runs, `latest`, the doctor, and small promises of other commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.cli import doctor, inspect, runs
+from megafp8.cli.dryrun import fits
+from megafp8.cli.generate import fitting_tokens
+from megafp8.cli.preprocess import main as preprocess
+from megafp8.cli.sweep_results import Result, print_results
+from megafp8.config.load import load
+from megafp8.config.overrides import quoted
+from megafp8.config.resolve import resolve
+from megafp8.errors import RunError
+from megafp8.files import give_ordinary_mode
+from megafp8.observe.health import HealthRecord
+from megafp8.observe.metrics import MetricsFile
+from megafp8.plan.hardware import KNOWN
+from megafp8.runs.find import find_run
+from megafp8.specs import TensorHealth
+from megafp8.train.report.summary import rise_of_rate
+from tests.report.made import make_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert runs.main([]) == 2
+    assert "runs: no runs" in capsys.readouterr().err
+    make_run(Path("runs/second"), steps=110)
+    make_run(Path("runs/first"))
+    (tmp_path / "runs" / "first" / "run.json").write_text('{"status": "running", "created": "1"}')
+    assert runs.main([]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1][:6] == ["runs/first", "stopped", "100/100", "2.2789", "2.2345", "4.32k"]
+    assert lines[2][:3] == ["runs/second", "finished", "110/110"]
+
+
+def test_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="latest: there is no run in runs"):
+        find_run(Path("latest"))
+    old = make_run(Path("runs/old"))
+    new = make_run(Path("runs/new"), steps=110)
+    assert find_run(Path("latest")) == new == find_run(Path("runs/latest"))
+    assert find_run(old) == old and find_run(Path("nowhere")) == Path("nowhere")
+    with pytest.raises(RunError, match="no run with a checkpoint"):
+        find_run(Path("latest"), with_checkpoint=True)
+    (old / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert find_run(Path("latest"), with_checkpoint=True) == old
+    Path("latest").mkdir()  # what is really there is taken as it is
+    assert find_run(Path("latest")) == Path("latest")
+
+
+def test_the_doctor_names_what_is_missing_and_what_it_would_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "PACKAGES", (("no-such-package", "nothing"), ("numpy", "arrays")))
+
+    def broken() -> doctor.Finding:
+        raise RuntimeError("driver too old\nmore")
+
+    monkeypatch.setattr(doctor, "_memory", broken)
+    assert doctor.main(["--disk", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "PyTorch finds none; it would give: FP8 products on tensor cores" in said
+    assert "no-such-package" in said and "not installed; it would give: nothing" in said
+    assert "cannot be examined (RuntimeError: driver too old)" in said
+    assert "MiB/s" in said or "GiB/s" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_self_test_shows_the_last_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SELF_TEST", ["model.hidden_size=101"])
+    monkeypatch.setattr(doctor, "findings", lambda disk: [doctor.Finding("a", "b")])
+    assert doctor.main(["--self-test"]) == 1
+    said = capsys.readouterr().out
+    assert "self-test: exit code 2 at 4 steps" in said and "model.hidden_size=101" in said
+
+
+def test_inspect_says_how_to_measure_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsFile(tmp_path / "health.jsonl") as file:
+        tensors = {f"layers.{i}.a.input": TensorHealth(amax=1, quant_scale=2) for i in range(25)}
+        file.log(HealthRecord(1, tensors, {}).to_dict())
+    assert inspect.main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "model.fp8_health=full" in said and "5 more tensors: --all" in said
+    assert "underflow  " not in said.splitlines()[2]
+    assert inspect.main([str(tmp_path), "--sort", "underflow"]) == 2
+    assert "has no underflow to sort by" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "a")
+    program = (
+        "import sys; sys.argv = ['runs', sys.argv[1]]\n"
+        "from megafp8.cli.job import run_command\n"
+        "run_command(lambda argv: [print('line ' * 50) for _ in range(5000)] and 0)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "runs")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.stderr.read() == "" and child.wait(60) == 141
+    child.stderr.close()
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from megafp8.cli.main import run_app
+
+    assert run_app(["--version"], lambda cfg, info: 1) == 0
+    assert capsys.readouterr().out.startswith(f"megafp8 0.1.0, torch {torch.__version__}, Python 3")
+
+
+def test_preprocess_leaves_nothing_that_could_not_be_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n")
+    (tmp_path / "bad.tiktoken").write_text("not a vocabulary")
+    out = tmp_path / "out"
+    tokenizer = f"tiktoken:{tmp_path / 'bad.tiktoken'}"
+    assert preprocess([str(text), "--output", str(out), "--tokenizer", tokenizer]) == 2
+    assert not list(tmp_path.glob("out*"))
+    text.write_text("")
+    assert preprocess([str(text), "--output", str(out), "--tokenizer", "bytes"]) == 2
+    assert not list(tmp_path.glob("out*"))
+    (tmp_path / "out.bin").write_text("")
+    capsys.readouterr()
+    assert preprocess([str(text), "--output", str(out), "--tokenizer", "bpe"]) == 2
+    assert "is trained on" not in capsys.readouterr().out
+
+
+def test_tokens_that_fit() -> None:
+    spec = resolve(load(["model.encoder_seq_length=64"]), lambda: False).model
+    assert [fitting_tokens(spec, prompt) for prompt in (2, 63, 64, 200)] == [62, 1, 1, 1]
+    long = resolve(load(["model.encoder_seq_length=1024"]), lambda: False).model
+    assert fitting_tokens(long, 2) == 100
+
+
+def test_files_have_ordinary_permissions(tmp_path: Path) -> None:
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    plain.write_text("")
+    made.touch(mode=0o600)
+    give_ordinary_mode(made)
+    assert made.stat().st_mode == plain.stat().st_mode
+
+
+def test_a_longer_run_warns_of_a_higher_learning_rate() -> None:
+    spec = resolve(load(["model.fp8=True"]), lambda: False)
+    note = rise_of_rate(spec)
+    assert note is not None and "rises from 1.0e-04 to 1.1e-03" in note
+    flat = resolve(load(["model.optim.sched.min_lr=2e-3"]), lambda: False)
+    assert rise_of_rate(flat) is None
+
+
+def test_an_ordinary_path_needs_no_quotes() -> None:
+    assert quoted("multirun/2026-01-01_10-00-00/3") == "multirun/2026-01-01_10-00-00/3"
+    for text in ("a b/c", "it's/x", "true", "a,b/c", "${x}/y", "", "x=1/y"):
+        assert quoted(text).startswith("'") and quoted(text).endswith("'")
+
+
+class Share:
+    """Stand in for a rank's share: what it holds, and what a step adds at its peak."""
+
+    def __init__(self, held: int, peak: int) -> None:
+        self.held = type("Held", (), {"total": held})()
+        self.step = type("Step", (), {"peak": peak})()
+
+
+def test_whether_a_job_fits() -> None:
+    shares = [Share(10 * 10**9, 10**9), Share(60 * 10**9, 11 * 10**9)]
+    assert fits(shares, KNOWN["h100"]).startswith("fits on H100 SXM: 66.1 GiB of 74.5 GiB")  # type: ignore[arg-type]
+    shares.append(Share(60 * 10**9, 13 * 10**9))
+    assert fits(shares, KNOWN["h100"]).startswith("does not fit on H100 SXM: 68.0 GiB")  # type: ignore[arg-type]
+
+
+def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def result(job: int, lr: str, loss: float | None, problem: str | None = None) -> Result:
+        directory = tmp_path / str(job)
+        if problem is None:
+            make_run(directory)
+        overrides = ["trainer.max_steps=20", f"model.optim.lr={lr}", "trainer.max_steps=4"]
+        outcome, code = ("finished", 0) if problem is None else ("refused", 2)
+        return Result(job, overrides, str(directory), code, outcome, loss, 3.0, 1e4, 60.0, problem)
+
+    results = [result(0, "1e-3", 2.5), result(1, "1e-2", 2.25), result(2, "7", None, "too high")]
+    assert print_results(results, tmp_path) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "all jobs have trainer.max_steps=4" in lines
+    assert "1 *  model.optim.lr=1e-2  finished  2.2500    3.0000      10.0k     1:00" in lines
+    assert "* best: job 1 (model.optim.lr=1e-2)" in lines and "job 2: too high" in lines
+    page = (tmp_path / "report.html").read_text()
+    assert "1: lr=1e-2" in page and "too high" in page and "<td class=finished>" in page
+    assert os.path.getsize(tmp_path / "sweep.json") > 100
