@@ -24,6 +24,7 @@ from pathlib import Path
 
 import yaml
 
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.layers import DEFAULT_CONFIG, conf_dir
 from megafp8.config.load import load_all
 from megafp8.config.overrides import quoted

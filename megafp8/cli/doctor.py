@@ -5,7 +5,6 @@ python -m megafp8.cli.doctor [--self-test]
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -20,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megafp8 import __version__
-from megafp8.cli.job import run_command
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.layers import conf_dir
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_duration
@@ -58,13 +57,10 @@ class Finding:
     gives: str = ""
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print what was found; return 0, or 1 if the self-test failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", __doc__)
     parser.add_argument(
         "--self-test", action="store_true", help="train a tiny model in FP8, and continue it"
     )
@@ -241,4 +237,4 @@ def self_test() -> str | None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    sys.exit(main(sys.argv[1:]))

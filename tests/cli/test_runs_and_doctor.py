@@ -108,8 +108,9 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "a")
     program = (
         "import sys; sys.argv = ['runs', sys.argv[1]]\n"
-        "from megafp8.cli.job import run_command\n"
-        "run_command(lambda argv: [print('line ' * 50) for _ in range(5000)] and 0)"
+        "from megafp8.cli.job import reports_errors\n"
+        "main = reports_errors(lambda argv: [print('line ' * 50) for _ in range(5000)] and 0)\n"
+        "sys.exit(main(sys.argv[1:]))"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "runs")],
