@@ -88,7 +88,7 @@ class Precision:
         "Use layers as Transformer Engine defines them, which FP8 needs. The package is not "
         "needed: `fp8_backend` chooses what runs them.",
         nemo=False,
-        kind="model",
+        kind="layout",
         needs=TE_LAYERS,
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
