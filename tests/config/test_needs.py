@@ -65,6 +65,7 @@ OFF = {
     "model.fsdp": True,
     "model.activation": "swiglu",
     "trainer.precision": 32,
+    "model.position_embedding_type": "alibi",
     "model.transformer_block_type": "post_ln",
     "model.optim.sched.name": "WarmupHoldPolicy",
     "model.data.train_ds.file_names": ["mine.jsonl"],

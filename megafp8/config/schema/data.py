@@ -230,7 +230,11 @@ class Data:
         needs=_OF_TEXT,
     )
     reset_position_ids: bool = key(
-        False, "Start positions at 0 again after the end of a document.", nemo=False, kind="data"
+        False,
+        "Start positions at 0 again after the end of a document.",
+        nemo=False,
+        kind="data",
+        needs=needs("model.position_embedding_type", "learned_absolute", "rope"),
     )
     reset_attention_mask: bool = key(
         False,
