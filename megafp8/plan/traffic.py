@@ -112,13 +112,14 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", 2 * len(layers) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", 2 * len(layers) * whole)
-    gathered = 0.0
+    inputs = grads = 0.0
     for qkv, projection, fc1, fc2 in layers:
-        for linear in (qkv, fc1):  # their inputs, again in backward
-            gathered += (passes + 1) * _part(spec, linear, tokens) / tp
-        for linear in (projection, fc2):  # the gradients of their outputs
-            gathered += _part(spec, linear, tokens) / tp
-    yield message("all_gather", "inputs and output gradients of linears", gathered)
+        for linear in (qkv, fc1):  # again in backward
+            inputs += (passes + 1) * _part(spec, linear, tokens) / tp
+        for linear in (projection, fc2):
+            grads += _part(spec, linear, tokens) / tp
+    yield message("all_gather", "inputs of linears", inputs)
+    yield message("all_gather", "output gradients of linears", grads)
 
 
 def _part(spec: RunSpec, linear: Linear, tokens: int) -> int:

@@ -1,0 +1,153 @@
+"""The plan against FP8-LM's tables 5 and 7 (arXiv 2310.18313); docs/fp8_lm.md prints the rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megafp8.plan import flops_per_token
+from megafp8.plan.memory import all_ranks
+from megafp8.plan.traffic import rank_traffic
+from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec, StorageSpec
+from tests.tiny import gpt_spec, optim_spec, run_spec
+
+PAGE = Path(__file__).parents[2] / "docs" / "fp8_lm.md"
+O3 = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+SHAPES = {  # layers, width, heads, tensor-parallel, pipeline, GPUs, samples of a step
+    "7B": (32, 4096, 32, 1, 1, 32, 2048),
+    "13B": (40, 5120, 40, 2, 1, 32, 2048),
+    "175B": (96, 12288, 96, 8, 4, 128, 512),
+}
+SEQ, VOCAB = 2048, 100_352
+GIB, GB = 2**30, 1e9
+
+
+def job(size: str, precision: str, micro: int = 2) -> RunSpec:
+    """Return the run of one row: precision is BF16, TE (FP8 products alone) or O3."""
+    layers, width, heads, tp, pp, gpus, samples = SHAPES[size]
+    model = gpt_spec(
+        num_layers=layers,
+        hidden_size=width,
+        ffn_hidden_size=4 * width,
+        num_attention_heads=heads,
+        max_position_embeddings=SEQ,
+        position_embedding_type="rope",
+        vocab_size=VOCAB,
+    )
+    fp8 = None if precision == "BF16" else Fp8Recipe(params_in_fp8=precision == "O3")
+    storage = O3 if precision == "O3" else StorageSpec()
+    spec = run_spec(
+        compute="bf16",
+        model=model,
+        fp8=fp8,
+        optim=optim_spec(name="distributed_fused_adam", storage=storage),
+        parallel=ParallelSpec(
+            num_nodes=gpus // 8,
+            devices_per_node=8,
+            tp=tp,
+            pp=pp,
+            sequence_parallel=tp > 1,
+            accelerator="gpu",
+        ),
+    )
+    spec = replace(
+        spec,
+        data=replace(spec.data, seq_length=SEQ),
+        precision=replace(spec.precision, half_weights=True),
+    )
+    train = replace(spec.train, micro_batch_size=micro, global_batch_size=samples)
+    return replace(spec, train=train)
+
+
+def weights_sent(spec: RunSpec) -> float:
+    """Return GiB of weights and their gradients that one GPU sends in a step (table 5)."""
+    return sum(m.on_wire for m in rank_traffic(spec, 0) if m.axis == "data") / GIB
+
+
+def activations_sent(spec: RunSpec) -> float:
+    """Return GiB that one GPU sends for the inputs of column-parallel linears in a microbatch.
+
+    Table 7 counts these: the gathers before QKV and FC1, once more in the backward pass, and the
+    reduce-scatter of their gradients.
+    """
+    counted = ("inputs of linears", "gradients of activations")
+    sent = sum(m.on_wire for m in rank_traffic(spec, 0) if m.axis == "tp" and m.what in counted)
+    return sent / spec.train.num_microbatches(spec.parallel.dp) / GIB
+
+
+def memory(spec: RunSpec) -> float:
+    """Return GB of the fullest rank (10^9 bytes): every tensor that the plan counts."""
+    return max(rank.total for rank in all_ranks(spec)) / GB
+
+
+def tflops(spec: RunSpec, samples_per_second: float) -> float:
+    """Return the model TFLOP/s of a GPU at a throughput, attention counted in full."""
+    per_sample = flops_per_token(spec.model, "full", seq_length=SEQ) * SEQ
+    return per_sample * samples_per_second / spec.parallel.world_size / 1e12
+
+
+Row = tuple[str, str, int, float | None, float | None, float | None, float | None]
+TABLE_5: list[Row] = [  # size, precision, micro batch, memory, samples/s, TFLOP/s, weights sent
+    ("7B", "BF16", 2, 69.6, 159.2, 445, 37.2),
+    ("7B", "TE", 2, 77.3, 224.5, 627, 37.2),
+    ("7B", "O3", 2, 49.4, 219.8, 615, 13.9),
+    ("7B", "O3", 4, 69.3, 230.5, 645, 13.9),
+    ("13B", "BF16", 2, 68.2, 79.3, 420, 34.3),
+    ("13B", "TE", 2, 76.4, 111.7, 592, 34.3),
+    ("13B", "O3", 2, 48.9, 109.5, 575, 12.4),
+    ("13B", "O3", 4, 67.8, 121.5, 644, 12.4),
+]
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: " ".join(map(str, row[:3])))
+def test_table_5(row: Row) -> None:
+    size, precision, micro, _, samples, printed_tflops, printed_sent = row
+    spec = job(size, precision, micro)
+    assert samples is not None
+    assert weights_sent(spec) == pytest.approx(printed_sent, rel=0.01)
+    # One printed cell, 13B at micro batch 2, is 1 % from its own samples a second.
+    assert tflops(spec, samples) == pytest.approx(printed_tflops, rel=0.0101)
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: " ".join(map(str, row[:3])))
+def test_memory_of_table_5(row: Row) -> None:
+    size, precision, micro, printed, *_ = row
+    assert memory(job(size, precision, micro)) == pytest.approx(printed, rel=0.10)
+
+
+def test_activations_of_table_7() -> None:
+    """A sample's activation of one layer is U: 6 U in BF16, 4 U in FP8, a third less.
+
+    The paper prints 34 %.
+    """
+    in_bf16, in_fp8 = (activations_sent(job("13B", precision)) for precision in ("BF16", "O3"))
+    unit = SEQ * 2 * 5120 * 2 / 2 * 40 / GIB
+    assert in_bf16 == pytest.approx(6 * unit) and in_fp8 == pytest.approx(4 * unit)
+    assert 1 - in_fp8 / in_bf16 == pytest.approx(0.34, abs=0.01)
+
+
+def rows() -> list[str]:
+    """Return the rows of the page's tables."""
+    found = []
+    for size, precision, micro, mem, samples, printed, sent in TABLE_5:
+        spec = job(size, precision, micro)
+        cells = [(memory(spec), mem), (weights_sent(spec), sent), (tflops(spec, samples), printed)]  # type: ignore[arg-type]
+        shown = [f"{ours:.1f} / {theirs} = {ours / theirs:.2f}" for ours, theirs in cells]  # type: ignore[operator]
+        found.append(f"| {size}, {precision}, {micro} | {' | '.join(shown)} |")
+    for precision in ("BF16", "O3"):
+        spec = job("175B", precision, 1)
+        per_token = flops_per_token(spec.model, "full", seq_length=SEQ) / 1e9
+        found.append(
+            f"| 175B, {precision}, 1 | {memory(spec):.1f} | {weights_sent(spec):.1f} | "
+            f"{activations_sent(spec):.2f} | {per_token:.0f} |"
+        )
+    for precision in ("BF16", "O3"):
+        found.append(f"| 13B, {precision} | {activations_sent(job('13B', precision)):.2f} |")
+    return found
+
+
+def test_the_page_prints_these_figures() -> None:
+    missing = [row for row in rows() if row not in PAGE.read_text()]
+    assert not missing, "\n".join(missing)
