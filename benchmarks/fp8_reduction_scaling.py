@@ -189,7 +189,12 @@ def verdict(by_rule: dict[str, dict[str, float]]) -> dict[str, bool]:
         "post-scaling overflows most": post["overflow"] >= max(pre["overflow"], auto["overflow"]),
         "auto-scaling underflows less than pre-scaling": auto["underflow"] < pre["underflow"],
         "auto-scaling overflows less than post-scaling": auto["overflow"] < post["overflow"],
-        "auto-scaling has the best SNR": auto["snr_db"] > max(pre["snr_db"], post["snr_db"]),
+        "auto-scaling has a better SNR than post-scaling, by 0.1 dB or more": (
+            auto["snr_db"] - post["snr_db"] >= 0.1
+        ),
+        "auto-scaling has a better SNR than pre-scaling, by 0.1 dB or more": (
+            auto["snr_db"] - pre["snr_db"] >= 0.1
+        ),
     }  # fmt: skip
 
 
