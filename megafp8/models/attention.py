@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,27 @@ class KVCache:
             k_BGSE, v_BGSE = torch.cat((k_old, k_BGSE), 2), torch.cat((v_old, v_BGSE), 2)
         self.layers[layer] = k_BGSE, v_BGSE
         return k_BGSE, v_BGSE
+
+
+class QKV(NamedTuple):
+    """Holds queries [B, H, S, E], keys and values [B, G, S, E], with positions turned into them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Says how a linear's output [B, S, (H + 2 G) E] is divided into heads."""
+
+    num_heads: int
+    num_groups: int
+    size: int
+
+
+# (the linear's output, how it is divided, RoPE's rotation) -> heads, or None for the plain way
+SplitHeads = Callable[[torch.Tensor, HeadSizes, Rotary], QKV | None]
 
 
 @dataclass(frozen=True)
@@ -109,37 +131,49 @@ class AttentionCore(nn.Module):
         queries_per_group: int = 1,
         layer: int = 0,
         layer_scaling: int = 1,
+        split_heads: SplitHeads | None = None,
     ) -> None:
         super().__init__()
         self.head_size, self.dropout, self.site = head_size, dropout, site
         self.streams, self.count_flops = streams, count_flops
         self.queries_per_group, self.layer = queries_per_group, layer
-        self.layer_scaling = layer_scaling
+        self.layer_scaling, self.split_heads = layer_scaling, split_heads
+
+    def sizes(self, features: int) -> HeadSizes:
+        """Return how a linear's output of so many features is divided into heads."""
+        groups = features // (self.head_size * (self.queries_per_group + 2))
+        return HeadSizes(groups * self.queries_per_group, groups, self.head_size)
+
+    def split(self, qkv_BSF: torch.Tensor, context: AttentionContext) -> QKV:
+        """Return the heads of `qkv_BSF` [B, S, (H + 2 G) E]: all queries, keys, then values."""
+        sizes, turn = self.sizes(qkv_BSF.shape[-1]), context.rotary
+        if self.split_heads is not None and turn is not None:
+            split = self.split_heads(qkv_BSF, sizes, turn)
+            if split is not None:
+                return split
+        query, key = sizes.num_heads * sizes.size, sizes.num_groups * sizes.size
+        q_BHSE, k_BGSE, v_BGSE = (
+            part.unflatten(-1, (-1, sizes.size)).transpose(1, 2)
+            for part in qkv_BSF.split((query, key, key), dim=-1)
+        )
+        if turn is not None:
+            q_BHSE, k_BGSE = turn(q_BHSE), turn(k_BGSE)
+        return QKV(q_BHSE, k_BGSE, v_BGSE)
 
     def forward(
-        self, qkv_BSF: torch.Tensor, context: AttentionContext | None = None
+        self, qkv: torch.Tensor | QKV, context: AttentionContext | None = None
     ) -> torch.Tensor:
-        """Return [B, S, H E] of `qkv_BSF` [B, S, (H + 2 G) E]: all queries, then keys, then
-        values.
-        """
+        """Return [B, S, H E], given a linear's output [B, S, (H + 2 G) E] or its heads."""
         context = context or AttentionContext()
-        features, size = qkv_BSF.shape[-1], self.head_size
-        groups = features // (size * (self.queries_per_group + 2))
-        heads = groups * self.queries_per_group
-        q_BHSE, k_BGSE, v_BGSE = (
-            part.unflatten(-1, (-1, size)).transpose(1, 2)
-            for part in qkv_BSF.split((heads * size, groups * size, groups * size), dim=-1)
-        )
-        if context.rotary is not None:
-            q_BHSE, k_BGSE = context.rotary(q_BHSE), context.rotary(k_BGSE)
+        q_BHSE, k_BGSE, v_BGSE = qkv if isinstance(qkv, QKV) else self.split(qkv, context)
         if context.cache is not None:
             k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
         causal_flops = None
         if not torch.compiler.is_compiling():  # for a compiled layer its caller counts the FLOPs
-            batch, _, seq, _ = q_BHSE.shape
+            batch, heads, seq, _ = q_BHSE.shape
             causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2])
         if self.training and self.dropout > 0:
-            with self.streams.keyed(self.site, qkv_BSF.device, sharded=True):
+            with self.streams.keyed(self.site, q_BHSE.device, sharded=True):
                 out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, self.dropout)
         else:
             out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, 0.0)

@@ -37,7 +37,7 @@ class TransformerLayer(nn.Module):
         fc2 = Rows(f"{name}.mlp.fc2", spec.hidden_size)
         proj = Rows(f"{name}.attention.projection", spec.hidden_size)
         norms: list[str] = [f"{name}.attention_norm", f"{name}.mlp_norm"]
-        is_post = spec.transformer_block_type == "post_ln"
+        self.is_post = is_post = spec.transformer_block_type == "post_ln"
         self.qkv = parts.norm_linear(None if is_post else norms[0], heads, std)
         self.attention_core = parts.attention_core(f"{name}.attention", index)
         self.projection = parts.linear(proj, spec.query_size, out_std)
@@ -54,11 +54,14 @@ class TransformerLayer(nn.Module):
         The context may ask that backward recomputes attention instead of keeping its activations.
         """
         context = context or AttentionContext()
-        qkv_BSF = self.qkv(x_BSD)
+        x_BSD, qkv = self.parts.read_qkv(x_BSD, self.qkv, self.attention_core, context)
         if context.recompute_attention:
-            core_BSF = self.parts.recomputed(self.attention_core, qkv_BSF, context)
+            core_BSF = self.parts.recomputed(self.attention_core, qkv, context)
         else:
-            core_BSF = self.attention_core(qkv_BSF, context)
-        x_BSD = self.attention_norm(x_BSD + self.attention_dropout(self.projection(core_BSF)))
-        out_BSD: torch.Tensor = self.mlp_norm(x_BSD + self.mlp_dropout(self.fc2(self.fc1(x_BSD))))
-        return out_BSD
+            core_BSF = self.attention_core(qkv, context)
+        out_BSD = self.attention_dropout(self.projection(core_BSF))
+        if self.is_post:
+            x_BSD, out_BSD = self.attention_norm(x_BSD + out_BSD), None
+        x_BSD, out_BSD = self.parts.run_mlp(x_BSD, out_BSD, self.fc1, self.fc2)
+        x_BSD = self.mlp_norm(x_BSD + self.mlp_dropout(out_BSD))
+        return x_BSD

@@ -71,14 +71,33 @@ def through_autograd(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor |
     return grad.to(weight.dtype)
 
 
+class ChunkLoss(Protocol):
+    """Computes the loss of a chunk of tokens by kernels of a device."""
+
+    def __call__(
+        self,
+        logits_CV: torch.Tensor,
+        targets_C: torch.Tensor,
+        *,
+        with_grad: bool,
+        grad_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return what `HeadLoss.loss_of_chunk` returns, or None where no such kernel runs."""
+        ...
+
+
 class HeadLoss(nn.Module):
     """Sums the cross entropy over counted targets; the head's weight is an argument."""
 
     def __init__(
-        self, matmul: Matmul = plain_matmul, add_grad_weight: AddGradWeight = through_autograd
+        self,
+        matmul: Matmul = plain_matmul,
+        add_grad_weight: AddGradWeight = through_autograd,
+        chunk_loss: ChunkLoss | None = None,
     ) -> None:
         super().__init__()
         self.matmul, self.add_grad_weight = matmul, add_grad_weight
+        self.chunk_loss = chunk_loss
         self.grad_scale = 1.0  # multiplies all gradients but not the loss: FP16 loss scaling
 
     def forward(
@@ -105,12 +124,22 @@ class HeadLoss(nn.Module):
     def loss_of_chunk(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the chunk's summed loss and, if `with_grad`, its gradient by the logits, else
-        None.
+        """Return the chunk's summed loss and, if `with_grad`, the logits' gradient, else None.
+
+        The gradient is multiplied by `grad_scale`; it may overwrite the logits.
         """
+        if self.chunk_loss is not None:
+            found = self.chunk_loss(
+                logits_CV, targets_C, with_grad=with_grad, grad_scale=self.grad_scale
+            )
+            if found is not None:
+                return found
         log_probs_CV = F.log_softmax(logits_CV, dim=-1, dtype=_sum_dtype(logits_CV))
         loss = F.nll_loss(log_probs_CV, targets_C, ignore_index=IGNORE, reduction="sum")
-        return loss, _grad_logits(log_probs_CV, targets_C) if with_grad else None
+        return loss, self._scaled(_grad_logits(log_probs_CV, targets_C)) if with_grad else None
+
+    def _scaled(self, grad_CV: torch.Tensor) -> torch.Tensor:
+        return grad_CV if self.grad_scale == 1.0 else grad_CV.mul_(self.grad_scale)
 
     def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return the hidden states' gradient summed over the ranks that share the vocabulary.
@@ -149,8 +178,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad_hidden_TD is None or grad_weight_VD is None or grad_CV is None:
                 continue
-            if head.grad_scale != 1.0:
-                grad_CV *= head.grad_scale
             grad_CV = grad_CV.to(hidden_TD.dtype)
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
             part_VD = head.matmul(

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.hardware import bf16
-from megafp8.models.attention import AttentionCore
+from megafp8.models.attention import QKV, AttentionContext, AttentionCore, SplitHeads
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
@@ -60,6 +60,7 @@ class Parts:
         self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
+        self.split_heads: SplitHeads | None = None  # a faster way than the core's own
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -124,6 +125,23 @@ class Parts:
             self.linear(rows, in_features, std),
         )
 
+    def read_qkv(
+        self, x_BSD: torch.Tensor, qkv: nn.Module, core: nn.Module, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | QKV]:
+        """Return the residual stream `x_BSD` and what `core` reads of it.
+
+        That is the output of `qkv`, a norm and a linear, [B, S, queries + keys + values], or its
+        heads.
+        """
+        return x_BSD, qkv(x_BSD)
+
+    def run_mlp(
+        self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor | None, fc1: nn.Module, fc2: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream (x + addend), and fc2(fc1(stream)), both [B, S, D]."""
+        stream_BSD = x_BSD if addend_BSD is None else x_BSD + addend_BSD
+        return stream_BSD, fc2(fc1(stream_BSD))
+
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the attention core: ([B, S, queries + keys + values], context) -> [B, S,
         queries].
@@ -138,6 +156,7 @@ class Parts:
             queries_per_group=spec.num_attention_heads // spec.num_kv_heads,
             layer=index,
             layer_scaling=index + 1 if spec.apply_query_key_layer_scaling else 1,
+            split_heads=self.split_heads,
         )
 
     def local_heads(self) -> slice:

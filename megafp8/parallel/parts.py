@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.models.attention import QKV, AttentionContext, AttentionCore, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Dropout, Norm, Parts, Rows, ToDtype, fused_name
+from megafp8.models.positions import Rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import RingAttentionCore
@@ -26,13 +28,17 @@ from megafp8.parallel.sequence import (
 from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
 from megafp8.parallel.vocab import (
     VocabParallelHeadLoss,
+    loss_by_triton,
     vocab_parallel_look_up,
     vocabulary_piece,
 )
+from megafp8.precision import chain
+from megafp8.precision.engine import runs_triton
 from megafp8.precision.formats import DTYPE_NAMES, FORMATS
 from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink, GradSum, look_up
+from megafp8.precision.heads import Heads, split_heads
 from megafp8.precision.linear import Linear, LinearComm, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
@@ -71,6 +77,7 @@ class NativeParts(Parts):
     def __init__(self, given: Given, scaling: ScalingState | None = None) -> None:
         """Make the parts; `scaling` is None without FP8, or where another backend runs it."""
         super().__init__(given.spec, given.dtype, given.seed, given.streams)
+        self.split_heads = _split_by_triton
         if not given.half_weights:
             self.whole_dtype = torch.promote_types(given.dtype, torch.float32)
             self.residual_dtype = self.whole_dtype
@@ -179,6 +186,38 @@ class NativeParts(Parts):
             return first, again
         return first, both(again, self.scaling.recomputation())
 
+    def read_qkv(
+        self, x_BSD: torch.Tensor, qkv: nn.Module, core: nn.Module, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor | QKV]:
+        """Return the residual stream and the heads, by one chain of kernels if possible."""
+        links = links_of(qkv)
+        # The heads would be kept beside the linear's output if backward computed attention again.
+        if links and isinstance(core, AttentionCore) and not context.recompute_attention:
+            batch = x_BSD.shape[0]
+            heads = _heads(batch, core.sizes(links[-1].linear.weight.shape[0]), context.rotary)
+            if chain.can_run(links, heads):
+                stream_TD, parts = chain.run(
+                    links, x_BSD.flatten(0, -2), self.dtype, consumer=heads
+                )
+                return stream_TD.view(x_BSD.shape), QKV(*parts)
+        return super().read_qkv(x_BSD, qkv, core, context)
+
+    def run_mlp(
+        self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor | None, fc1: nn.Module, fc2: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream and the MLP's output, by one chain of kernels if possible."""
+        first, second = links_of(fc1), links_of(fc2)
+        links = [*first, *second] if first else []
+        if links and chain.can_run(links):
+            flat = None if addend_BSD is None else addend_BSD.flatten(0, -2)
+            done = chain.run(links, x_BSD.flatten(0, -2), self.dtype, addend_TX=flat)
+            stream_BSD = done.stream.view(x_BSD.shape)
+            if second:
+                return stream_BSD, done.parts[0].view(x_BSD.shape)
+            inner = done.parts[0]
+            return stream_BSD, fc2(inner.view(-1, *x_BSD.shape[1:-1], inner.shape[-1]))
+        return super().run_mlp(x_BSD, addend_BSD, fc1, fc2)
+
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the attention core of this rank's heads; ring attention with context
         parallelism.
@@ -235,7 +274,7 @@ class NativeParts(Parts):
             return VocabParallelHeadLoss(
                 self.tp, matmul, add_grad_weight, gather=self.sequence_parallel
             )
-        return HeadLoss(matmul, add_grad_weight)
+        return HeadLoss(matmul, add_grad_weight, partial(loss_by_triton, tp=self.tp))
 
     def count_attention_flops(self, flops: int) -> None:
         """Count `flops` of attention's products under the compute dtype."""
@@ -257,16 +296,38 @@ class FusedLinear(nn.Sequential):
         """Return the linear's output; the norm's or activation's output is cast in the same pass
         if possible.
         """
-        *before, linear = self
-        drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
-        out = None
-        if isinstance(linear, Linear) and not drops:  # other backends' linears cast their own input
-            out = linear.after(self.producer, x, self.dtype)
-        if out is None:
-            for module in self:
-                x = module(x)
-            return x
-        return out
+        links = links_of(self)
+        if links and chain.can_run(links):
+            out_TO = chain.run(links, x.flatten(0, -2), self.dtype).parts[0]
+            return out_TO.view(-1, *x.shape[1:-1], out_TO.shape[-1])
+        for module in self:
+            x = module(x)
+        return x
+
+
+def links_of(module: nn.Module) -> list[chain.Link]:
+    """Return the link of a chain that `module` is, if it is one.
+
+    Other backends' linears cast their own input, and no chain drops elements.
+    """
+    if torch.compiler.is_compiling() or not isinstance(module, FusedLinear):
+        return []  # torch fuses what it compiles
+    *before, linear = module
+    drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
+    is_one = isinstance(linear, Linear) and not drops
+    return [chain.Link(module.producer, linear)] if is_one else []
+
+
+def _heads(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:
+    angles = None if turn is None else (turn.cos, turn.sin)
+    return Heads(batch, sizes.num_heads, sizes.num_groups, sizes.size, angles)
+
+
+def _split_by_triton(qkv_BSF: torch.Tensor, sizes: HeadSizes, turn: Rotary) -> QKV | None:
+    """Return the heads, turned by one kernel each way, or None where no kernel runs."""
+    if torch.compiler.is_compiling() or not runs_triton(qkv_BSF.device):
+        return None
+    return QKV(*split_heads(qkv_BSF, _heads(qkv_BSF.shape[0], sizes, turn)))
 
 
 @contextmanager

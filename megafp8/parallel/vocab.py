@@ -17,6 +17,7 @@ from torch import nn
 from megafp8.models.loss import AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
+from megafp8.precision.engine import runs_triton
 from megafp8.precision.grad_sink import GradSink
 from megafp8.specs.data import IGNORE
 from megafp8.specs.geometry import Piece
@@ -90,6 +91,42 @@ def local_rows(ids: torch.Tensor, share: int, tp: Axis) -> tuple[torch.Tensor, t
     return local.clamp(0, share - 1), is_here
 
 
+def loss_by_triton(
+    logits_CV: torch.Tensor,
+    targets_C: torch.Tensor,
+    *,
+    tp: Axis,
+    with_grad: bool,
+    grad_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return a chunk's summed loss, FP32, and the gradient of this rank's logits, by one kernel.
+
+    The gradient overwrites the logits. Over several ranks there are two launches, and messages in
+    between. The result is None where Triton does not run, or for FP64.
+    """
+    if not runs_triton(logits_CV.device) or logits_CV.dtype == torch.float64:
+        return None
+    from megafp8.precision.kernels.triton_loss import TokenSums, to_gradient, token_sums
+
+    is_ignored_C = targets_C == IGNORE
+    if tp.size == 1 and with_grad:
+        sums = to_gradient(logits_CV, targets_C, IGNORE, grad_scale=grad_scale)
+    else:
+        elsewhere = torch.iinfo(torch.int64).min  # no column, and no other target's distance
+        own_C = (targets_C - tp.rank * logits_CV.shape[1]).masked_fill(is_ignored_C, elsewhere)
+        sums = token_sums(logits_CV, own_C)
+        if tp.size > 1:
+            largest_C = tp.all_reduce_max(sums.largest.clone())
+            own_part_C = (sums.largest - largest_C).exp_().mul_(sums.exponentials)
+            both_2C = tp.all_reduce_sum(torch.stack((own_part_C, sums.target)))
+            sums = TokenSums(largest_C, *both_2C.unbind())
+        if with_grad:
+            to_gradient(logits_CV, own_C, elsewhere, sums=sums, grad_scale=grad_scale)
+    loss_C = sums.exponentials.log() + sums.largest - sums.target
+    loss = loss_C.masked_fill(is_ignored_C, 0.0).sum()
+    return loss, logits_CV if with_grad else None
+
+
 class VocabParallelHeadLoss(HeadLoss):
     """Computes the head's loss over a sharded vocabulary; the loss is the same on all ranks.
 
@@ -117,6 +154,11 @@ class VocabParallelHeadLoss(HeadLoss):
         """Return the chunk's summed loss over the whole vocabulary and this rank's logit
         gradient.
         """
+        found = loss_by_triton(
+            logits_CV, targets_C, tp=self.tp, with_grad=with_grad, grad_scale=self.grad_scale
+        )
+        if found is not None:
+            return found
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         # A NaN must survive the maximum: the sum of exponentials is then NaN.
         largest_C = logits_CV.amax(dim=-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -131,7 +173,7 @@ class VocabParallelHeadLoss(HeadLoss):
             return loss, None
         grad_CV = exponentials_CV.div_(sums_2C[0][:, None])  # softmax
         grad_CV.scatter_add_(1, local_C[:, None], -is_here_C[:, None].to(grad_CV.dtype))
-        return loss, grad_CV.masked_fill_(is_ignored_C[:, None], 0.0)
+        return loss, self._scaled(grad_CV.masked_fill_(is_ignored_C[:, None], 0.0))
 
     def sum_grad_hidden(self, grad_hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return the hidden states' gradient summed over ranks; with `gather` this rank's tokens

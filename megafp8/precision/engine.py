@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -56,6 +57,12 @@ def engine_of(device: torch.device) -> Engine:
         layouts=frozenset(name for name in LAYOUTS if unsupported(device, name) is None),
         fp32_results=frozenset(name for name in LAYOUTS if writes_fp32(device, name)),
     )
+
+
+@cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this device."""
+    return engine_of(device).uses_triton
 
 
 def in_e5m2(a: Fp8Format, b: Fp8Format) -> bool:

@@ -1,22 +1,24 @@
-"""Let a norm or an activation write the FP8 input of the linear that follows it.
+"""Let what computes a linear's input or output gradient write it in FP8.
 
 Under `delayed` the scale is known beforehand, so one pass writes the payload, the transposed
-payload and the amax of the norm's or activation's result. That result lies in memory in high
-precision only for observers (FP8 health, traces), which ask for it by `with_plain`. Values are
-rounded to the linear's dtype before the cast, as if the result had been stored.
+payload and the amax of what a norm or an activation computes, and of the gradient that an
+activation's backward pass or attention's gives to the linear before it. These values lie in memory
+in high precision only for observers (FP8 health, traces), which ask for them by `with_plain`.
+Values are rounded to the linear's dtype before the cast, as if they had been stored.
 """
 
 # T tokens   I features of the linear's input   X features of what it is made of (2 I: gate and up)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from megafp8.precision.formats import Fp8Format
+from megafp8.precision.formats import E4M3, Fp8Format
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
 KINDS: dict[str, Kind] = {
@@ -29,8 +31,8 @@ KINDS: dict[str, Kind] = {
 class CastInto:
     """Describe the cast that a producer shall do.
 
-    `amax` works as in `cast.quantize`; `with_rows`, `with_columns` and `with_plain` ask for the
-    three tensors of `Produced`.
+    `amax` works as in `cast.quantize`; `with_rows`, `with_columns`, `with_plain` and `with_sums`
+    ask for the first four tensors of `Produced`.
     """
 
     quant_scale: torch.Tensor
@@ -39,19 +41,27 @@ class CastInto:
     with_rows: bool
     with_columns: bool
     with_plain: bool
+    with_sums: bool = False
 
 
 class Produced(NamedTuple):
     """Hold the tensors that a producer made; None stands for a tensor that was not asked for.
 
-    `payload` is [T, I], `payload_t` [I, T], `plain` [T, I] in high precision. `kept` are the
-    tensors that the backward pass needs besides the producer's input.
+    `payload` is [T, I], `payload_t` [I, T], `plain` [T, I] in high precision. `partial_sums` are
+    FP32 sums of the columns over groups of rows, [P, I]. `kept` are the tensors that the backward
+    pass needs besides the producer's input. `total` [T, X] is that input where it is a sum.
     """
 
     payload: torch.Tensor | None
     payload_t: torch.Tensor | None
     plain: torch.Tensor | None
+    partial_sums: torch.Tensor | None = None
     kept: tuple[torch.Tensor, ...] = ()
+    total: torch.Tensor | None = None
+
+
+Make = Callable[[CastInto], Produced]
+"""Computes a tensor and casts it as the argument says."""
 
 
 class Producer(Protocol):
@@ -62,16 +72,27 @@ class Producer(Protocol):
         """Return the parameters that get a gradient."""
         ...
 
-    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
-        """Compute the producer's result of `x_TX` and cast it as `into` says."""
+    def cast(
+        self, x_TX: torch.Tensor, into: CastInto, addend_TX: torch.Tensor | None = None
+    ) -> Produced:
+        """Compute the producer's result of `x_TX` (+ addend) and cast it as `into` says.
+
+        Only norms take an addend. `Produced.total` is then the sum.
+        """
         ...
 
     def backward(
-        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+        self,
+        grad_TI: torch.Tensor,
+        x_TX: torch.Tensor,
+        kept: tuple[torch.Tensor, ...],
+        addend_TX: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of x and of `params`, each in the dtype of its tensor.
+        """Return the gradient of x, plus the addend, and parts of the gradients of `params`.
 
-        `kept` are the tensors of `Produced.kept`.
+        The gradient of x [T, X] has its dtype. A parameter's gradient is the sum of its parts
+        [P, ...], which are FP32, over P. `kept` are the tensors of `Produced.kept`. Only norms take
+        an addend.
         """
         ...
 
@@ -101,8 +122,10 @@ class NormProducer:
         weight, bias = self.norm.weight, self.norm.bias
         return (weight,) if bias is None else (weight, bias)
 
-    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
-        """Compute the norm of each row of `x_TX` and cast it as `into` says."""
+    def cast(
+        self, x_TX: torch.Tensor, into: CastInto, addend_TX: torch.Tensor | None = None
+    ) -> Produced:
+        """Compute the norm of each row of `x_TX` (+ addend) and cast it as `into` says."""
         from megafp8.precision.kernels.triton_norm import norm_cast
 
         done = norm_cast(
@@ -113,6 +136,7 @@ class NormProducer:
             into.quant_scale,
             into.fmt,
             out_dtype=self.dtype,
+            addend_MD=addend_TX,
             amax=into.amax,
             with_rows=into.with_rows,
             with_columns=into.with_columns,
@@ -120,18 +144,22 @@ class NormProducer:
         )
         mean, rstd = done.statistics
         kept = (rstd,) if mean is None else (rstd, mean)
-        return Produced(done.payload, done.payload_t, done.plain, kept)
+        return Produced(done.payload, done.payload_t, done.plain, None, kept, done.total)
 
     def backward(
-        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+        self,
+        grad_TI: torch.Tensor,
+        x_TX: torch.Tensor,
+        kept: tuple[torch.Tensor, ...],
+        addend_TX: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of x, of the weight and, for LayerNorm, of the bias."""
+        """Return the gradient of x (+ addend), and parts of those of `params`."""
         from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
-        grad_x, *of_params = norm_backward(grad_TI, x_TX, self.norm.gain().detach(), statistics)
-        pairs = zip(self.params, of_params, strict=False)  # RMSNorm has no bias
-        return grad_x, *(grad.to(param.dtype) for param, grad in pairs)
+        gain = self.norm.gain().detach()
+        found = norm_backward(grad_TI, x_TX, gain, statistics, addend_TX)
+        return tuple(x for x in found if x is not None)
 
 
 @dataclass(frozen=True)
@@ -141,36 +169,49 @@ class ActivationProducer:
     kind: Kind
     params: tuple[torch.Tensor, ...] = ()
 
-    def cast(self, x_TX: torch.Tensor, into: CastInto) -> Produced:
+    def cast(
+        self, x_TX: torch.Tensor, into: CastInto, addend_TX: torch.Tensor | None = None
+    ) -> Produced:
         """Compute the activation of `x_TX` and cast it as `into` says."""
-        payload, payload_t, _, plain = _activation(x_TX, None, self.kind, into)
-        return Produced(payload, payload_t, plain)
+        assert addend_TX is None, "a norm adds"
+        return self._cast(x_TX, None, into)
+
+    def cast_grad(self, grad_TI: torch.Tensor, x_TX: torch.Tensor, into: CastInto) -> Produced:
+        """Compute the gradient of x, [T, X], and cast it as `into` says."""
+        return self._cast(x_TX, grad_TI, into)
 
     def backward(
-        self, grad_TI: torch.Tensor, x_TX: torch.Tensor, kept: tuple[torch.Tensor, ...]
+        self,
+        grad_TI: torch.Tensor,
+        x_TX: torch.Tensor,
+        kept: tuple[torch.Tensor, ...],
+        addend_TX: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradient of x, [T, X]."""
-        from megafp8.precision.formats import E4M3
-
-        nothing = CastInto(x_TX.new_ones((), dtype=torch.float32), E4M3, None, False, False, True)
-        grad_x = _activation(x_TX, grad_TI, self.kind, nothing)[3]
+        assert addend_TX is None, "a norm adds"
+        grad_x = self._cast(x_TX, grad_TI, nothing_but_plain(x_TX.device)).plain
         assert grad_x is not None
         return (grad_x,)
 
+    def _cast(self, x_TX: torch.Tensor, grad_TI: torch.Tensor | None, into: CastInto) -> Produced:
+        from megafp8.precision.kernels.triton_cast import cast
 
-def _activation(
-    x_TX: torch.Tensor, grad_TI: torch.Tensor | None, kind: Kind, into: CastInto
-) -> tuple[torch.Tensor | None, ...]:
-    from megafp8.precision.kernels.triton_cast import cast
+        made = cast(
+            x_TX,
+            into.quant_scale,
+            into.fmt,
+            activation=self.kind,
+            grad_MN=grad_TI,
+            amax=into.amax,
+            with_rows=into.with_rows,
+            with_columns=into.with_columns,
+            with_sums=into.with_sums,
+            with_plain=into.with_plain,
+        )
+        return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
 
-    return cast(
-        x_TX,
-        into.quant_scale,
-        into.fmt,
-        activation=kind,
-        grad_MN=grad_TI,
-        amax=into.amax,
-        with_rows=into.with_rows,
-        with_columns=into.with_columns,
-        with_plain=into.with_plain,
-    )
+
+def nothing_but_plain(device: torch.device) -> CastInto:
+    """Return the cast that writes a tensor in high precision alone."""
+    unread = torch.empty((), device=device)  # with no payload to write, no kernel uses the scale
+    return CastInto(unread, E4M3, None, with_rows=False, with_columns=False, with_plain=True)

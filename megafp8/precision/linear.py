@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from megafp8.precision.engine import EMULATED
-from megafp8.precision.fused import Producer
 from megafp8.precision.gemm import GemmCounter, gemm
-from megafp8.precision.grad_sink import GradSink, GradSum
+from megafp8.precision.grad_sink import ComputeGrad, GradSink, GradSum
 from megafp8.precision.quantizer import LinearQuantizer
-from megafp8.precision.recipes.base import Operand, Operands, Role
+from megafp8.precision.recipes.base import Operand, Operands, Role, column_sum
 from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import weight_form
@@ -177,33 +176,6 @@ class Linear(nn.Module):
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
-    def after(self, producer: Producer, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return `forward` of what `producer` makes of `x`, or None where the two cannot be fused.
-
-        The producer (a norm or an activation) computes in `dtype` and writes the FP8 input itself.
-        A caller that gets None computes the producer's result and calls `forward` with it. `x` is
-        [B, ..., X], the output [B, ..., O].
-        """
-        with_first = torch.is_grad_enabled()
-        is_fused = (
-            not torch.compiler.is_compiling()
-            and self.quantizer is not None
-            and self.quantizer.fuses(with_first=with_first)
-        )
-        if not is_fused:
-            return None
-        output_TO: torch.Tensor = _ProducedFunction.apply(  # type: ignore[no-untyped-call]
-            x.flatten(0, -2).contiguous(),
-            self.weight,
-            self.bias,
-            self,
-            producer,
-            dtype,
-            with_first,
-            *producer.params,
-        )
-        return output_TO.view(-1, *x.shape[1:-1], output_TO.shape[-1])
-
     def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
         """Return the input [T, I] as the products for `output` and `grad_weight` read it.
 
@@ -213,15 +185,15 @@ class Linear(nn.Module):
             return Operands(input_TI, input_TI)
         return self.quantizer.operands("input", input_TI, with_first=with_first)
 
-    def grad_output_operands(self, grad_output_TO: torch.Tensor) -> tuple[Operands, torch.Tensor]:
-        """Return the output gradient [T, O] as the products read it, and its FP32 sum over tokens.
-
-        The sum, [O], is the gradient of the bias.
-        """
+    def grad_output_operands(self, grad_output_TO: torch.Tensor) -> GradOutput:
+        """Return the output gradient [T, O] as the products read it, and its sums over tokens."""
+        has_bias = self.bias is not None
         if self.quantizer is None:
-            total_O = grad_output_TO.sum(0, dtype=torch.float32)
-            return Operands(grad_output_TO, grad_output_TO), total_O
-        return self.quantizer.operands_and_sum("grad_output", grad_output_TO)
+            both = Operands(grad_output_TO, grad_output_TO)
+            sums_PO = column_sum(grad_output_TO) if has_bias else None
+            return GradOutput(both, sums_PO, grad_output_TO.dtype)
+        found = self.quantizer.operands_and_sums("grad_output", grad_output_TO, with_sum=has_bias)
+        return GradOutput(*found, grad_output_TO.dtype)
 
     def weight_operands(self, work: torch.dtype, num_tokens: int = 0) -> Operands:
         """Return the weight as the products of a microbatch of `num_tokens` read it."""
@@ -259,6 +231,18 @@ class Linear(nn.Module):
             use_fast_accum=use_fast_accum,
             into=into,
         )
+
+
+class GradOutput(NamedTuple):
+    """Hold the gradient of a linear's output [T, O], as the products read it.
+
+    `sums` [P, O] are its FP32 sums over P groups of tokens, which add up to the bias's gradient.
+    None stands for sums that no bias needs. `work` is the gradient's own dtype.
+    """
+
+    operands: Operands
+    sums: torch.Tensor | None
+    work: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -329,9 +313,21 @@ def backward(
     `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
     asks for it.
     """
-    work = grad_output_TO.dtype
-    grad_output, grad_bias_O = layer.grad_output_operands(grad_output_TO)
-    along_last, along_first = _gathered(layer.comm, grad_output)
+    grad_output = layer.grad_output_operands(grad_output_TO)
+    return backward_of(layer, grad_output, input, weight, needs_input=needs_input)
+
+
+def backward_of(
+    layer: Linear,
+    grad_output: GradOutput,
+    input: Operand,
+    weight: Operand | None,
+    *,
+    needs_input: bool = True,
+) -> Gradients:
+    """Run `backward` with an output gradient that is quantized already."""
+    operands, sums_PO, work = grad_output
+    along_last, along_first = _gathered(layer.comm, operands)
     pending = None
     if needs_input:
         if weight is None:
@@ -344,9 +340,24 @@ def backward(
         return layer.product("grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
     grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
-    bias = layer.bias
-    grad_bias = None if bias is None else layer.sink.add(bias, lambda _: grad_bias_O)
+    grad_bias = None
+    if layer.bias is not None:
+        assert sums_PO is not None, "the bias needs them"
+        grad_bias = layer.sink.add(layer.bias, sum_of(sums_PO))
     return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+
+
+def sum_of(parts_PN: torch.Tensor) -> ComputeGrad:
+    """Return what computes the gradient of a bias or a norm's weight, [N], from its FP32 parts."""
+
+    def compute(into: GradSum | None, /) -> torch.Tensor:
+        if parts_PN.shape[0] == 1:
+            return parts_PN[0]
+        if into is not None and into.is_first and into.total.dtype == parts_PN.dtype:
+            return torch.sum(parts_PN, 0, out=into.total)
+        return parts_PN.sum(0)
+
+    return compute
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -378,41 +389,6 @@ class _LinearFunction(torch.autograd.Function):
         return *found, None, None
 
 
-class _ProducedFunction(torch.autograd.Function):
-    """Run a norm or an activation, fused with the linear that reads its result in FP8.
-
-    The last arguments are `producer.params`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TX: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        layer: Linear,
-        producer: Producer,
-        dtype: torch.dtype,
-        is_grad_enabled: bool,
-        *params: torch.Tensor,
-    ) -> torch.Tensor:
-        assert layer.quantizer is not None
-        input, kept = layer.quantizer.produce(producer, x_TX, with_first=is_grad_enabled)
-        done = forward_of(layer, input, dtype, x_TX.shape[0])
-        if is_grad_enabled:
-            _save(ctx, done.input, x_TX, *kept)
-        ctx.layer, ctx.weight, ctx.producer = layer, done.weight, producer
-        return done.output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        payload, scale, x_TX, *kept = ctx.saved_tensors  # recomputation lets them be read once
-        found = backward(ctx.layer, grads[0], _operand(ctx, (payload, scale)), ctx.weight)
-        assert found.input is not None
-        grad_x, *of_params = ctx.producer.backward(found.input.contiguous(), x_TX, tuple(kept))
-        return grad_x, found.weight, found.bias, None, None, None, None, *of_params
-
-
 def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
     """Gather the output gradient of all ranks, once if one quantization serves both products."""
     along_last = comm.gather_grad_output(grad_output.along_last)
@@ -421,17 +397,17 @@ def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
     return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
 
 
-def _save(ctx: Any, input: Operand, *others: torch.Tensor) -> None:
+def _save(ctx: Any, input: Operand) -> None:
     """Save tensors through autograd, so that its hooks (offloading, recomputation) see them."""
     if isinstance(input, Fp8Tensor):
         ctx.remake = input.factory()
-        ctx.save_for_backward(input.payload, input.dequant_scale, *others)
+        ctx.save_for_backward(input.payload, input.dequant_scale)
     else:
         ctx.remake = None
-        ctx.save_for_backward(input, *others)
+        ctx.save_for_backward(input)
 
 
 def _operand(ctx: Any, tensors: Sequence[torch.Tensor]) -> Operand:
-    """Return the operand that `_save` saved first."""
-    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors[:2])
+    """Return the operand that `_save` saved."""
+    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
     return operand

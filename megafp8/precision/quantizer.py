@@ -8,7 +8,7 @@ import torch
 
 from megafp8.precision.engine import Engine
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.fused import Producer
+from megafp8.precision.fused import Make, Produced
 from megafp8.precision.recipes.base import (
     READERS,
     Need,
@@ -56,11 +56,14 @@ class LinearQuantizer:
         """
         return self._quantized(role, x_MN, with_first=with_first, with_sum=False)[0]
 
-    def operands_and_sum(self, role: Role, x_MN: torch.Tensor) -> tuple[Operands, torch.Tensor]:
-        """Return `operands` and the FP32 sum of each column of the tensor itself, [N]."""
-        operands, total_N = self._quantized(role, x_MN, with_first=True, with_sum=True)
-        assert total_N is not None
-        return operands, total_N
+    def operands_and_sums(
+        self, role: Role, x_MN: torch.Tensor, *, with_sum: bool = True
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Return `operands`, and FP32 sums of the tensor's columns, [P, N], or None.
+
+        Each of the P rows has the sums over a group of the tensor's rows. `with_sum` asks for them.
+        """
+        return self._quantized(role, x_MN, with_first=True, with_sum=with_sum)
 
     def _quantized(
         self, role: Role, x_MN: torch.Tensor, *, with_first: bool, with_sum: bool
@@ -68,9 +71,9 @@ class LinearQuantizer:
         need = self._need(role, with_first)
         if not need.any:
             return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
-        operands, total_N = self.tensors[role].quantize(x_MN, need, with_sum=with_sum)
+        operands, sums_PN = self.tensors[role].quantize(x_MN, need, with_sum=with_sum)
         self._observe(role, x_MN, operands)
-        return operands, total_N
+        return operands, sums_PN
 
     def saved_form(self) -> SavedForm:
         """Return how the input is kept between forward and backward."""
@@ -78,21 +81,23 @@ class LinearQuantizer:
             return SavedForm()
         return self.tensors["input"].saved_form()
 
-    def fuses(self, *, with_first: bool) -> bool:
-        """Whether the norm or activation that makes the input may cast it in the same pass."""
-        need = self._need("input", with_first)
+    def fuses(self, role: Role, *, with_first: bool = True) -> bool:
+        """Whether the kernel that computes this tensor may cast it in the same pass."""
+        need = self._need(role, with_first)
         is_whole = need.last and need.first == with_first  # no product reads it as it is
-        return is_whole and self.tensors["input"].can_fuse
+        return is_whole and self.tensors[role].can_fuse
 
     def produce(
-        self, producer: Producer, x_MX: torch.Tensor, *, with_first: bool
-    ) -> tuple[Operands, tuple[torch.Tensor, ...]]:
-        """Return the input as `producer` makes it of `x_MX`, and the tensors its backward needs."""
-        need, is_observed = self._need("input", with_first), bool(self.state.observers)
-        operands, made = self.tensors["input"].produce(producer, x_MX, need, with_plain=is_observed)
+        self, role: Role, make: Make, *, with_first: bool = True, with_sum: bool = False
+    ) -> tuple[Operands, Produced]:
+        """Return one of the linear's tensors as `make` computes and casts it, and all it made."""
+        need, is_observed = self._need(role, with_first), bool(self.state.observers)
+        operands, made = self.tensors[role].produce(
+            make, need, with_plain=is_observed, with_sum=with_sum
+        )
         if made.plain is not None:
-            self._observe("input", made.plain, operands)
-        return operands, made.kept
+            self._observe(role, made.plain, operands)
+        return operands, made
 
     def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
         """Return a weight [O, I] in FP8, to be kept in FP8 alone.

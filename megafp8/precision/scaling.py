@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megafp8 import torch_private
 from megafp8.precision.engine import EMULATED, Engine, engine_of
 from megafp8.precision.formats import Fp8Format, formats_of
 from megafp8.precision.tensor import Fp8Tensor
@@ -76,6 +77,11 @@ class Slot:
         return self.table.quant_scale[self.index]
 
     @property
+    def dequant_scale(self) -> torch.Tensor:
+        """Return the reciprocal of the current scale, a 0-d FP32 view that no update changes."""
+        return self.table.dequant_scale[self.index]
+
+    @property
     def amax(self) -> torch.Tensor:
         """Return the amax staged since the last update, a 0-d FP32 view of the table."""
         return self.table.amax[self.index]
@@ -97,6 +103,23 @@ class _Settled:
         setattr(table, self.name, value)
 
 
+@dataclass(frozen=True)
+class _Reciprocals:
+    """Hold the dequant_scales of one version of a table's quant_scales."""
+
+    quant_scale: torch.Tensor
+    version: int
+    dequant_scale: torch.Tensor
+
+    @classmethod
+    def of(cls, quant_scale: torch.Tensor, dequant_scale: torch.Tensor) -> _Reciprocals:
+        return cls(quant_scale, torch_private.version_of(quant_scale), dequant_scale)
+
+    def are_of(self, quant_scale: torch.Tensor) -> bool:
+        same = self.quant_scale is quant_scale
+        return same and self.version == torch_private.version_of(quant_scale)
+
+
 class ScaleTable:
     """Hold the scales of every tensor of one direction, with one update and one reduction for all.
 
@@ -110,7 +133,7 @@ class ScaleTable:
         num_updates    [tensors] int64      how often the history has rolled
         num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
 
-    All but the last two are FP32.
+    All but the last two are FP32. `dequant_scale` [tensors] is derived from `quant_scale`.
     """
 
     history, quant_scale = _Settled(), _Settled()
@@ -118,6 +141,8 @@ class ScaleTable:
 
     def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
         self._under_way: tuple[torch.Tensor, Pending] | None = None  # amaxes and their reduction
+        self._reciprocals: _Reciprocals | None = None
+        self._zeros: torch.Tensor | None = None  # staged amaxes of earlier, which a kernel zeroed
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
@@ -152,6 +177,14 @@ class ScaleTable:
         fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
         return {name: getattr(self, name) for name in fields}
 
+    @property
+    def dequant_scale(self) -> torch.Tensor:
+        """Return the reciprocals of `quant_scale`; an update makes a new tensor of them."""
+        quant_scale, known = self.quant_scale, self._reciprocals
+        if known is None or not known.are_of(quant_scale):
+            known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
+        return known.dequant_scale
+
     def update(self, start_reduce_max: StartReduceMax | None) -> None:
         """Reduce the staged amaxes, roll them into the histories and recompute the scales.
 
@@ -160,7 +193,10 @@ class ScaleTable:
         if not self.names:
             return
         self.settle()
-        staged, self.amax = self.amax, torch.zeros_like(self.amax)
+        zeros, self._zeros = self._zeros, None
+        if zeros is None or zeros.shape != self.amax.shape or zeros.device != self.amax.device:
+            zeros = torch.zeros_like(self.amax)
+        staged, self.amax = self.amax, zeros
         if start_reduce_max is None:
             self._roll(staged)
         else:
@@ -197,10 +233,10 @@ class ScaleTable:
     def _roll_in_one_launch(self, staged: torch.Tensor) -> None:
         from megafp8.precision.kernels.triton_scales import update_scales
 
-        # The kernel writes in place; `Recomputation` needs the scales of earlier microbatches.
-        self.quant_scale = self.quant_scale.clone()
         fields = {**self.tensors(), "amax": staged}
-        update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
+        self.quant_scale, reciprocals = update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
+        self._reciprocals = _Reciprocals.of(self.quant_scale, reciprocals)
+        self._zeros = staged
 
 
 class ScalingState:

@@ -35,13 +35,13 @@ GATED = ("swiglu", "geglu")
 class Cast(NamedTuple):
     """Hold the results of a cast; None stands for one that was not asked for.
 
-    `payload` is [M, N], `payload_t` [N, M], `column_sum` FP32 [N]. `plain` [M, N] are the values
-    that were cast, in the input's dtype.
+    `payload` is [M, N], `payload_t` [N, M]. `partial_sums` FP32 [P, N] are the sums of each column
+    over groups of rows. `plain` [M, N] are the values that were cast, in the input's dtype.
     """
 
     payload: torch.Tensor | None
     payload_t: torch.Tensor | None
-    column_sum: torch.Tensor | None
+    partial_sums: torch.Tensor | None
     plain: torch.Tensor | None
 
 
@@ -65,7 +65,7 @@ def cast(
     cast, as if they had been stored. SwiGLU and GEGLU read the gate in the first half of the
     columns and what it multiplies (up) in the second half; the gradient of x has both halves.
 
-    Sums are taken tile by tile and then over tiles: the same bits in each run.
+    Sums are taken tile by tile, and the caller adds up the tiles: the same bits in each run.
     """
     check_matrix("x_MX", x_MX)
     if grad_MN is not None:
@@ -83,18 +83,22 @@ def cast(
         with_sums=with_sums,
         plain_dtype=x_MX.dtype if with_plain else None,
     )
+    # Gate and up have a tile each in a program; smaller ones leave registers for more warps.
+    is_double = activation in GATED and grad_MN is not None
+    tile_cols = TILE_COLS // 2 if is_double else TILE_COLS
     if x_MX.numel() > 0:
-        _cast_kernel[tiles(num_rows, num_cols)](
+        _cast_kernel[tiles(num_rows, num_cols, tile_cols)](
             x_MX,
             x_MX if grad_MN is None else grad_MN,
             num_rows,
             num_cols,
             ACTIVATION=activation or "none",
             BACKWARD=grad_MN is not None,
-            **made.arguments(quant_scale, fmt, amax),
+            **made.arguments(
+                quant_scale, fmt, amax, tile_cols, 2 * TILE_WARPS if is_double else TILE_WARPS
+            ),
         )
-    sums = made.partial_sums
-    return Cast(made.payload, made.payload_t, None if sums is None else sums.sum(0), made.plain)
+    return Cast(*made)
 
 
 def transpose_payload(payload_MN: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,18 @@ def rounded(y, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def narrowed(y, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return FP32 numbers that `dtype` (FP32, BF16, FP16) holds in this dtype, exactly.
+
+    BF16 is made by its bits in Triton's interpreter, which loses its subnormals.
+    """
+    if dtype == tl.bfloat16 and not HARDWARE:
+        bits = y.to(tl.int32, bitcast=True) >> 16
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return y.to(dtype)
+
+
+@triton.jit
 def scales_of_amax(amax, IS_E4M3: tl.constexpr, TORCHAO: tl.constexpr, POWER_2: tl.constexpr):
     """Return quant_scales of FP32 amaxes: 1 where an amax is not finite or, by TE's rule, is 0.
 

@@ -1,4 +1,4 @@
-"""Update all delayed scales of a table in one launch, in place, by `precision/scaling.py`'s rule.
+"""Update all delayed scales of a table in one launch, by `precision/scaling.py`'s rule.
 
 Each program updates one tensor's scale. Every division is a true one, since Triton's `/` is an
 approximation in FP32.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.kernels.triton_rounding import FLOAT32_MAX
+from megafp8.precision.kernels.triton_rounding import FLOAT32_MAX, dequant_of
 from megafp8.specs import Fp8Recipe
 
 CHUNK = 1024  # entries of a history that a program holds at once
@@ -26,17 +26,21 @@ def update_scales(
     num_nonfinite: torch.Tensor,
     recipe: Fp8Recipe,
     fmt: Fp8Format,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Update the fields of a `ScaleTable`, all contiguous; its amaxes must be reduced already.
 
-    `amax` is 0 afterwards.
+    Returns the new quant_scales and their reciprocals in tensors of their own; `quant_scale` stays
+    as it is, and the other fields are written in place. `amax` is 0 afterwards.
     """
+    fresh, reciprocal = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
     if amax.numel() == 0:
-        return
+        return fresh, reciprocal
     _update_kernel[(amax.numel(),)](
         amax,
         history,
         quant_scale,
+        fresh,
+        reciprocal,
         num_updates,
         num_nonfinite,
         history.shape[1],
@@ -45,6 +49,7 @@ def update_scales(
         USE_MAX=recipe.amax_compute_algo == "max",
         CHUNK=min(CHUNK, triton.next_power_of_2(max(1, history.shape[1]))),
     )
+    return fresh, reciprocal
 
 
 @triton.jit
@@ -52,6 +57,8 @@ def _update_kernel(
     amax,
     history,
     quant_scale,
+    new_quant_scale,
+    new_dequant_scale,
     num_updates,
     num_nonfinite,
     length,
@@ -79,7 +86,9 @@ def _update_kernel(
     fresh = tl.div_rn(tl.zeros((1,), tl.float32) + target, window_amax)
     fresh = tl.where(fresh > FLOAT32_MAX, FLOAT32_MAX, fresh)
     is_due = occurred & (updates % interval == 0)
-    tl.store(quant_scale + tensor, fresh, mask=is_due)
+    scale = tl.where(is_due, fresh, tl.load(quant_scale + tensor))
+    tl.store(new_quant_scale + tensor, scale)
+    tl.store(new_dequant_scale + tensor, dequant_of(scale))
     tl.store(num_updates + tensor, updates + 1, mask=occurred)
     tl.store(num_nonfinite + tensor, tl.load(num_nonfinite + tensor) + 1, mask=is_finite == 0)
     tl.store(amax + tensor, tl.zeros((1,), tl.float32))

@@ -25,6 +25,7 @@ from megafp8.precision.kernels.triton_launch import (
 from megafp8.precision.kernels.triton_rounding import (
     fp8_codes,
     magnitude_bits,
+    narrowed,
     raise_amax,
     rounded,
 )
@@ -47,7 +48,12 @@ class Emitted(NamedTuple):
     plain: torch.Tensor | None
 
     def arguments(
-        self, quant_scale: torch.Tensor, fmt: Fp8Format, amax: torch.Tensor | None
+        self,
+        quant_scale: torch.Tensor,
+        fmt: Fp8Format,
+        amax: torch.Tensor | None,
+        tile_cols: int = TILE_COLS,
+        num_warps: int = TILE_WARPS,
     ) -> dict[str, Any]:
         """Return the keyword arguments of a launch that ends in `emit_tile`."""
         tensors = (self.payload, self.payload_t, self.partial_sums, self.plain)
@@ -70,8 +76,8 @@ class Emitted(NamedTuple):
             "WITH_SUMS": self.partial_sums is not None,
             "HARDWARE": casts_in_hardware(quant_scale.device),
             "TILE_ROWS": TILE_ROWS,
-            "TILE_COLS": TILE_COLS,
-            "num_warps": TILE_WARPS,
+            "TILE_COLS": tile_cols,
+            "num_warps": num_warps,
         }
 
 
@@ -98,9 +104,9 @@ def emitted(
     )
 
 
-def tiles(num_rows: int, num_cols: int) -> tuple[int, int]:
+def tiles(num_rows: int, num_cols: int, tile_cols: int = TILE_COLS) -> tuple[int, int]:
     """Return the grid of a launch with one program for each tile."""
-    return -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS)
+    return -(-num_rows // TILE_ROWS), -(-num_cols // tile_cols)
 
 
 @triton.jit
@@ -136,14 +142,15 @@ def emit_tile(
     if WITH_AMAX:
         raise_amax(amax_bits, tl.max(tl.max(magnitude_bits(value), axis=1), axis=0))
     here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
-    codes = fp8_codes(value * tl.load(quant_scale), IS_E4M3, HARDWARE)
+    if WITH_ROWS or WITH_COLUMNS:
+        codes = fp8_codes(value * tl.load(quant_scale), IS_E4M3, HARDWARE)
     if WITH_ROWS:
         tl.store(payload + here, codes, mask=inside)
     if WITH_COLUMNS:
         there = cols[:, None].to(tl.int64) * num_rows + rows[None, :]
         tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
     if WITH_PLAIN:
-        tl.store(plain + here, value.to(DTYPE), mask=inside)
+        tl.store(plain + here, narrowed(value, DTYPE, HARDWARE), mask=inside)
     if WITH_SUMS:
         at = tl.program_id(0).to(tl.int64) * num_cols + cols
         tl.store(partial_sums + at, tl.sum(value, axis=0), mask=summed)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.fused import Produced, Producer
+from megafp8.precision.fused import Make, Produced
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.precision import BLOCK, GemmName
 
@@ -101,8 +101,9 @@ class TensorQuantizer(ABC):
     ) -> tuple[Operands, torch.Tensor | None]:
         """Return `x_MN` in FP8 for the products in `need`, and as it is for the others.
 
-        `x_MN` is FP32, BF16 or FP16 and stays unchanged. With `with_sum` the second result is the
-        FP32 sum of each column of `x_MN` itself, [N]; without it, None. It is called once for each
+        `x_MN` is FP32, BF16 or FP16 and stays unchanged. With `with_sum` the second result has the
+        FP32 sums of each column of `x_MN` itself over groups of rows, [P, N] with P >= 1; without
+        it, it is None. It is called once for each
         microbatch's input and output gradient, and for a weight as often as its form (`weights`)
         asks.
         """
@@ -116,16 +117,16 @@ class TensorQuantizer(ABC):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether a norm or an activation may cast its own result (`produce`)."""
+        """Whether a kernel that computes the tensor may cast it too (`produce`)."""
         return False
 
     def produce(
-        self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
+        self, make: Make, need: Need, *, with_plain: bool, with_sum: bool = False
     ) -> tuple[Operands, Produced]:
-        """Return the FP8 operands of what `producer` makes of `x_MX`, and all tensors that it made.
+        """Return the FP8 operands of the tensor that `make` computes, and all that it made.
 
-        `need.last` must be set. `with_plain` asks for the result in high precision as well. It is
-        called only where `can_fuse` is set.
+        `need.last` must be set. `with_plain` asks for the tensor in high precision as well,
+        `with_sum` for the sums of its columns. It is called only where `can_fuse` is set.
         """
         raise AssertionError(f"{type(self).__name__} needs its tensor before it knows the scale")
 
@@ -140,8 +141,8 @@ class TensorQuantizer(ABC):
 
 
 def column_sum(x_MN: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 sum of each column, [N]: the gradient of a bias."""
-    return x_MN.sum(0, dtype=torch.float32)
+    """Return the FP32 sum of each column, [1, N]: the gradient of a bias."""
+    return x_MN.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def operands_of(x_MN: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None) -> Operands:

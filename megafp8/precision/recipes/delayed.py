@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.fused import CastInto, Produced, Producer
+from megafp8.precision.fused import CastInto, Make, Produced
 from megafp8.precision.recipes.base import Need, Operands, SavedForm, TensorQuantizer
 from megafp8.precision.recipes.whole import cast_whole, saved_form, tensors_of_cast
 from megafp8.precision.scaling import ScalingState, Slot
@@ -26,7 +26,14 @@ class DelayedQuantizer(TensorQuantizer):
         """Cast with the table's scale and stage the amax."""
         slot, engine = self.slot, self.state.engine
         return cast_whole(
-            x_MN, slot.quant_scale, slot.fmt, need, engine, amax=self._amax, with_sum=with_sum
+            x_MN,
+            slot.quant_scale,
+            slot.fmt,
+            need,
+            engine,
+            amax=self._amax,
+            dequant_scale=slot.dequant_scale if engine.uses_triton else None,
+            with_sum=with_sum,
         )
 
     def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
@@ -44,9 +51,9 @@ class DelayedQuantizer(TensorQuantizer):
         return self.state.engine.uses_triton
 
     def produce(
-        self, producer: Producer, x_MX: torch.Tensor, need: Need, *, with_plain: bool
+        self, make: Make, need: Need, *, with_plain: bool, with_sum: bool = False
     ) -> tuple[Operands, Produced]:
-        """Let `producer` compute the tensor, cast it with the table's scale and stage its amax."""
+        """Let `make` compute the tensor, cast it with the table's scale and stage its amax."""
         slot, orients = self.slot, self.state.engine.orients("tensor")
         into = CastInto(
             slot.quant_scale,
@@ -55,12 +62,13 @@ class DelayedQuantizer(TensorQuantizer):
             with_rows=need.last or not orients,
             with_columns=need.first and orients,
             with_plain=with_plain,
+            with_sums=with_sum,
         )
-        made = producer.cast(x_MX, into)
+        made = make(into)
         last, first = tensors_of_cast(
-            made.payload, made.payload_t, slot.quant_scale, slot.fmt, need
+            made.payload, made.payload_t, slot.quant_scale, slot.fmt, need, slot.dequant_scale
         )
-        assert last is not None, "the output's product reads the tensor in FP8"
+        assert last is not None, "the product along the last dim reads the tensor in FP8"
         return Operands(last, last if first is None else first), made
 
     def saved_form(self) -> SavedForm:

@@ -25,20 +25,22 @@ def cast_whole(
     """Cast `x_MN` with a 0-d FP32 `quant_scale`; `amax` works as in `cast.quantize`.
 
     `dequant_scale` is the reciprocal of the scale, for a caller that has it already.
-    The second result is the FP32 sum of each column of `x_MN` itself, [N], if `with_sum` is set.
+    The second result has the FP32 sums of each column of `x_MN` itself over groups of rows, [P, N],
+    if `with_sum` is set.
     """
     if engine.uses_triton:
         scales = (quant_scale, dequant_scale)
         return _cast_by_triton(x_MN, scales, fmt, need, engine, amax, with_sum)
     # The products that multiply this tensor's numbers work in its own dtype.
-    total_N, grid_dtype = None, wide_dtype(x_MN.device, x_MN.dtype)
+    sums_PN, grid_dtype = None, wide_dtype(x_MN.device, x_MN.dtype)
     if with_sum:
         x_fp8, total_N = Fp8Tensor.quantize_and_sum(
             x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype
         )
+        sums_PN = total_N[None]
     else:
         x_fp8 = Fp8Tensor.quantize(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
-    return serving_both(x_MN, x_fp8, need), total_N
+    return serving_both(x_MN, x_fp8, need), sums_PN
 
 
 def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:
@@ -59,7 +61,7 @@ def _cast_by_triton(
     from megafp8.precision.kernels.triton_cast import cast
 
     orients, (quant_scale, dequant_scale) = engine.orients("tensor"), scales
-    payload, payload_t, total_N, _ = cast(
+    payload, payload_t, sums_PN, _ = cast(
         x_MN.contiguous(),
         quant_scale,
         fmt,
@@ -69,7 +71,7 @@ def _cast_by_triton(
         with_sums=with_sum,
     )
     last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
-    return operands_of(x_MN, last, first), total_N
+    return operands_of(x_MN, last, first), sums_PN
 
 
 def tensors_of_cast(

@@ -88,10 +88,11 @@ class Compilations:
             return compiled
 
         JITFunction.run = run  # type: ignore[method-assign]
-        from megafp8.precision.kernels import triton_current, triton_norm, triton_tile
+        from megafp8.precision.kernels import triton_current, triton_loss, triton_norm, triton_tile
 
         for module in (
             triton_current,
+            triton_loss,
             triton_norm,
             triton_tile,
         ):  # what the target does, not this machine
@@ -154,6 +155,7 @@ def call_all(found: Compilations, rows: int, cols: int, parts: tuple[str, ...]) 
         found.call = f"{what} {shape}"
 
     _call_casts(say, x)
+    _call_heads(say, x)
     for kind in ACTIVATIONS:
         if kind in parts:
             _call_activation(say, x, kind)
@@ -171,6 +173,7 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
     from megafp8.precision.formats import E4M3, E5M2
     from megafp8.precision.kernels import triton_cast as casts
     from megafp8.precision.kernels import triton_current as current
+    from megafp8.precision.kernels import triton_loss as loss
 
     scale, amax = _scalars()
     say("cast of an input")
@@ -181,6 +184,11 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
     casts.transpose_payload(torch.zeros(x.shape, dtype=E4M3.dtype))
     say("tensorwise")
     current.scales_of(current.amax_of_matrix(x), E4M3, power_2=True)
+    say("loss")
+    targets = torch.zeros(x.shape[0], dtype=torch.int64)
+    sums = loss.to_gradient(x, targets, -100)
+    loss.to_gradient(x, targets, -(1 << 62), sums=sums)
+    loss.token_sums(x, targets)
     say("rowwise")
     current.cast_rowwise(x, E4M3, power_2=True, with_columns=True)
     say("blocks")
@@ -189,8 +197,30 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
     current.cast_square_blocks(x, E4M3, power_2=True, with_columns=True)
 
 
+def _call_heads(say: Any, x: torch.Tensor) -> None:
+    """Split [rows, cols] into heads of 128, or of 10 where that is no divisor."""
+    from megafp8.models.positions import rotary
+    from megafp8.precision.formats import E5M2
+    from megafp8.precision.fused import CastInto
+    from megafp8.precision.heads import Heads
+
+    scale, amax = _scalars()
+    rows, cols = x.shape
+    size = 128 if cols % 128 == 0 else 10
+    num_heads = cols // size
+    turn = rotary(torch.arange(rows), size, 10000.0, None)
+    for name, angles in (("heads", None), ("turned heads", (turn.cos, turn.sin))):
+        heads = Heads(1, num_heads, num_heads, size, angles)
+        say(name)
+        parts = heads.parts(torch.zeros(rows, 3 * cols, dtype=x.dtype))
+        grads = [torch.zeros_like(part.transpose(1, 2)).transpose(1, 2) for part in parts]
+        say(f"{name}, gradient cast")
+        into = CastInto(scale, E5M2, amax, True, True, False, with_sums=True)
+        heads.cast_grads(grads, into)
+
+
 def _call_activation(say: Any, x: torch.Tensor, kind: Any) -> None:
-    from megafp8.precision.formats import E4M3
+    from megafp8.precision.formats import E4M3, E5M2
     from megafp8.precision.kernels.triton_cast import GATED, cast
 
     scale, amax = _scalars()
@@ -200,6 +230,17 @@ def _call_activation(say: Any, x: torch.Tensor, kind: Any) -> None:
     cast(made_of, scale, E4M3, activation=kind, amax=amax, with_columns=True)
     say(f"{kind} backward")
     cast(made_of, scale, E4M3, activation=kind, grad_MN=x, with_rows=False, with_plain=True)
+    say(f"{kind} gradient cast")
+    cast(
+        made_of,
+        scale,
+        E5M2,
+        activation=kind,
+        grad_MN=x,
+        amax=amax,
+        with_columns=True,
+        with_sums=True,
+    )
 
 
 def _call_norm(say: Any, x: torch.Tensor, is_layernorm: bool) -> None:
@@ -210,11 +251,13 @@ def _call_norm(say: Any, x: torch.Tensor, is_layernorm: bool) -> None:
     weight = torch.ones(x.shape[1], dtype=x.dtype)
     name, bias = ("layernorm", weight) if is_layernorm else ("rmsnorm", None)
     say(name)
-    made = norm_cast(
-        x, weight, bias, 1e-5, scale, E4M3, out_dtype=x.dtype, amax=amax, with_columns=True
-    )
+    for addend in (None, x):
+        made = norm_cast(
+            x, weight, bias, 1e-5, scale, E4M3,
+            out_dtype=x.dtype, addend_MD=addend, amax=amax, with_columns=True,
+        )  # fmt: skip
     say(f"{name} backward")
-    norm_backward(x, x, weight, made.statistics)
+    norm_backward(x, x, weight, made.statistics, x)
 
 
 def call_updates(found: Compilations) -> None:

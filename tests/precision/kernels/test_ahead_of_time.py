@@ -30,6 +30,8 @@ MEAN = {"cvt.rn.f32.s32", "div.full.f32", "sqrt.approx.ftz.f32", "sqrt.approx.f3
 ROUNDINGS: dict[str, set[str]] = {
     "_update_kernel": {"div.rn.f32"},
     "_cast_kernel": {E4M3, E5M2, *BF16},
+    "_heads_kernel": {E5M2, *BF16},
+    "_loss_kernel": {"div.full.f32", *BF16},
     "_transpose_kernel": set(),
     "_tensor_amax_kernel": set(),
     "_line_amax_kernel": set(),
@@ -43,15 +45,15 @@ ROUNDINGS: dict[str, set[str]] = {
     "_tile_backward_kernel": BF16,
 }
 BY_SIGMOID = ("swiglu", "gelu_tanh")
-CASTS = {"_cast_kernel", "_line_cast_kernel", "_normalize_kernel"}
+CASTS = {"_cast_kernel", "_line_cast_kernel", "_normalize_kernel", "_heads_kernel"}
 WARPS = {**dict.fromkeys(CASTS, 24), "_block_cast_kernel": 8}
 
 # Kernels that may be below, by the call's beginning, and why.
 FEWER_WARPS = {
     "geglu": (16, "GELU's error function and its density take 96 to 126 registers; no preset's"),
 }
-# Kernels that read or write 1 or 2 bytes at a time at shapes of presets, and why: none does.
-SCALAR: dict[str, str] = {}
+# Kernels that read or write 1 or 2 bytes at a time at shapes of presets, and why.
+SCALAR = {"_loss_kernel": "one logit a token, that of its target"}
 
 
 @cache
@@ -97,8 +99,8 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
             if call.startswith("cast of"):  # the tensor itself, which is not rounded to BF16
                 allowed -= BF16
             assert roundings <= allowed, what
-            if kernel in WARPS and "backward" not in call:
-                wanted = E5M2 if "output gradient" in call else E4M3
+            if kernel in WARPS and "backward" not in call and "turned heads [" not in call:
+                wanted = E5M2 if "gradient" in call else E4M3
                 assert {E4M3, E5M2} & roundings == {wanted}, what
         assert row["shared"] <= row["shared_limit"], what
         if is_odd:

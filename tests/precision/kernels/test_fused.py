@@ -15,10 +15,10 @@ import torch
 
 from megafp8.models.parts import Norm
 from megafp8.parallel.parts import FusedLinear
+from megafp8.precision import chain
 from megafp8.precision.cast import quantize
 from megafp8.precision.engine import EMULATED, Engine
 from megafp8.precision.kernels import triton_launch
-from megafp8.precision.linear import Linear
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe, GPTSpec
@@ -38,7 +38,9 @@ pytestmark = [
     ),
 ]
 DELAYED = Fp8Recipe(amax_history_len=3)
-GATED = gpt_spec(num_layers=1, activation="swiglu", normalization="rmsnorm")
+GATED = gpt_spec(
+    num_layers=1, activation="swiglu", normalization="rmsnorm", position_embedding_type="rope"
+)
 LINEARS = ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
 
 
@@ -50,32 +52,23 @@ def state_of(engine: Engine, *, fp8: Fp8Recipe = DELAYED, **changes: Any) -> Tra
 
 
 class Fusions:
-    """How often a linear's input was cast by what is before it."""
+    """The linears whose input was cast by what is before it."""
 
-    def __init__(self, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        for module in state.model.modules():
-            if isinstance(module, FusedLinear):
-                linear = module[-1]
-                assert isinstance(linear, Linear)
-                monkeypatch.setattr(linear, "after", self._noting(linear))
+        run = chain.run
 
-    def _noting(self, linear: Linear) -> Any:
-        after = linear.after
+        def noting(links: Any, *args: Any, **options: Any) -> Any:
+            self.names += [link.linear.name for link in links]
+            return run(links, *args, **options)
 
-        def run(*args: Any) -> Any:
-            out = after(*args)
-            if out is not None:
-                self.names.append(linear.name)
-            return out
-
-        return run
+        monkeypatch.setattr(chain, "run", noting)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        gpt_spec(num_layers=1),
+        gpt_spec(num_layers=1, zero_centered_gamma=True),
         GATED,
         pytest.param(
             gpt_spec(num_layers=1, activation="geglu", fp32_residual_connection=True),
@@ -85,7 +78,12 @@ class Fusions:
             gpt_spec(num_layers=1, activation="gelu-tanh", bias=False), marks=pytest.mark.slow
         ),
     ],
-    ids=["layernorm, gelu", "rmsnorm, swiglu", "FP32 residuals, geglu", "gelu-tanh, no bias"],
+    ids=[
+        "zero-centred layernorm, gelu",
+        "rmsnorm, swiglu, RoPE",
+        "FP32 residuals, geglu",
+        "gelu-tanh, no bias",
+    ],
 )
 def test_a_step_is_that_of_the_ordinary_path(
     model: GPTSpec, monkeypatch: pytest.MonkeyPatch
@@ -93,7 +91,7 @@ def test_a_step_is_that_of_the_ordinary_path(
     """Loss, every gradient, histories and scales; with and without tensor cores' orientations."""
     for engine in (hopper(), Engine(uses_triton=True)) if model.is_gated else (hopper(),):
         fused, apart = state_of(engine, model=model), state_of(EMULATED, model=model)
-        seen = Fusions(fused, monkeypatch)
+        seen = Fusions(monkeypatch)
         for step in range(2):
             batches = [microbatch(step)]
             one, other = forward_backward(fused, batches)[0], forward_backward(apart, batches)[0]
@@ -184,14 +182,14 @@ def test_what_cannot_be_fused_is_not(
     model: GPTSpec, fp8: Fp8Recipe, fused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of(hopper(), model=model, fp8=fp8)
-    seen = Fusions(state, monkeypatch)
+    seen = Fusions(monkeypatch)
     train_step(state, [microbatch(0)])
     assert {name.rpartition(".")[2] for name in seen.names} == set(fused)
 
 
 def test_on_a_cpu_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(EMULATED)
-    seen = Fusions(state, monkeypatch)
+    seen = Fusions(monkeypatch)
     train_step(state, [microbatch(0)])
     assert seen.names == []
 

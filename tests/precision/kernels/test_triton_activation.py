@@ -32,9 +32,9 @@ def test_values_and_their_cast(
         x, scale, FORMATS[name], activation=kind, grad_MN=grad if backward else None,
         amax=amax, with_columns=True, with_sums=True, with_plain=True,
     )  # fmt: skip
-    payload, payload_t, column_sum, plain = result
+    payload, payload_t, partial_sums, plain = result
     assert payload is not None and payload_t is not None
-    assert column_sum is not None and plain is not None and plain.dtype == dtype
+    assert partial_sums is not None and plain is not None and plain.dtype == dtype
     x64 = x.double().requires_grad_()
     expected = F.gelu(x64, approximate="tanh" if kind == "gelu_tanh" else "none")
     if backward:
@@ -45,4 +45,4 @@ def test_values_and_their_cast(
     assert_payload(payload, floats(plain), np.float32(37), name)
     assert np.array_equal(codes(payload_t), codes(payload).T)
     assert amax.item() == amax_of(floats(plain))
-    assert torch.allclose(column_sum.double(), plain.double().sum(0), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(partial_sums.sum(0).double(), plain.double().sum(0), rtol=1e-5, atol=1e-4)

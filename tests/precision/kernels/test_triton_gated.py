@@ -34,12 +34,12 @@ def test_values_and_their_cast(
     grad = torch.randn(rows, cols).to(dtype).to(device)
     amax, scale = torch.zeros((), device=device), torch.tensor(37.0, device=device)
     name = "e5m2" if backward else "e4m3"
-    payload, payload_t, column_sum, plain = cast(
+    payload, payload_t, partial_sums, plain = cast(
         x, scale, FORMATS[name], activation=kind, grad_MN=grad if backward else None,
         amax=amax, with_columns=True, with_sums=True, with_plain=True,
     )  # fmt: skip
     assert payload is not None and payload_t is not None
-    assert column_sum is not None and plain is not None and plain.dtype == dtype
+    assert partial_sums is not None and plain is not None and plain.dtype == dtype
     x64 = x.double().requires_grad_()
     gate, up = x64.chunk(2, dim=-1)
     expected = (F.silu if kind == "swiglu" else F.gelu)(gate) * up
@@ -53,7 +53,7 @@ def test_values_and_their_cast(
     assert_payload(payload, floats(plain), np.float32(37), name)
     assert np.array_equal(codes(payload_t), codes(payload).T)
     assert amax.item() == amax_of(floats(plain))
-    assert torch.allclose(column_sum.double(), plain.double().sum(0), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(partial_sums.sum(0).double(), plain.double().sum(0), rtol=1e-5, atol=1e-4)
 
 
 def test_an_empty_matrix(device: torch.device) -> None:
@@ -61,4 +61,4 @@ def test_an_empty_matrix(device: torch.device) -> None:
     x = torch.empty(0, 8, device=device)
     result = cast(x, one, FORMATS["e4m3"], activation="swiglu", with_sums=True)
     assert result.payload is not None and result.payload.shape == (0, 4)
-    assert result.column_sum is not None and not result.column_sum.any()
+    assert result.partial_sums is not None and not result.partial_sums.sum(0).any()

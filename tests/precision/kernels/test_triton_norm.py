@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megafp8.precision.formats import FORMATS
 from megafp8.precision.kernels import triton_norm
 from megafp8.precision.kernels.triton_norm import norm_backward, norm_cast
-from tests.precision.kernels.helpers import assert_payload, codes, floats
+from tests.precision.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
@@ -63,7 +63,7 @@ def test_norm_and_its_cast(
         x, weight, bias, EPSILON, scale, FORMATS["e4m3"],
         out_dtype=out_dtype, amax=amax, with_columns=True, with_plain=True,
     )  # fmt: skip
-    payload, payload_t, plain, _ = result
+    payload, payload_t, plain, *_ = result
     assert payload is not None and payload_t is not None and plain is not None
     expected = exact(x.double(), weight.double(), None if bias is None else bias.double())
     centre = x.double().abs().amax(1, keepdim=True) if is_layernorm else x.double().abs()
@@ -106,7 +106,8 @@ def test_backward(
     statistics = norm_cast(
         x, weight, bias, EPSILON, one, FORMATS["e4m3"], out_dtype=dtype
     ).statistics
-    grad_x, grad_weight, grad_bias = norm_backward(grad, x, weight, statistics)
+    grad_x, of_weight, of_bias = norm_backward(grad, x, weight, statistics)
+    grad_weight = of_weight.sum(0)
     x64, weight64 = x.double().requires_grad_(), weight.double().requires_grad_()
     bias64 = torch.zeros(shape[1], dtype=torch.float64, device=device).requires_grad_()
     exact(x64, weight64, bias64 if is_layernorm else None).backward(grad.double())
@@ -119,14 +120,52 @@ def test_backward(
     torch.testing.assert_close(grad_weight.double(), weight64.grad, rtol=1e-4, atol=1e-4)
     if is_layernorm:
         assert bias64.grad is not None
-        torch.testing.assert_close(grad_bias.double(), bias64.grad, rtol=1e-5, atol=1e-5)
+        assert of_bias is not None
+        torch.testing.assert_close(of_bias.sum(0).double(), bias64.grad, rtol=1e-5, atol=1e-5)
     again = norm_backward(grad, x, weight, statistics)
-    assert torch.equal(again[1], grad_weight)
+    assert torch.equal(again.weight_parts, of_weight)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits, with one pattern for all NaNs."""
+    kind = torch.int32 if x.dtype == torch.float32 else torch.int16
+    return torch.where(x.isnan(), torch.full_like(x, torch.nan), x).view(kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_sums_of_the_residual_stream(
+    device: torch.device, is_wide: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward have the bits of a sum that is computed apart from the norm."""
+    if is_wide:
+        monkeypatch.setattr(triton_norm, "WIDEST_ROW", 32)
+        monkeypatch.setattr(triton_norm, "CHUNK", 64)
+    shape, one = (37, 70), torch.ones((), device=device)
+    x, weight, bias = inputs(shape, dtype, True, device)
+    addend = hard_matrix(*shape, torch.bfloat16).to(device)
+    options = {"out_dtype": torch.bfloat16, "with_columns": True}
+    args = (weight, bias, EPSILON, one, FORMATS["e4m3"])
+    found = norm_cast(x, *args, addend_MD=addend, **options)
+    total = x + addend
+    assert found.total is not None and total.dtype == dtype
+    assert torch.equal(bits_of(found.total), bits_of(total))
+    apart = norm_cast(total, *args, **options)
+    assert found.payload is not None and apart.payload is not None
+    assert np.array_equal(codes(found.payload), codes(apart.payload))
+    assert apart.total is None
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype).to(device)
+    statistics = norm_cast(x, *args, **options).statistics
+    alone = norm_backward(grad, x, weight, statistics)
+    more = hard_matrix(*shape, dtype).to(device)
+    both = norm_backward(grad, x, weight, statistics, more)
+    assert torch.equal(bits_of(both.input), bits_of(alone.input + more))
+    assert torch.equal(both.weight_parts, alone.weight_parts)
 
 
 def test_an_empty_matrix(device: torch.device) -> None:
     x, weight, one = (torch.ones(size, device=device) for size in ((0, 8), (8,), ()))
     result = norm_cast(x, weight, None, EPSILON, one, FORMATS["e4m3"], out_dtype=torch.float32)
     assert result.payload is not None and result.payload.shape == (0, 8)
-    grad_x, grad_weight, _ = norm_backward(x, x, weight, result.statistics)
-    assert grad_x.shape == (0, 8) and not grad_weight.any()
+    grad_x, of_weight, _ = norm_backward(x, x, weight, result.statistics)
+    assert grad_x.shape == (0, 8) and not of_weight.sum(0).any()

@@ -39,7 +39,13 @@ def test_a_sequence_of_updates(
         expected.amax.copy_(staged)
         table.amax.copy_(staged)
         expected.update(None)
-        update_scales(**table.tensors(), recipe=recipe, fmt=FORMATS[name])
+        before = table.quant_scale.clone()
+        quant_scale, dequant_scale = update_scales(
+            **table.tensors(), recipe=recipe, fmt=FORMATS[name]
+        )
+        assert torch.equal(table.quant_scale, before), "the old scales are a snapshot"
+        assert torch.equal(dequant_scale, quant_scale.reciprocal())
+        table.quant_scale = quant_scale
         for field, tensor in expected.tensors().items():
             assert torch.equal(table.tensors()[field].cpu(), tensor), (step, field)
     assert (expected.num_nonfinite > 0).any() and (expected.quant_scale != 1).any()

@@ -1,0 +1,209 @@
+"""Run norms, activations and the FP8 linears after them as one autograd function.
+
+A chain is norm - linear, activation - linear, or norm - linear - activation - linear. Each norm or
+activation casts its own result, which the linear after it reads. In the backward pass the
+activation casts the gradient that the linear before it reads, and so does what follows the chain,
+if it can (`Consumer`). The norm also adds what is added to the residual stream before it, and its
+backward pass adds the gradient that reaches the stream elsewhere. So no tensor between the links
+is written only to be cast, and no addition is a pass of its own.
+
+It needs the scales before the tensors (`delayed`) and Triton; `can_run` says whether it runs.
+"""
+
+# T tokens   X features of the chain's input   I in features   O out features of a linear
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megafp8.precision.fused import ActivationProducer, CastInto, Make, Produced, Producer
+from megafp8.precision.linear import GradOutput, Linear, backward_of, forward_of, sum_of
+from megafp8.precision.recipes.base import Operand
+from megafp8.precision.tensor import Fp8Tensor
+
+
+class Link(NamedTuple):
+    """Name a norm or an activation, and the linear that reads its result."""
+
+    producer: Producer
+    linear: Linear
+
+
+class Consumer(Protocol):
+    """Take the output of a chain apart, and cast the gradients of the parts as one tensor."""
+
+    def parts(self, output_TO: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what is computed from the output; a part may be a view of it."""
+        ...
+
+    def cast_grads(self, grads: Sequence[torch.Tensor], into: CastInto) -> Produced:
+        """Return the gradient of the output [T, O], given those of its parts, cast by `into`."""
+        ...
+
+
+class ChainOutput(NamedTuple):
+    """Hold what a chain computes.
+
+    `stream` [T, X] is the chain's input, with what was added to it. `parts` are the output [T, O],
+    or what the consumer made of it.
+    """
+
+    stream: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+
+def can_run(links: Sequence[Link], consumer: Consumer | None = None) -> bool:
+    """Whether every linear's input is cast by the norm or activation before it.
+
+    With a consumer, also whether it can cast the gradient of the last linear's output.
+    """
+    with_first = torch.is_grad_enabled()
+    quantizers = [link.linear.quantizer for link in links]
+    if consumer is not None:
+        last = quantizers[-1]
+        if not with_first or last is None or not last.fuses("grad_output"):
+            return False
+    return all(q is not None and q.fuses("input", with_first=with_first) for q in quantizers)
+
+
+def run(
+    links: Sequence[Link],
+    x_TX: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    addend_TX: torch.Tensor | None = None,
+    consumer: Consumer | None = None,
+) -> ChainOutput:
+    """Run a chain in which `can_run`; the linears compute in `dtype`.
+
+    The chain reads x + addend. An addend needs a chain that begins with a norm.
+    """
+    params: list[torch.Tensor | None] = []
+    for producer, linear in links:
+        params += [linear.weight, linear.bias, *producer.params]
+    stream_TX, *parts = _Chain.apply(  # type: ignore[no-untyped-call]
+        x_TX.contiguous(),
+        None if addend_TX is None else addend_TX.contiguous(),
+        tuple(links),
+        consumer,
+        dtype,
+        torch.is_grad_enabled(),
+        *params,
+    )
+    return ChainOutput(stream_TX, tuple(parts))
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TX: torch.Tensor,
+        addend_TX: torch.Tensor | None,
+        links: tuple[Link, ...],
+        consumer: Consumer | None,
+        dtype: torch.dtype,
+        is_grad_enabled: bool,
+        *params: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        stream_TX, value_TX, addend = x_TX, x_TX, addend_TX
+        saved: list[torch.Tensor] = []
+        ctx.weights, ctx.remakes, ctx.counts = [], [], []
+        for producer, linear in links:
+            assert linear.quantizer is not None
+            make = _making(producer, value_TX, addend)
+            input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
+            if made.total is not None:
+                stream_TX = value_TX = made.total
+            done = forward_of(linear, input, dtype, x_TX.shape[0])
+            if is_grad_enabled:
+                assert isinstance(done.input, Fp8Tensor)
+                ctx.remakes.append(done.input.factory())
+                ctx.weights.append(done.weight)
+                ctx.counts.append(3 + len(made.kept))
+                saved += [done.input.payload, done.input.dequant_scale, value_TX, *made.kept]
+            value_TX, addend = done.output, None
+        if is_grad_enabled:
+            ctx.save_for_backward(*saved)
+        ctx.links, ctx.consumer, ctx.dtype = links, consumer, dtype
+        ctx.addend_dtype = None if addend_TX is None else addend_TX.dtype
+        ctx.set_materialize_grads(False)
+        parts = (value_TX,) if consumer is None else consumer.parts(value_TX)
+        return stream_TX, *parts
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_stream: torch.Tensor | None, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)  # recomputation lets them be read once
+        of_params: list[torch.Tensor | None] = []
+        grad = _grad_of_output(ctx, grads)
+        for index in reversed(range(len(ctx.links))):
+            producer, linear = ctx.links[index]
+            payload, scale, x_TX, *kept = _take_last(tensors, ctx.counts[index])
+            input: Operand = ctx.remakes[index](payload, scale)
+            found = backward_of(linear, grad, input, ctx.weights[index])
+            assert found.input is not None
+            grad_TI, of_producer = found.input.contiguous(), []
+            if index > 0:
+                before = ctx.links[index - 1].linear
+                grad = _through(producer, grad_TI, x_TX, tuple(kept), before, ctx.dtype)
+            else:
+                addend = None if grad_stream is None else grad_stream.contiguous()
+                fuses = not isinstance(producer, ActivationProducer)
+                grad_x, *parts = producer.backward(
+                    grad_TI, x_TX, tuple(kept), addend if fuses else None
+                )
+                if addend is not None and not fuses:
+                    grad_x = grad_x + addend
+                for param, of_param in zip(producer.params, parts, strict=True):
+                    of_producer.append(linear.sink.add(param, sum_of(of_param)))
+            of_params = [found.weight, found.bias, *of_producer, *of_params]
+        of_addend = None if ctx.addend_dtype is None else grad_x.to(ctx.addend_dtype)
+        return grad_x, of_addend, None, None, None, None, *of_params
+
+
+def _making(producer: Producer, x_TX: torch.Tensor, addend_TX: torch.Tensor | None) -> Make:
+    return lambda into: producer.cast(x_TX, into, addend_TX)
+
+
+def _grad_of_output(ctx: Any, grads: Sequence[torch.Tensor]) -> GradOutput:
+    """Return the gradient of the last linear's output as its products read it."""
+    linear: Linear = ctx.links[-1].linear
+    if ctx.consumer is None:
+        return linear.grad_output_operands(grads[0])
+    assert linear.quantizer is not None
+    with_sum = linear.bias is not None
+    operands, made = linear.quantizer.produce(
+        "grad_output", lambda into: ctx.consumer.cast_grads(grads, into), with_sum=with_sum
+    )
+    return GradOutput(operands, made.partial_sums, ctx.dtype)
+
+
+def _through(
+    producer: Producer,
+    grad_TI: torch.Tensor,
+    x_TX: torch.Tensor,
+    kept: tuple[torch.Tensor, ...],
+    before: Linear,
+    dtype: torch.dtype,
+) -> GradOutput:
+    """Return the gradient that an activation's backward pass gives to the linear before it."""
+    assert before.quantizer is not None
+    if not isinstance(producer, ActivationProducer) or not before.quantizer.fuses("grad_output"):
+        return before.grad_output_operands(producer.backward(grad_TI, x_TX, kept)[0])
+    operands, made = before.quantizer.produce(
+        "grad_output",
+        lambda into: producer.cast_grad(grad_TI, x_TX, into),
+        with_sum=before.bias is not None,
+    )
+    return GradOutput(operands, made.partial_sums, dtype)
+
+
+def _take_last(tensors: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Remove the last `count` tensors from the list and return them."""
+    taken = tensors[-count:]
+    del tensors[-count:]
+    return taken

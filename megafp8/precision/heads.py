@@ -1,0 +1,91 @@
+"""Split the output of a QKV linear into heads, turned by RoPE, in Triton; and cast the gradient."""
+
+# B batch  S sequence  T tokens (B x S)  H heads  G key-value heads  E head width  R rotated width
+# F features: (H + 2 G) E, all queries, then keys, then values
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafp8.precision.fused import CastInto, Produced, nothing_but_plain
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [S, R] or [B, 1, S, R], FP32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Say how the output of a QKV linear is split into heads; a `chain.Consumer`.
+
+    `turn` None leaves queries and keys as they are.
+    """
+
+    batch: int
+    num_heads: int
+    num_groups: int
+    size: int
+    turn: Turn | None
+
+    def parts(self, output_TO: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries [B, H, S, E], keys and values [B, G, S, E]; values are a view."""
+        query, key = self.num_heads * self.size, self.num_groups * self.size
+        q, k, v = (
+            part.view(self.batch, -1, part.shape[-1] // self.size, self.size).transpose(1, 2)
+            for part in output_TO.split((query, key, key), dim=-1)
+        )
+        if self.turn is None:
+            return q, k, v
+        turned = self._pack((q, k), nothing_but_plain(q.device), backward=False).plain
+        assert turned is not None
+        q, k = (
+            part.view(self.batch, -1, part.shape[-1] // self.size, self.size).transpose(1, 2)
+            for part in turned.split((query, key), dim=-1)
+        )
+        return q, k, v
+
+    def cast_grads(self, grads: Sequence[torch.Tensor], into: CastInto) -> Produced:
+        """Return the gradient [T, F] of the linear's output, given those of `parts`."""
+        whole = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        return self._pack(whole, into, backward=True)
+
+    def _pack(self, parts: Sequence[torch.Tensor], into: CastInto, *, backward: bool) -> Produced:
+        from megafp8.precision.kernels.triton_heads import pack_heads
+
+        made = pack_heads(
+            parts,
+            into.quant_scale,
+            into.fmt,
+            turn=self.turn,
+            backward=backward,
+            amax=into.amax,
+            with_rows=into.with_rows,
+            with_columns=into.with_columns,
+            with_sums=into.with_sums,
+            with_plain=into.with_plain,
+        )
+        return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
+
+
+def split_heads(qkv_BSF: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
+    """Return `heads.parts` of `qkv_BSF`, with gradients, which one launch turns and packs."""
+    parts: tuple[torch.Tensor, ...] = _SplitHeads.apply(  # type: ignore[no-untyped-call]
+        qkv_BSF, heads
+    )
+    return parts
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_BSF: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:
+        ctx.heads = heads
+        return heads.parts(qkv_BSF.flatten(0, 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        heads: Heads = ctx.heads
+        packed = heads.cast_grads(grads, nothing_but_plain(grads[0].device)).plain
+        assert packed is not None
+        return packed.view(heads.batch, -1, packed.shape[-1]), None
