@@ -14,7 +14,7 @@ from megafp8 import torch_private
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import ShardedModel, local_of
-from megafp8.precision.cast import amax_of
+from megafp8.precision.cast import raise_amax
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece
 
@@ -194,12 +194,14 @@ class FsdpMasters(Masters):
         self.reshard()
         if not self._fp8:
             return
-        rounded = [
-            local_of(param.detach()).to(form.compute_dtype) for param, form in self._fp8.items()
-        ]
-        amaxes = torch.stack([amax_of(part) for part in rounded])
+        parts = [local_of(param.detach()) for param in self._fp8]
+        (dtype,) = {form.compute_dtype for form in self._fp8.values()}
+        amaxes = torch.zeros(len(parts), device=self.device)
+        for amax, part in zip(amaxes, parts, strict=True):
+            raise_amax(amax, part)
+        amaxes = amaxes.to(dtype).float()  # the amaxes of the rounded weights: rounding is monotone
         self.shards.all_reduce_max(amaxes)
-        for amax, part, form in zip(amaxes, rounded, self._fp8.values(), strict=True):
+        for amax, part, form in zip(amaxes, parts, self._fp8.values(), strict=True):
             form.agree_on_scale(amax, part)
 
     def reshard(self) -> None:

@@ -20,7 +20,7 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters, Segment, initial_master
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import Bucket
-from megafp8.precision.cast import amax_of
+from megafp8.precision.cast import raise_amax
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs.geometry import boxes_of_run
 
@@ -96,7 +96,7 @@ class OwnFp8Weights:
         for part in parts:
             dtype = self._forms[part.param].compute_dtype
             rounded, at = part.master.to(dtype), row_of[part.param]
-            amaxes[at] = torch.maximum(amaxes[at], amax_of(rounded))
+            raise_amax(amaxes[at], rounded)
             rectangles[part.param] = list(_rectangles(part, rounded))
         shards.all_reduce_max(amaxes)
         for param, row in row_of.items():

@@ -314,8 +314,9 @@ def links_of(module: nn.Module) -> list[chain.Link]:
         return []  # torch fuses what it compiles
     *before, linear = module
     drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
-    is_one = isinstance(linear, Linear) and not drops
-    return [chain.Link(module.producer, linear)] if is_one else []
+    if drops or not isinstance(linear, Linear):
+        return []
+    return [chain.Link(module.producer, linear)]
 
 
 def _heads(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from megafp8.precision.engine import runs_triton
 from megafp8.precision.formats import E4M3, Fp8Format
 from megafp8.precision.kernels.compile import KINDS, library
 
@@ -110,6 +111,16 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def raise_amax(amax: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise `amax`, 0-d FP32, in place to max(amax, `amax_of(x)`); by one kernel on GPUs."""
+    if runs_triton(x.device):
+        from megafp8.precision.kernels.triton_current import raise_amax_of
+
+        raise_amax_of(amax, x.contiguous())
+    else:
+        amax.copy_(torch.maximum(amax, amax_of(x)))
 
 
 def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:

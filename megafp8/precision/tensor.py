@@ -17,7 +17,7 @@ from megafp8.precision.kernels.scaled_mm import Layout
 class Fp8Tensor:
     """Hold an FP8 tensor, whose value is payload * dequant_scale.
 
-    `dequant_scale` (FP32) is this tensor's own copy: a scale table moves on between a microbatch's
+    `dequant_scale` (FP32) never changes, although a scale table moves on between a microbatch's
     forward and its backward pass. It is 0-d (one scale), or a matrix with one scale for each block
     of `block` elements of the payload; blocks at the end may be cut off. `is_power_2` says that
     every scale is a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that

@@ -265,12 +265,13 @@ class GatheredFp8:
     def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
         """Fix the scale that `amax` of all ranks' parts leads to, until the next call.
 
-        `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight, rounded
-        to the compute dtype; the observers of FP8 health see it.
+        `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight; the
+        observers of FP8 health see it, rounded to the compute dtype.
         """
         state = self._quantizer.state
         self._agreed = AgreedScale.of(*self._quantizer.store_scale(amax), state.engine)
         if state.recording and state.observers:
+            part = part.to(self.compute_dtype)
             self._quantizer.observe_part(part, self._agreed.quantized(part))
 
 

@@ -26,6 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
 MORE: dict[str, dict[str, Any]] = {
     "FSDP, BF16": {"fp8": None, "parallel": FSDP},
     "FSDP, delayed": {"fp8": DELAYED, "parallel": FSDP},
+    "FSDP that keeps weights": {
+        "fp8": DELAYED,
+        "parallel": ParallelSpec(devices_per_node=2, fsdp=FsdpSpec(strategy="grad")),
+    },
     "FSDP, FP8 weights": {"fp8": replace(DELAYED, params_in_fp8=True), "parallel": FSDP},
     "sequence parallel": {
         "fp8": DELAYED,
@@ -33,23 +37,26 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "pipeline": {"fp8": DELAYED, "parallel": ParallelSpec(devices_per_node=2, pp=2)},
 }
+HYBRID = ParallelSpec(num_nodes=2, devices_per_node=2, fsdp=FsdpSpec(strategy="hybrid"))
 RING = ParallelSpec(devices_per_node=2, cp=2)
 
 
-def compared(cases: dict[str, dict[str, Any]], *, with_inductor: bool = False) -> dict[str, Any]:
+def compared(
+    cases: dict[str, dict[str, Any]], *, with_inductor: bool = False, ranks: int = 2
+) -> dict[str, Any]:
     of_bf16 = {name: {"compute": "bf16", **case} for name, case in cases.items()}
     arguments = {"cases": of_bf16, "with_inductor": with_inductor}
-    ranks = run_ranks("tests.parallel.rank_compile:compare", 2, arguments, timeout=900)
-    assert ranks[0].keys() == ranks[1].keys() == cases.keys()
+    of_ranks = run_ranks("tests.parallel.rank_compile:compare", ranks, arguments, timeout=900)
+    assert of_ranks[0].keys() == of_ranks[1].keys() == cases.keys()
     for name in cases:
-        assert "error" not in ranks[0][name], (name, ranks[0][name])
-        assert ranks[0][name]["compiled"] == ranks[1][name]["compiled"], name
-    return dict(ranks[0])
+        assert "error" not in of_ranks[0][name], (name, of_ranks[0][name])
+        assert of_ranks[0][name]["compiled"] == of_ranks[1][name]["compiled"], name
+    return dict(of_ranks[0])
 
 
-def check(cases: dict[str, dict[str, Any]]) -> None:
+def check(cases: dict[str, dict[str, Any]], *, ranks: int = 2) -> None:
     """Without fusion the bits are the same, and a layer with our linears is one graph."""
-    for name, found in compared(cases).items():
+    for name, found in compared(cases, ranks=ranks).items():
         assert found["compiled"] == found["eager"], (name, found)
         if cases[name].get("backend", "native") == "native":
             assert found["graphs"] == 1 and found["breaks"] == [], (name, found)
@@ -64,6 +71,12 @@ def test_two_ranks_that_compile_are_the_eager_ones() -> None:
 @pytest.mark.timeout(1800)
 def test_more_layouts_of_two_ranks() -> None:
     check(MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_nodes_that_shard_within_each() -> None:
+    check({"hybrid": {"fp8": DELAYED, "parallel": HYBRID}}, ranks=4)
 
 
 @pytest.mark.slow

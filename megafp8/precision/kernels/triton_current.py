@@ -59,12 +59,17 @@ def amax_of_matrix(x_MN: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty matrix, +inf if there is a NaN."""
     check_matrix("x_MN", x_MN)
     amax = torch.zeros((), device=x_MN.device)
-    if x_MN.numel() > 0:
-        elements = TILE_ROWS * TILE_COLS
-        _tensor_amax_kernel[(-(-x_MN.numel() // elements),)](
-            x_MN, x_MN.numel(), amax.view(torch.int32), ELEMENTS=elements, num_warps=TILE_WARPS
-        )
+    raise_amax_of(amax, x_MN)
     return amax
+
+
+def raise_amax_of(amax: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise `amax`, 0-d FP32, in place to max(amax, max|x|); `x` is contiguous, of any shape."""
+    if x.numel() > 0:
+        elements = TILE_ROWS * TILE_COLS
+        _tensor_amax_kernel[(-(-x.numel() // elements),)](
+            x, x.numel(), amax.view(torch.int32), ELEMENTS=elements, num_warps=TILE_WARPS
+        )
 
 
 def scales_of(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +23,9 @@ from torch.utils._pytree import tree_leaves
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.hardware import bf16
-from megafp8.parallel import parts
+from megafp8.models.loss import HeadLoss
+from megafp8.parallel import parts, vocab
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan import time
 from megafp8.precision import scaling
@@ -36,7 +39,7 @@ FREE = {
     "view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze",
     "squeeze", "split", "split_with_sizes", "chunk", "detach", "alias", "as_strided", "unbind",
     "reshape", "_reshape_alias", "unflatten", "narrow", "lift_fresh", "empty", "empty_like",
-    "new_empty", "empty_strided", "new_empty_strided",
+    "new_empty", "empty_strided", "new_empty_strided", "promote_types",
 }  # fmt: skip
 PRODUCTS = {"_scaled_mm", "mm", "addmm", "bmm"}
 LLAMA = (
@@ -247,3 +250,34 @@ def test_launches_and_bytes_of_a_layer(shape: str, recipe: str, tally: Tally) ->
     if shape == "gpt" and planned in time.LAUNCHES:
         assert cost.launches == time.LAUNCHES[planned], "plan/time.py plans another number"
     assert cost[1:] == pytest.approx(expected[1:], abs=0.1), f"another figure: {what}"
+
+
+@pytest.mark.parametrize(
+    ("by_kernel", "launches", "bytes_of_logit"), [(False, 16, 36.3), (True, 13, 2.3)]
+)
+def test_launches_and_bytes_of_the_head(
+    by_kernel: bool,
+    launches: int,
+    bytes_of_logit: float,
+    tally: Tally,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loss and gradients of one chunk, without the products.
+
+    What is overwritten counts once: the kernel reads the logits twice and writes them, 6 bytes.
+    """
+    monkeypatch.setattr(vocab, "runs_triton", lambda device: by_kernel)
+    tokens, num_rows = BATCH * SEQUENCE, 50304
+    with META:
+        hidden = torch.empty(1, tokens, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+        weight = torch.nn.Parameter(torch.empty(num_rows, HIDDEN, dtype=torch.bfloat16))
+        targets = torch.empty(1, tokens, dtype=torch.int64)
+        head = HeadLoss(chunk_loss=partial(vocab.loss_by_triton, tp=Axis("tp")))
+        with tally:
+            head(hidden, weight, targets)
+    of_logits = sum(tally.bytes.values()) - tally.bytes["products"]
+    what = (
+        f"{of_logits / (tokens * num_rows)}; {sum(tally.launches.values())}; {dict(tally.launches)}"
+    )
+    assert sum(tally.launches.values()) == launches, what
+    assert of_logits / (tokens * num_rows) == pytest.approx(bytes_of_logit, abs=0.1)
