@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.optim.kernels import choose_kernel, count, prepare_state, set_count
-from megafp8.optim.masters import Masters
+from megafp8.optim.kernels import TORCH, choose_kernel, count, prepare_state, set_count
+from megafp8.optim.masters import Masters, clip, coefficient
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import OptimSpec
 
@@ -34,6 +34,30 @@ class AdamW:
         ]
         self._torch = self._kernel.make([group for group in groups if group["params"]], spec)
         prepare_state(self._kernel, self._torch, decaying + others)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the kernel divides gradients itself, which spares a pass over them.
+
+        torch's does, and writes them back divided. It is used so on GPUs, where passes over memory
+        are the update's time; on CPUs the bits stay those of `clip`.
+        """
+        by_torch = self._kernel is TORCH and self.spec.clip_algorithm == "norm"
+        return by_torch and self.masters.device.type == "cuda"
+
+    def update(self, step: int, norm: float, *, divisor: float) -> None:
+        """Divide the gradients in `masters` by `divisor`, clip them, and apply them.
+
+        `norm` is the norm of the gradients after the division; `step` is counted from 1.
+        """
+        if not self.divides:
+            clip(self.masters.own_grads, norm, self.spec, divisor=divisor)
+            self.step(step)
+            return
+        scale = divisor / coefficient(norm, self.spec)
+        self._torch.grad_scale = torch.full((), scale, device=self.masters.device)
+        self.step(step)
+        self._torch.grad_scale = None
 
     def step(self, step: int) -> None:
         """Apply the gradients in `masters` as optimizer step `step`, counted from 1.

@@ -235,6 +235,14 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     return pp.all_reduce_sum(tp.all_reduce_sum(squares[0]) + squares[1]).sqrt()
 
 
+def coefficient(norm: float, spec: OptimSpec) -> float:
+    """Return the factor by which clipping by norm shrinks gradients of this norm, at most 1."""
+    if spec.clip_algorithm != "norm":
+        return 1.0
+    limit = spec.clip_grad_norm or math.inf
+    return min(1.0, limit / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
+
+
 def clip(
     flat_grads: Sequence[torch.Tensor], norm: float, spec: OptimSpec, *, divisor: float
 ) -> None:
@@ -244,10 +252,8 @@ def clip(
     together until their norm is `spec.clip_grad_norm`; clipping by value limits the magnitude of
     each element to it.
     """
-    limit, coefficient = spec.clip_grad_norm or math.inf, 1.0
-    if spec.clip_algorithm == "norm":
-        coefficient = min(1.0, limit / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
+    limit = spec.clip_grad_norm or math.inf
     for flat_grad in flat_grads:
-        flat_grad.mul_(coefficient / divisor)
+        flat_grad.mul_(coefficient(norm, spec) / divisor)
         if spec.clip_algorithm == "value" and limit < math.inf:
             flat_grad.clamp_(-limit, limit)

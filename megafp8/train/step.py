@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.loss import HeadLoss
-from megafp8.optim.masters import clip, grad_norm
+from megafp8.optim.masters import grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.context import own_positions, own_tokens
 from megafp8.parallel.mesh import Mesh
@@ -92,8 +92,7 @@ def train_step(
         raised=tuple(map(bool, raised)),
     )
     if is_finite:
-        clip(state.masters.own_grads, norm, spec, divisor=count * grad_scale)
-        state.optimizer.step(state.step + 1)
+        state.optimizer.update(state.step + 1, norm, divisor=count * grad_scale)
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
     return result

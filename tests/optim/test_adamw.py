@@ -130,6 +130,30 @@ def test_clipping_by_norm_is_torchs(limit: float | None) -> None:
     torch.testing.assert_close(masters.flat_grad, copy.grad)
 
 
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_a_kernel_that_divides_updates_as_after_clipping(
+    limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A division rounds a gradient where clipping multiplies: one unit of the last place."""
+    results = []
+    for divides in (False, True):
+        monkeypatch.setattr(AdamW, "divides", divides)
+        ours = optimizer(torch.float32, optim_spec(clip_grad_norm=limit, lr=0.1))
+        for step in range(1, 4):
+            draw_gradients(ours.masters, step)
+            norm = (ours.masters.flat_grad / 7).norm().item()
+            ours.update(step, norm, divisor=7)
+        moments = [torch.cat([x.flatten() for x in ours.state_tensors(name)]) for name in STATES]
+        results.append((ours.masters.flat_grad.clone(), *moments))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine - theirs).abs().max() <= 2.0**-21 * theirs.abs().max()
+    assert ours.num_updates == 3
+    draw_gradients(ours.masters, 4)
+    before = ours.masters.flat_grad.clone()
+    ours.step(4)
+    assert torch.equal(ours.masters.flat_grad, before), "a later step alone divides by nothing"
+
+
 def test_weights_are_the_masters_rounded() -> None:
     ours = optimizer(torch.bfloat16, optim_spec(lr=1e-5))
     for step in range(1, 5):
