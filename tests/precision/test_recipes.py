@@ -90,7 +90,7 @@ def test_casts_are_the_specification(
     quantizer = linear_quantizer(ScalingState(recipe), "linear")
     assert quantizer is not None
     x = awkward(*shape, dtype)
-    (last, first), total = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
+    (last, first), sums = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
     fmt = recipe.backward_format if role == "grad_output" else recipe.forward_format
     for ours, group in zip((last, first), groups_of(name, role), strict=True):
         assert ours is not None
@@ -98,6 +98,8 @@ def test_casts_are_the_specification(
             x.float().numpy(), group, spec_formats.FORMATS[fmt], rule_of(name), recipe.power_2_scale
         )
         assert_specified(ours, specified)
+    assert sums is not None
+    total = sums.sum(0)
     torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 

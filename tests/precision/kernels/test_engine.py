@@ -113,7 +113,7 @@ def test_casts_are_those_of_the_ordinary_path(
         assert quantizer is not None
         state.engine = engine
         for need in (Need(True, True), Need(True, False), Need(False, True)):
-            operands, total = quantizer.tensors[role].quantize(x, need, with_sum=True)
+            operands, sums = quantizer.tensors[role].quantize(x, need, with_sum=True)
             last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
             assert (last is not None, first is not None) == need
             found[engine is EMULATED, need] = (last, first)
@@ -123,6 +123,8 @@ def test_casts_are_those_of_the_ordinary_path(
                 assert last is None or last.payload.is_contiguous()
                 assert first is None or first.payload.t().is_contiguous()
         found[engine is EMULATED, "amax"] = state.forward.amax, state.backward.amax
+        assert sums is not None
+        total = sums.sum(0)
         torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(found[False, "amax"], found[True, "amax"], strict=True):
         assert torch.equal(ours, theirs)
@@ -320,7 +322,7 @@ def test_gathered_bytes_are_multiplied_as_they_are(name: RecipeName, engine: Eng
     gathered.weight_form = form
     form.agree_on_scale(weight.float().abs().amax(), weight)
     parts = [form.agreed.quantized(part).payload.view(torch.uint8) for part in weight.chunk(2)]
-    form.receive(torch.cat(parts).view(E4M3.dtype))
+    form.receive(torch.cat(parts), weight.shape[0], weight.dtype, None)
     results = []
     for linear in (plain, gathered):
         linear.sink = _Nowhere()
