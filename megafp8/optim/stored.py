@@ -255,6 +255,11 @@ class StoredAdamW(AdamW):
             self._torch = self._kernel.make(made, spec)
             prepare_state(self._kernel, self._torch, plain)
 
+    @property
+    def divides(self) -> bool:
+        """Whether the kernel divides gradients itself: not those that are stored in few bits."""
+        return False
+
     def step(self, step: int) -> None:
         """Apply the gradients as optimizer step `step`, counted from 1, and write the weights."""
         lr, spec = learning_rate(self.spec, step), self.spec

@@ -30,7 +30,7 @@ MEAN = {"cvt.rn.f32.s32", "div.full.f32", "sqrt.approx.ftz.f32", "sqrt.approx.f3
 ROUNDINGS: dict[str, set[str]] = {
     "_update_kernel": {"div.rn.f32"},
     "_cast_kernel": {E4M3, E5M2, *BF16},
-    "_heads_kernel": {E5M2, *BF16},
+    "_heads_kernel": {E5M2, "div.s32", *BF16},  # a token's sequence is a quotient of integers
     "_loss_kernel": {"div.full.f32", *BF16},
     "_transpose_kernel": set(),
     "_tensor_amax_kernel": set(),
@@ -39,7 +39,7 @@ ROUNDINGS: dict[str, set[str]] = {
     "_line_cast_kernel": {E4M3},
     "_block_cast_kernel": {E4M3, "div.rn.f32"},
     "_normalize_kernel": {E4M3, *BF16},
-    "_statistics_kernel": MEAN,
+    "_statistics_kernel": MEAN | BF16,
     "_backward_kernel": MEAN | BF16,
     "_row_means_kernel": MEAN,
     "_tile_backward_kernel": BF16,
