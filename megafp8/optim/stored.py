@@ -283,8 +283,9 @@ class StoredAdamW(AdamW):
     def _dithers(self, param: nn.Parameter, step: int) -> Dithers:
         if not self.spec.storage.stochastic_rounding:
             return None, None, None
-        name = pieces_of(param)[0].name
-        keys = (key_of("round", self._seed, step, name, what) for what in ("model", *STATES))
+        piece = pieces_of(param)[0]
+        name = (piece.name, piece.offset) if any(piece.offset) else (piece.name,)
+        keys = (key_of("round", self._seed, step, *name, what) for what in ("model", *STATES))
         param_key, first, second = (Dither(key) for key in keys)
         return param_key, first, second
 

@@ -253,6 +253,7 @@ TWO = {
     ),
     "tp": case("O2", parallel=replace(SMALL, tp=2)),
     "O3, sp": case("O3", parallel=SP),
+    "cp": case("O2", parallel=replace(SMALL, cp=2)),
 }
 SPOILED = {"O2, spoiled": 1, "O3, ZeRO, spoiled": 1}
 SAVED = ("O2", "O3, ZeRO", "tp", "O2, summed in FP8")
@@ -360,7 +361,7 @@ def test_all_ranks_have_the_same_weights_losses_and_norms(trained: tuple[Path, F
 
 
 def test_two_ranks_learn_as_one_process_does(trained: tuple[Path, Found]) -> None:
-    for name in ("O1", "O2", "O3", "O2, summed in FP8", "O2, FP32 sums", "tp", "O3, sp"):
+    for name in ("O1", "O2", "O3", "O2, summed in FP8", "O2, FP32 sums", "tp", "O3, sp", "cp"):
         one = train(Rank(0, 1), {name: replace(TWO[name], parallel=ParallelSpec())})[name]
         assert trained[1][0][name].losses == pytest.approx(one.losses, rel=2e-2), name
 
