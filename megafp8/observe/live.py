@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SPARKLINE = 24  # bars
+COPIED = ("run", "report", "checkpoint", "curves", "continue with", "where")
+"""Rows of the table at the end with paths and commands, which are not broken into lines."""
 WIDE = 110  # columns of a terminal, from which on the block has fewer lines
 
 
@@ -120,9 +122,15 @@ class LiveConsole(Console):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, style="bold", min_width=10)
         table.add_column(overflow="fold")
+        named = False
         for name, text in _header_rows(lines):
-            table.add_row(Text(name), Text(text))
-        self._show(table)
+            if name:
+                table.add_row(Text(name), Text(text))
+                named = True
+            else:
+                self._print(text)
+        if named:
+            self._show(table)
 
     def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
         """Print the settings that are not the default job's, in a table."""
@@ -189,7 +197,7 @@ class LiveConsole(Console):
         self._print("")
         width = max((len(what) for what, _ in rows), default=0)
         for what, value in rows:
-            self._print_pair(f"{what:>{width}}", value)
+            self._print_pair(f"{what:>{width}}", value, whole=what in COPIED)
         for line in lines:
             self._print(line)
 
@@ -286,13 +294,22 @@ class LiveConsole(Console):
             with self._guard():
                 self._rich.print(what)
 
-    def _print_pair(self, what: str, value: str) -> None:
+    def _print_pair(self, what: str, value: str, *, whole: bool) -> None:
+        """Print a row of the end table; with `whole`, its value can be copied as one line."""
+        from rich.table import Table
         from rich.text import Text
 
         if self._broken:
             return
         with self._guard():
-            self._rich.print(Text.assemble((what, "bold"), "  ", value), soft_wrap=True)
+            if whole:
+                self._rich.print(Text.assemble((what, "bold"), "  ", value), soft_wrap=True)
+                return
+            table = Table.grid(padding=(0, 2))
+            table.add_column(no_wrap=True, style="bold")
+            table.add_column(overflow="fold")
+            table.add_row(Text(what), Text(value))
+            self._rich.print(table)
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

@@ -15,9 +15,11 @@ from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.plan.utilization import utilization
+from megafp8.specs import RunSpec
 from megafp8.train import state_dict
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.process import Garbage
+from megafp8.train.report.summary import show_sample
 from megafp8.train.run import Run
 from megafp8.train.saver import newest_after_cleanup
 from megafp8.train.state import TrainState
@@ -25,6 +27,7 @@ from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import validate
 
 MAX_NONFINITE_IN_A_ROW = 10
+LEAST_STEPS_FOR_SAMPLES = 100
 
 
 def train(run: Run) -> bool:
@@ -139,6 +142,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     validates = validates and step % spec.train.val_check_interval == 0
     if validates:
         validate(run)
+        if shows_sample(spec, step):
+            show_sample(run)
     interval = spec.checkpoint.every_n_train_steps
     run.limit.step_ended()
     stop, is_time, is_late, has_saved = result.raised
@@ -153,6 +158,16 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     elif is_time or (interval and step % interval == 0):
         save(run, must_succeed=False)
     return stop and not is_last
+
+
+def shows_sample(spec: RunSpec, step: int) -> bool:
+    """Whether a text is generated after the validation of `step`.
+
+    It is after the first validation in each quarter of a run of 100 steps or more; the end of the
+    run has its own.
+    """
+    total, before = spec.train.max_steps, step - spec.train.val_check_interval
+    return total >= LEAST_STEPS_FOR_SAMPLES and step * 4 // total > before * 4 // total
 
 
 def flags_of(run: Run) -> tuple[bool, ...]:
