@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config.architecture import SHAPE_KEYS
-from megafp8.config.errors import Origin, SettingError
+from megafp8.config.errors import COMMAND_LINE, Origin, SettingError
 from megafp8.config.layers import Layer
 from megafp8.config.settings import Setting
 
@@ -44,7 +44,8 @@ def base_layer(layers: Sequence[Layer]) -> Layer | None:
             "has no checkpoint that describes its model",
             "Give a run's directory, one of its checkpoints, or a directory that import_hf wrote",
         )
-    origin = Origin(f"the model in {path}")
+    # What the model makes useless in a file is named and not refused, whoever wrote the file.
+    origin = Origin(f"the model in {path}", COMMAND_LINE.strength - 1)
     taken = {f"model.{name}": model[name] for name in _TAKEN if name in model}
     return Layer(origin, tuple(Setting(key, value, origin) for key, value in taken.items()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import subprocess
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export, import_hf
-from megafp8.config.load import load
+from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.data.instructions import PackedExamples, PreparedInstructions, prepare_instructions
 from megafp8.data.loader import microbatch
@@ -451,3 +452,21 @@ def test_each_key_changes_the_samples(
         data = open_data(data_spec(cfg), print)
         found.add((data.fingerprint, data.train[0].tobytes(), data.train[1].tobytes()))
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("positions", ["alibi", "none", "rope"])
+def test_models_of_other_positions(
+    undisturbed: tuple[Place, Done], tmp_path: Path, positions: str
+) -> None:
+    """What the job file sets for positions is named as without effect where nobody reads them."""
+    recorded = (undisturbed[0].checkpoint(12) / "manifest.json").read_text()
+    manifest = json.loads(recorded)
+    manifest["meta"]["config"]["model"]["position_embedding_type"] = positions
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    loaded = load_all(
+        [f"{FILES}=mine.jsonl", f"restore_from_path={tmp_path}"], config_name="finetune_gpt"
+    )
+    assert loaded.cfg.model.position_embedding_type == positions
+    named = any("reset_position_ids" in line for line in loaded.inert_lines())
+    assert named == (positions != "rope")
+    assert resolve(loaded.cfg, lambda: False).data.reset_position_ids == (positions == "rope")

@@ -14,6 +14,7 @@ rule = Rules()
 DATA, TRAIN = "model.data", "model.data.train_ds"
 FILES, PREFIX = f"{TRAIN}.file_names", f"{DATA}.data_prefix"
 RESTORE = "restore_from_path"
+WITH_POSITIONS = ("learned_absolute", "rope")  # those that read the numbers of positions
 RESUMES = ("model.resume_from_checkpoint", "exp_manager.resume_from_checkpoint")
 
 
@@ -45,7 +46,11 @@ def _has_a_model(v: Values) -> Iterator[Finding]:
 
 
 @rule(
-    FILES, f"{TRAIN}.packed_sequence", f"{DATA}.reset_attention_mask", f"{DATA}.reset_position_ids"
+    FILES,
+    f"{TRAIN}.packed_sequence",
+    f"{DATA}.reset_attention_mask",
+    f"{DATA}.reset_position_ids",
+    "model.position_embedding_type",
 )
 def _examples_are_kept_apart(v: Values) -> Iterator[Finding]:
     if v[FILES] is None or not v[f"{TRAIN}.packed_sequence"]:
@@ -54,7 +59,8 @@ def _examples_are_kept_apart(v: Values) -> Iterator[Finding]:
         ("reset_attention_mask", "attend to each other"),
         ("reset_position_ids", "have positions that depend on those before them"),
     ):
-        if not v[f"{DATA}.{name}"]:
+        reads = name != "reset_position_ids" or v["model.position_embedding_type"] in WITH_POSITIONS
+        if reads and not v[f"{DATA}.{name}"]:
             yield Finding(
                 f"{DATA}.{name}",
                 f"examples that share a sequence would {what}",
