@@ -273,7 +273,13 @@ TOGETHER = (
         f"Use model.position_embedding_type=rope, or {CP}=1",
     ),
     Row(
-        {BACKEND: one_of("te", "torchao")}, {CP: above(1)},
+        {BACKEND: "te"}, {CP: above(1)},
+        "Transformer Engine's context parallelism needs cuDNN's or flash attention, which the "
+        "kernels on a CPU do not have, so that nothing has shown it to be right",
+        f"Use model.fp8_backend=native, or use {CP}=1",
+    ),
+    Row(
+        {BACKEND: "torchao"}, {CP: above(1)},
         "the layers of {model.fp8_backend} do not support it in megafp8",
         f"Use model.fp8_backend=native, or use {CP}=1",
     ),

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megafp8.backends.te.layer import TeLayer
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
 from megafp8.precision.scaling import Pending
@@ -27,7 +29,25 @@ def plant(bug: str, state: TrainState) -> None:
         "norms' gradients are summed twice": lambda s: _norms(s, 2),
         "tied gradients are not summed": lambda s: _tied(s, 0),
         "tied gradients are summed twice": lambda s: _tied(s, 2),
+        "te's output is not summed": lambda s: _te_alone(s, "self_attention.proj"),
+        "te's grad_input is not summed": lambda s: _te_alone(s, "self_attention.layernorm_qkv"),
+        "te's amax is not reduced": _te_amax_over_nobody,
     }[bug](state)
+
+
+def _this_rank_alone() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _te_alone(state: TrainState, path: str) -> None:
+    """One module of each of Transformer Engine's layers sums over this rank alone."""
+    for module in state.model.modules():
+        if isinstance(module, TeLayer):
+            module.layer.get_submodule(path).tp_group = _this_rank_alone()  # type: ignore[assignment]
+
+
+def _te_amax_over_nobody(state: TrainState) -> None:
+    state.scaling.region.group = _this_rank_alone()  # type: ignore[union-attr]
 
 
 def _amax_over_nobody(state: TrainState) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.backends.te.sources import need_sources
 from tests.parallel import matrix
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
     assert_gradients_close,
+    assert_same_tables,
     assert_tables_follow_specification,
 )
 from tests.ranks import run_ranks
@@ -85,6 +89,45 @@ def test_these_checks_pass_what_is_right(
 ) -> None:
     assert_gradients_close(ranks["sp"], one["fp32"], 1e-5)
     assert_gradients_close([copy.deepcopy(one["fp32"])], one["fp32"], 0.0)
+
+
+TE_MODEL = replace(MODEL, activation="gelu-tanh")  # its GELU is the tanh form
+TE_BUGS = {
+    "te's output is not summed": TP,
+    "te's grad_input is not summed": TP,
+    "gradients are not summed": ParallelSpec(),
+    "gradients are summed twice": ParallelSpec(),
+    "tied gradients are not summed": PP,
+    "tied gradients are summed twice": PP,
+    "norms' gradients are not summed": SP,
+    "norms' gradients are summed twice": SP,
+}
+
+
+@pytest.mark.slow
+def test_transformer_engine_s_gradients_tell() -> None:
+    """In FP32 each bug leaves the bound of first gradients, which the layouts without it keep; in
+    FP8 the ranks' tables differ where amaxes are not reduced."""
+    need_sources(DEFAULT_VERSION)
+    plain = Case(model=TE_MODEL, steps=1, backend="te")
+    fp8 = replace(plain, compute="bf16", fp8=FP8, parallel=TP)
+    cases = {name: replace(plain, parallel=spec, bug=name) for name, spec in TE_BUGS.items()}
+    right = {
+        f"right {spec}": replace(plain, parallel=spec) for spec in (TP, SP, PP, ParallelSpec())
+    }
+    amax = "te's amax is not reduced"
+    cases |= right | {"fp8": fp8, amax: replace(fp8, bug=amax)}
+    work = "tests.parallel.rank_work:run_layouts"
+    results = run_ranks(work, 2, {"cases": cases}, timeout=600)
+    ((one,),) = (list(found.values()) for found in run_ranks(work, 1, {"cases": {"one": plain}}))
+    for name in right:
+        assert_gradients_close([rank[name] for rank in results], one, 1e-5)
+    for name in TE_BUGS:
+        with pytest.raises(AssertionError):
+            assert_gradients_close([rank[name] for rank in results], one, 1e-5)
+    assert_same_tables([rank["fp8"] for rank in results])
+    with pytest.raises(AssertionError):
+        assert_same_tables([rank[amax] for rank in results])
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.backends.te.cpu import activations, attention, norms, quantize, updates
+from megafp8.backends.te.cpu import activations, attention, masters, norms, quantize, updates
 from megafp8.backends.te.cpu.enums import DType, QkvFormat
 from megafp8.backends.te.cpu.extension import kernels, make_extension
-from megafp8.backends.te.cpu.missing import MissingKernelError
+from megafp8.backends.te.cpu.missing import FromAbsentPackage, MissingKernelError
 from megafp8.backends.te.cpu.wheel import Sources
 
 FP32 = DType.kFloat32
@@ -225,3 +225,49 @@ def test_each_version_has_its_own_signatures() -> None:
     old, new = (kernels(version)["fused_rope_backward"] for version in ((2, 9), (2, 10)))
     assert "start_positions" not in inspect.signature(old).parameters
     assert "start_positions" in inspect.signature(new).parameters
+
+
+@pytest.mark.parametrize("cut", [0, 1, 130 * 7 + 3, 130 * 200])
+def test_a_weight_in_two_parts_has_the_scales_and_bytes_of_the_whole(cut: int) -> None:
+    """By blocks of 128 x 128, whose bounds a part's do not meet, with zeros, subnormals, and an
+    infinity, which makes its block's scale 1 and is cast to the largest number."""
+    whole = normal(200, 130)
+    whole[:128, :128] *= 1e-3
+    whole[3, 5], whole[129, 2], whole[0, 129] = 0.0, 1e-40, torch.inf
+    amaxes = []
+    for begin, end in ((0, cut), (cut, whole.numel())):
+        amax = torch.full((2, 4), -1.0)
+        part = whole.flatten()[begin:end]
+        masters.fp8_block_scaling_compute_partial_amax(part, amax, 200, 130, begin, 128)
+        amaxes.append(amax)
+    amax, scale, scale_inv = torch.maximum(*amaxes), torch.empty(2, 4), torch.empty(2, 4)
+    flag = torch.zeros(1)
+    lists = [[amax], [scale], [scale_inv]]
+    masters.multi_tensor_compute_scale_and_scale_inv(0, flag, lists, 448.0, False, 0.0)
+    payload = torch.empty(whole.numel(), dtype=torch.uint8)
+    for begin, end in ((0, cut), (cut, whole.numel())):
+        part, place = whole.flatten()[begin:end], payload[begin:end]
+        masters.fp8_block_scaling_partial_cast(part, place, scale, 200, 130, begin, 128, E4M3)
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        block = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
+        wanted = 448.0 / float(whole[block].abs().max())
+        assert float(scale[row, column]) == pytest.approx(wanted or 1.0, rel=1e-7)
+        clamped = (whole[block] * scale[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found = payload.view(200, 130)[block].view(torch.float8_e4m3fn)
+        assert torch.equal(found.float(), clamped.float())
+    assert torch.equal(scale_inv, scale.reciprocal()) and float(scale[0, 2]) == 1.0
+
+
+def test_scales_of_amaxes_are_1_where_there_is_none() -> None:
+    amax = torch.tensor([0.0, torch.inf, torch.nan, 3.0, 1e-45])
+    scale, scale_inv = torch.empty(5), torch.empty(5)
+    lists = [[amax], [scale], [scale_inv]]
+    masters.multi_tensor_compute_scale_and_scale_inv(0, torch.zeros(1), lists, 448.0, True, 0.0)
+    assert scale.tolist() == [1.0, 1.0, 1.0, 128.0, 2.0**127]
+
+
+def test_a_package_that_is_not_installed_is_named_when_it_is_used() -> None:
+    absent = FromAbsentPackage("triton.jit")
+    for use in (lambda: absent(print), lambda: absent.other(3), lambda: absent[1]):
+        with pytest.raises(MissingKernelError, match="the package triton is not installed"):
+            use()

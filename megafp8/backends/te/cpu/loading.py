@@ -147,18 +147,19 @@ def _optional_packages() -> Iterator[None]:
     """Put a placeholder into sys.modules for each missing package, while the context is open.
 
     The packages are those of OPTIONAL that are not installed; files that import one at their top
-    load with its placeholder. Using an attribute of a placeholder raises an error with the
-    package's name. The placeholders are removed at the end, so that no other code takes the
-    packages for installed.
+    load with its placeholder, whose attributes are `FromAbsentPackage`. The placeholders are
+    removed at the end, so that no other code takes the packages for installed.
     """
     absent = {name.split(".")[0] for name in OPTIONAL}
     absent = {name for name in absent if importlib.util.find_spec(name) is None}
     made = [name for name in OPTIONAL if name.split(".")[0] in absent]
     for name in made:
         sys.modules[name] = _absent_package(name)
+    FromAbsentPackage.importing = True
     try:
         yield
     finally:
+        FromAbsentPackage.importing = False
         for name in made:
             del sys.modules[name]
 

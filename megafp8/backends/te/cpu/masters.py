@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from megafp8.backends.te.cpu.enums import FORMATS
-from megafp8.backends.te.cpu.quantize import amax_of
+from megafp8.backends.te.cpu.quantize import without_nan
 from megafp8.precision import cast
 from megafp8.precision.formats import E4M3, E5M2
+from megafp8.precision.recipes.blockwise import amax_of_blocks
 from megafp8.precision.recipes.scales import scale_of_amax
 
 
@@ -50,11 +51,8 @@ def fp8_block_scaling_compute_partial_amax(
     amax.zero_()
     whole = tensor.new_zeros(h * w)
     whole[start_offset : start_offset + tensor.numel()] = tensor.flatten()
-    for row in range(-(-h // block_len)):
-        for column in range(-(-w // block_len)):
-            rows = slice(row * block_len, (row + 1) * block_len)
-            columns = slice(column * block_len, (column + 1) * block_len)
-            amax[row, column] = amax_of(whole.view(h, w)[rows, columns])
+    found = amax_of_blocks(without_nan(whole.view(h, w).float()), (block_len, block_len))
+    amax[: found.shape[0], : found.shape[1]] = found
 
 
 def fp8_block_scaling_partial_cast(

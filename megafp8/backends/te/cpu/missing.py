@@ -84,14 +84,18 @@ class Missing:
 class FromAbsentPackage:
     """Stand for what a package that is not installed would have defined.
 
-    Decorators and constructors run at import, so a call gives another such object; launching a
-    kernel is the error.
+    Decorators and constructors run while Transformer Engine is imported, so a call gives another
+    such object then. Later, a call and the launch of a kernel are errors that name the package.
     """
+
+    importing = False
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not FromAbsentPackage.importing:
+            raise self._error()
         return FromAbsentPackage(self._name)
 
     def __getattr__(self, key: str) -> Any:
@@ -100,5 +104,11 @@ class FromAbsentPackage:
         return FromAbsentPackage(f"{self._name}.{key}")
 
     def __getitem__(self, grid: Any) -> Any:
+        raise self._error()
+
+    def _error(self) -> MissingKernelError:
         package = self._name.split(".")[0]
-        raise MissingKernelError(f"{self._name}: the package {package} is not installed")
+        return MissingKernelError(
+            f"{self._name}: the package {package} is not installed. Install it, or leave out the "
+            "function of Transformer Engine that uses it"
+        )

@@ -87,10 +87,10 @@ def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """max|x|, 0-d FP32, of all that is not NaN."""
     found = cast.amax_of(x)
-    return found if torch.isfinite(found) else cast.amax_of(_without_nan(x.float()))
+    return found if torch.isfinite(found) else cast.amax_of(without_nan(x.float()))
 
 
-def _without_nan(x: torch.Tensor) -> torch.Tensor:
+def without_nan(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
@@ -163,7 +163,7 @@ def _fill_blocks(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
     for matrix, data, scale_inv in sides:
         if data is None:
             continue
-        amax = amax_of_blocks(_without_nan(matrix), block).clamp(min=quantizer.amax_epsilon)
+        amax = amax_of_blocks(without_nan(matrix), block).clamp(min=quantizer.amax_epsilon)
         scale = scale_of_amax(amax, fmt, power_2=quantizer.force_pow_2_scales)
         payload = cast.quantize_scaled(times_scale(matrix, scale, block), fmt)
         data.copy_(payload.view(torch.uint8).reshape(data.shape))
