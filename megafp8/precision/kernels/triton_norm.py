@@ -186,9 +186,9 @@ def norm_backward(
 
 
 def _row_warps(num_cols: int) -> int:
-    """Return the warps of a program that holds a whole row: up to 16 elements a thread of it."""
+    """Return the warps of a program that holds a whole row: 8 elements a thread, 16 of wide rows."""
     lanes: int = triton.next_power_of_2(num_cols)
-    return min(16, max(4, lanes // 512))
+    return min(16, max(4, lanes // 256))
 
 
 @triton.jit
