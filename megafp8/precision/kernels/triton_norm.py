@@ -186,7 +186,7 @@ def norm_backward(
 
 
 def _row_warps(num_cols: int) -> int:
-    """Return the warps of a program that holds a whole row: 8 elements a thread, 16 of wide rows."""
+    """Return the warps of a program that holds a whole row: 8 or 16 elements a thread."""
     lanes: int = triton.next_power_of_2(num_cols)
     return min(16, max(4, lanes // 256))
 
