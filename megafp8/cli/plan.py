@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from megafp8.cli.job import parse_options, report_error
 from megafp8.cli.plan_page import page
+from megafp8.config.checks import check_values
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
+from megafp8.config.schema import all_keys
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_count
 from megafp8.plan.flops import gemm_flops_per_token
@@ -38,6 +41,7 @@ from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 
 PROG = "python -m megafp8.cli.plan"
+ACCELERATOR = "trainer.accelerator"
 GPT2_VOCABULARY = 50257
 DOES_NOT_FIT = 1
 """The exit code for a job that a run would take, but that does not fit into memory."""
@@ -52,8 +56,9 @@ PARTS = {
     "passes": "casts, norms, activations",
     "weights": "weight casts, gradient sums",
     "tensor_parallel": "messages within a layer",
+    "stages": "messages between stages",
     "optimizer": "optimizer",
-    "gradients": "gradient messages not hidden",
+    "gradients": "messages of replicas not hidden",
     "bubble": "waiting in the pipeline",
     "host": "waiting for the host",
 }
@@ -104,39 +109,53 @@ def main(argv: Sequence[str]) -> int:
         hardware = hardware_from([word for word in rest if is_hardware(word)])
         words = [word for word in rest if not is_hardware(word)]
         spec = spec_of(words, options.vocab_size)
+        if options.tokens is not None and not 0 < options.tokens < float("inf"):
+            raise ConfigError("--tokens", options.tokens, "is no number of tokens", "Give 3e11")
         plan = make_plan(spec, hardware)
-        found = best_layouts(spec, hardware, words) if options.search else []
+        found = best_layouts(spec, hardware) if options.search else None
+        lines = [*describe(plan, options.vocab_size, options.tokens), *listed(found)]
         if options.page is not None:
-            write_page(plan, options.page)
+            write_page(plan, lines, options.page)
         if options.json:
-            print(json.dumps(as_json(plan, options.tokens, found), indent=2))
+            print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
         else:
-            for line in (*describe(plan, options.vocab_size, options.tokens), *listed(found)):
-                print(line)
-            if options.search and not found:
-                print("No layout of these ranks fits: use more devices or FSDP (model.fsdp=True).")
+            print(*lines, sep="\n")
     except UserError as error:
         return report_error(error)
     return ExitCode.FINISHED if plan.fits else DOES_NOT_FIT
 
 
-def best_layouts(spec: RunSpec, hardware: Hardware, words: Sequence[str]) -> list[Found]:
-    """Return the fastest layouts that fit and that a run with these overrides would take."""
+def best_layouts(spec: RunSpec, hardware: Hardware) -> list[Found]:
+    """Return the fastest layouts that fit and that a run would take."""
     accepted: list[Found] = []
+    values = settings_of(spec)
     for layout in search(spec, hardware, usable=USABLE):
-        try:
-            spec_of([*words, *layout.overrides()], None)
-        except UserError:
-            continue
-        accepted.append(layout)
-        if len(accepted) == SHOWN_LAYOUTS:
-            break
+        if not check_values(values | layout.settings()):
+            accepted.append(layout)
+            if len(accepted) == SHOWN_LAYOUTS:
+                break
     return accepted
+
+
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """Return the resolved settings of a run by their dotted names."""
+    values: dict[str, Any] = {}
+    for path in all_keys():
+        node: Any = spec.resolved
+        for name in path.split("."):
+            node = node[name]
+        values[path] = node
+    return values
 
 
 def is_hardware(word: str) -> bool:
     """Whether a word of the command line is about the hardware."""
-    return word.split("=")[0].split(".")[0] == "hardware"
+    return key_of(word).partition(".")[0] == "hardware"
+
+
+def key_of(word: str) -> str:
+    """Return the key that a word of the command line sets."""
+    return word.partition("=")[0].lstrip("+")
 
 
 def hardware_from(words: Sequence[str]) -> Hardware:
@@ -164,9 +183,13 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> RunSpec:
     """Return the run that these overrides ask for, on GPUs, with a known vocabulary.
 
     Raises:
-        UserError: The run would be refused.
+        UserError: The run would be refused, or is to run on a CPU.
     """
-    given = parse_options([*words, "trainer.accelerator=gpu"])
+    for word in words:
+        if key_of(word) == ACCELERATOR and word.endswith("=cpu"):
+            raise ConfigError(ACCELERATOR, "cpu", "a plan is for GPUs", "Leave it out")
+    others = [word for word in words if key_of(word) != ACCELERATOR]
+    given = parse_options([*others, f"{ACCELERATOR}=gpu"])
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError("--vocab-size", vocab_size, "is not a size", "Give the tokenizer's")
     loaded = load_all(given.overrides, given.config_dir, given.config_name)
@@ -328,17 +351,42 @@ def assumptions(plan: Plan) -> Iterator[str]:
     """Return on what the prediction rests."""
     rates = ", ".join(f"{f.name} {getattr(Achieved(), f.name):g}" for f in fields(Achieved))
     yield f"Peaks: {plan.hardware.source}. Assumed fractions of them: {rates}."
+    yield backend_note(plan.spec)
     yield (
-        "Bytes are those of the native backend's tensors, without what the allocator and libraries "
-        "take. No time here has been measured on a GPU."
+        "Bytes are those of tensors, without what the allocator and libraries take. No time here "
+        "has been measured on a GPU."
     )
 
 
-def listed(found: Sequence[Found]) -> Iterator[str]:
-    """Return the best layouts of a search, with their overrides."""
-    if not found:
+def backend_note(spec: RunSpec) -> str:
+    """Return for which backend's layers the figures hold."""
+    precision = spec.precision
+    if precision.backend == "torchao":
+        return (
+            "Backend torchao: its linears keep their inputs in the compute dtype and no FP8 copies "
+            "of weights, as counted here; their time is taken to be that of our own linears."
+        )
+    if precision.backend == "te":
+        return (
+            "Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
+            "counted; its activations, workspace and time are taken to be those of our own layers."
+        )
+    if precision.auto is not None and precision.auto.why_not_te is None:
+        return (
+            "Figures are those of our own layers (model.fp8_backend=native). Where Transformer "
+            "Engine is installed, auto runs its layers, whose own buffers are not counted."
+        )
+    return "Figures are those of our own layers (native)."
+
+
+def listed(found: Sequence[Found] | None) -> Iterator[str]:
+    """Return the best layouts of a search, with their overrides; nothing without a search."""
+    if found is None:
         return
     yield ""
+    if not found:
+        yield "No layout of these ranks fits: use more devices or FSDP (model.fsdp=True)."
+        return
     yield "layouts that fit, the fastest first (predicted):"
     for place, layout in enumerate(found, start=1):
         parallel = layout.spec.parallel
@@ -381,8 +429,8 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
     }
 
 
-def write_page(plan: Plan, path: Path) -> None:
-    """Write the page with a picture of memory and time.
+def write_page(plan: Plan, lines: Sequence[str], path: Path) -> None:
+    """Write the page with pictures of memory and time, and the lines that are printed.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -393,7 +441,7 @@ def write_page(plan: Plan, path: Path) -> None:
     text = page(
         title=f"Plan: {plan.spec.model.num_layers} layers x {plan.spec.model.hidden_size} on "
         f"{plan.spec.parallel.world_size} x {plan.hardware.name}",
-        lines=list(describe(plan, plan.spec.model.vocab_size, None)),
+        lines=lines,
         memory={
             f"stage rank {rank.pipeline_rank}": {
                 name: values[place] for name, values in memory_rows(plan)

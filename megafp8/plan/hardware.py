@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megafp8.errors import ConfigError
 
@@ -32,25 +32,23 @@ class Hardware:
         return int(self.memory_gb * 1e9)
 
 
+H100 = Hardware(
+    name="H100 SXM",
+    bf16_tflops=989.4,
+    fp8_tflops=1978.9,
+    memory_gb=80,
+    memory_gb_s=3350,
+    node_gb_s=450,
+    network_gb_s=50,
+    source="NVIDIA's H100 data sheet; one 400 Gbit/s network adapter for each GPU",
+)
 KNOWN = {
-    "h100": Hardware(
-        name="H100 SXM",
-        bf16_tflops=989.4,
-        fp8_tflops=1978.9,
-        memory_gb=80,
-        memory_gb_s=3350,
-        node_gb_s=450,
-        network_gb_s=50,
-        source="NVIDIA's H100 data sheet; one 400 Gbit/s network adapter for each GPU",
-    ),
-    "h200": Hardware(
+    "h100": H100,
+    "h200": replace(
+        H100,
         name="H200 SXM",
-        bf16_tflops=989.4,
-        fp8_tflops=1978.9,
         memory_gb=141,
         memory_gb_s=4800,
-        node_gb_s=450,
-        network_gb_s=50,
         source="NVIDIA's H200 data sheet; one 400 Gbit/s network adapter for each GPU",
     ),
     "b200": Hardware(
@@ -58,10 +56,11 @@ KNOWN = {
         bf16_tflops=2250,
         fp8_tflops=4500,
         memory_gb=180,
-        memory_gb_s=7700,
+        memory_gb_s=8000,
         node_gb_s=900,
         network_gb_s=50,
-        source="NVIDIA's DGX B200 data sheet; one 400 Gbit/s network adapter for each GPU",
+        source="NVIDIA's DGX B200 data sheet (an eighth of its figures); one 400 Gbit/s network "
+        "adapter for each GPU",
     ),
 }
 NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
@@ -94,9 +93,11 @@ def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:
                 f"Use one of {', '.join(KNOWN)}, or give the figures, for example "
                 f"hardware.{missing[0]}=…",
             )
-        links = {key: getattr(KNOWN["h100"], key) for key in NUMBERS[4:]}
+        links = {key: getattr(H100, key) for key in NUMBERS[4:]}
         return Hardware(name=name, source=GIVEN, **(links | numbers))
-    source = known.source + (f"; {_listed(list(numbers))} as given" if numbers else "")
+    if not numbers:
+        return known
+    source = f"{known.source}; {_listed(list(numbers))} as given"
     figures = {key: getattr(known, key) for key in NUMBERS} | numbers
     return Hardware(name=known.name, source=source, **figures)
 

@@ -2,10 +2,8 @@
 
 The formulas count the tensors that the native backend keeps. A dry run (`train/dryrun.py`) counts
 the same tensors from a model that is built on torch's meta device, and tests hold the two together.
-No constant is fitted to a measurement.
+No constant is fitted to a measurement. A plan is always for GPUs, whatever the spec's accelerator.
 """
-
-# T tokens of a microbatch on one rank: micro batch x sequence / context-parallel ranks
 
 from __future__ import annotations
 
@@ -19,8 +17,10 @@ from megafp8.plan.shape import (
     Parameter,
     compute_itemsize,
     deal_whole,
+    flat_buckets,
     layers_of,
     linears_of_layer,
+    num_microbatches,
     num_stages,
     rank_shape,
     residual_itemsize,
@@ -32,24 +32,20 @@ from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.precision import BLOCK
 
-ALIGNMENT = 64
-"""ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
-elements (`optim/zero.py`)."""
-HEAD_CHUNK_TOKENS = 1024
-HEAD_CHUNK_BYTES = 256 << 20
-HEAD_CHUNK_GPU_FACTOR = 8
-"""The head works on chunks of at most so many tokens, and bytes of FP32 logits; a GPU's limits are
-this factor higher (models/loss.py)."""
+HEAD_CHUNK_TOKENS = 8192
+HEAD_CHUNK_BYTES = 2 << 30
+"""On a GPU the head works on chunks of at most so many tokens, and bytes of FP32 logits
+(`models/loss.py`)."""
 SCALE_TABLE_BYTES = 20
 """Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Hold the bytes that stay from step to step."""
+    """Hold the bytes of the state that stays from step to step."""
 
-    weights: int  # what the products read
-    masters: int  # FP32, where they are not the weights themselves
+    weights: int  # as the products read them
+    masters: int  # FP32 master weights that are not the weights themselves
     moments: int  # the optimizer's
     gradients: int  # FP32, of all parameters
     scaling: int  # FP8 scales and their histories
@@ -129,7 +125,7 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if spec.parallel.fsdp is not None:
         shards = shard_ranks(spec)
-        own = sum(-(-param.elements // shards) for param in params)
+        own = sum(param.shard_elements(shards) for param in params)
         return HeldBytes(
             weights=0,
             masters=FP32 * own,  # FSDP's parameters themselves
@@ -141,15 +137,13 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
     if not storage.is_plain:
         return _stored_bytes(spec, params, scaling)
     if spec.optim.shards_states:
-        padded = sum(_rounded_up(param.elements, ALIGNMENT) for param in params)
-        own = sum(
-            -(-_rounded_up(param.elements, ALIGNMENT) // shard_ranks(spec)) for param in params
-        )
+        buckets = flat_buckets(spec, params)
+        own = sum(bucket.elements for bucket in buckets) // shard_ranks(spec)
         return HeldBytes(
-            weights=sum(_rounded_up(p.elements, ALIGNMENT) * p.itemsize for p in params),
+            weights=sum(bucket.elements * bucket.itemsize for bucket in buckets),
             masters=FP32 * own,
             moments=2 * FP32 * own,
-            gradients=FP32 * padded,
+            gradients=FP32 * sum(bucket.elements for bucket in buckets),
             scaling=scaling,
         )
     return HeldBytes(
@@ -199,13 +193,11 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
     )
 
 
-def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
 def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
-    """Whether the weight gradient of a linear reads its input in the compute dtype."""
+    """Whether a linear keeps its input in the compute dtype, as torchao's linears do."""
     recipe = spec.precision.fp8
+    if spec.precision.backend == "torchao":
+        return True
     high = frozenset() if recipe is None else recipe.high_precision_gemms
     return not linear.in_fp8 or linear.precision == "rowwise_with_gw_hp" or "grad_weight" in high
 
@@ -242,9 +234,8 @@ def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
     """
     model, tp, tokens = spec.model, spec.parallel.tp, tokens_of(spec)
     size = compute_itemsize(spec)
-    query, pair = model.query_size // tp, 2 * max(model.kv_size // tp, model.head_size)
-    packed = query + pair
-    kept = tokens * packed * size
+    query, pair = model.query_size // tp, 2 * model.kv_size // tp
+    kept = tokens * (query + pair) * size
     if model.position_embedding_type == "rope":
         # The rotated queries and keys are new tensors; the values stay in the packed one.
         kept += tokens * (query + pair // 2) * size
@@ -316,9 +307,8 @@ def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
 def _head_chunk(spec: RunSpec) -> int:
     """Return the tokens of one chunk of the head."""
     vocab = spec.model.vocab_size // spec.parallel.tp
-    factor = HEAD_CHUNK_GPU_FACTOR if spec.parallel.accelerator == "gpu" else 1
-    limit = max(1, factor * HEAD_CHUNK_BYTES // (FP32 * vocab))
-    return min(tokens_of(spec), factor * HEAD_CHUNK_TOKENS, limit)
+    limit = max(1, HEAD_CHUNK_BYTES // (FP32 * vocab))
+    return min(tokens_of(spec), HEAD_CHUNK_TOKENS, limit)
 
 
 def _head_gradient_bytes(spec: RunSpec) -> int:
@@ -331,9 +321,9 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
 def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     """Return what a stage needs beyond what it keeps, at the worst moment of one microbatch.
 
-    The moments are: the last chunk of the head's forward pass, the head's backward pass on a GPU,
-    where its gradients are multiplied by the loss's, and the backward pass through FC2 and the
-    activation of a layer.
+    The moments are: the last chunk of the head's forward pass, the head's backward pass, where its
+    gradients are multiplied by the loss's, and the backward pass through FC2 and the activation of
+    a layer.
     """
     moments = [_layer_workspace(spec, layers_of(spec, stage))]
     if stage == num_stages(spec) - 1:
@@ -341,9 +331,7 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
         size, chunk = compute_itemsize(spec), _head_chunk(spec)
         logits = chunk * vocab * (size + FP32 + (size if size != FP32 else 0))
         part = vocab * hidden * FP32 if tokens_of(spec) > chunk else 0
-        moments.append(logits + part)
-        if spec.parallel.accelerator == "gpu":
-            moments.append(_head_gradient_bytes(spec))
+        moments += [logits + part, _head_gradient_bytes(spec)]
     return max(moments)
 
 
@@ -368,11 +356,14 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
 def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
     """Return the bytes of FP8 copies of weights that last a whole step.
 
-    Tensor cores read a weight along either dimension, so there are two copies. Weights that are
-    kept in FP8 alone, and FSDP's, are cast or transposed for each use.
+    Tensor cores read a weight along either dimension, so there are two copies; Transformer Engine
+    keeps both as well. Weights that are kept in FP8 alone, FSDP's and torchao's are cast or
+    transposed for each use.
     """
     recipe = spec.precision.fp8
     if recipe is None or recipe.params_in_fp8 or spec.parallel.fsdp is not None:
+        return 0
+    if spec.precision.backend == "torchao":
         return 0
     return sum(2 * linear.weight_elements for linear in linears if linear.in_fp8)
 
@@ -389,7 +380,11 @@ def _gathered_bytes(spec: RunSpec, layers: Sequence[int]) -> int:
 
 def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:
     parallel = spec.parallel
-    count = spec.train.num_microbatches(parallel.dp)
     if parallel.pp == 1:
         return max(kept.values())
+    count = num_microbatches(spec)
+    if parallel.pipeline.schedule == "GPipe":
+        return count * kept[pipeline_rank]
+    if parallel.pipeline.schedule == "1F1B":
+        return min(count, parallel.pp - pipeline_rank) * kept[pipeline_rank]
     return most_held(planned_order(parallel.pipeline, parallel.pp, pipeline_rank, count), kept)

@@ -7,6 +7,7 @@ weights'), and messages take none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -118,40 +119,41 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
 
 
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
-    """Return the forward and backward passes of one of `pp` pipeline ranks in order.
+    """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
 
-    Schedules with several stages a rank are torch's own plans; here, each begins as many forward
-    passes as torch's plan does and then alternates backward and forward passes. A zero-bubble
-    schedule holds a microbatch until its weight gradients are computed, which counts as its
-    backward pass.
+    These schedules are torch's own plans; here, each begins as many forward passes as torch's plan
+    does and then continues as that does. A zero-bubble schedule holds a microbatch until its weight
+    gradients are computed, which counts as its backward pass.
     """
-    name = pipeline.schedule
-    if name in ONE_STAGE_SCHEDULES:
-        assert name == "GPipe" or name == "1F1B"
-        return one_stage_order(name, rank, pp, num_microbatches)
-    num_stages = pp * pipeline.stages_per_rank
-    stages = [s for s in range(num_stages) if pipeline.rank_of(s, pp) == rank]
+    name, stages = pipeline.schedule, pipeline.stages_of(rank, pp)
+    assert name not in ONE_STAGE_SCHEDULES
     if name == "ZBVZeroBubble":
-        first, second = stages
-        ahead = min(num_microbatches, 2 * pp - rank - 1)
-        warm_up = [Work("F", first, index) for index in range(ahead)]
-        warm_up += [Work("F", second, index) for index in range(min(num_microbatches, rank + 1))]
-        forwards = [
-            *warm_up,
-            *(w for w in _in_rounds("F", stages, pp, num_microbatches) if w not in warm_up),
-        ]
-        num_warm_up = len(warm_up)
+        return _v_order(stages[0], stages[1], pp, rank, num_microbatches)
+    forwards = _in_rounds("F", stages, pp, num_microbatches)
+    behind = pp - 1 - rank
+    if name == "Interleaved1F1B":
+        num_warm_up = 2 * behind + (len(stages) - 1) * pp + 1
     else:
-        forwards = _in_rounds("F", stages, pp, num_microbatches)
-        behind = pp - 1 - rank
-        if name == "Interleaved1F1B":
-            num_warm_up = 2 * behind + (len(stages) - 1) * pp + 1
-        else:
-            num_warm_up = len(stages) * pp
+        num_warm_up = len(stages) * pp
     order, rest = forwards[:num_warm_up], iter(forwards[num_warm_up:])
     for backward in _in_rounds("B", stages[::-1], pp, num_microbatches):
         order.append(backward)
         order.extend([forward] if (forward := next(rest, None)) else [])
+    return order
+
+
+def _v_order(first: int, second: int, pp: int, rank: int, num_microbatches: int) -> list[Work]:
+    """Return the order of a rank with two stages of a V (Qi et al. 2024, arXiv 2405.15362)."""
+    turns: list[tuple[Kind, int]] = [("F", first)] * (2 * (pp - rank) - 1)
+    turns += [("F", second), ("F", first)] * rank
+    turns += [("F", second), ("B", second)] * (pp - rank)
+    turns += [("F", first), ("B", first), ("F", second), ("B", second)] * num_microbatches
+    done: Counter[tuple[Kind, int]] = Counter()
+    order = []
+    for kind, stage in turns:
+        if done[kind, stage] < num_microbatches:
+            order.append(Work(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
     return order
 
 

@@ -6,12 +6,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.memory import all_ranks
+from megafp8.plan.memory import rank_memory
 from megafp8.plan.time import Achieved, StepTime, step_time
-from megafp8.specs import RunSpec
+from megafp8.specs import PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+RECOMPUTE = "model.activations_checkpoint"
+LAYOUT_KEYS = (
+    "model.tensor_model_parallel_size",
+    "model.sequence_parallel",
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.pipeline_schedule",
+    "model.pipeline_model_parallel_layout",
+    "model.micro_batch_size",
+    "model.optim.name",
+    f"{RECOMPUTE}_granularity",
+    f"{RECOMPUTE}_method",
+    f"{RECOMPUTE}_num_layers",
+)
+"""The settings that a layout decides."""
 FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 
 
@@ -19,26 +34,38 @@ FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 class Found:
     """Hold a layout that fits, its predicted step and the bytes of its largest rank."""
 
+    asked: RunSpec  # the job for which layouts were searched
     spec: RunSpec
     time: StepTime
     num_bytes: int
 
-    def overrides(self) -> list[str]:
-        """Return the settings of the layout as overrides of a command line."""
-        parallel, model = self.spec.parallel, self.spec.model
+    def settings(self) -> dict[str, object]:
+        """Return the settings of the layout, which replace all of `LAYOUT_KEYS`.
+
+        A schedule or a recomputation of the job as it was asked for is taken back with None.
+        """
+        parallel, recompute = self.spec.parallel, self.spec.model.recompute
         settings: dict[str, object] = {
             "model.tensor_model_parallel_size": parallel.tp,
             "model.sequence_parallel": parallel.sequence_parallel,
             "model.pipeline_model_parallel_size": parallel.pp,
             "model.micro_batch_size": self.spec.train.micro_batch_size,
+            "model.optim.name": self.spec.optim.name,
         }
-        if self.spec.optim.shards_states:
-            settings["model.optim.name"] = "distributed_fused_adam"
-        if model.recompute is not None:
-            settings["model.activations_checkpoint_granularity"] = model.recompute.granularity
-            settings["model.activations_checkpoint_method"] = model.recompute.method
-            settings["model.activations_checkpoint_num_layers"] = model.recompute.num_layers
-        return [f"{key}={value}" for key, value in settings.items()]
+        if self.asked.parallel.pipeline != PipelineSpec():
+            settings |= dict.fromkeys(LAYOUT_KEYS[3:6])
+        if recompute is not None:
+            settings[f"{RECOMPUTE}_granularity"] = recompute.granularity
+            settings[f"{RECOMPUTE}_method"] = recompute.method
+            settings[f"{RECOMPUTE}_num_layers"] = recompute.num_layers
+        elif self.asked.model.recompute is not None:
+            settings |= dict.fromkeys(LAYOUT_KEYS[8:])
+        return settings
+
+    def overrides(self) -> list[str]:
+        """Return `settings` as overrides of a command line."""
+        found = self.settings().items()
+        return [f"{key}={'null' if value is None else value}" for key, value in found]
 
 
 def search(
@@ -53,9 +80,13 @@ def search(
     """
     found = []
     for candidate in layouts(spec):
-        num_bytes = max(rank.total for rank in all_ranks(candidate))
+        # The first rank keeps the most microbatches, the last one has the head.
+        ends = {0, candidate.parallel.pp - 1}
+        num_bytes = max(rank_memory(candidate, rank).total for rank in ends)
         if num_bytes <= usable * hardware.memory_bytes:
-            found.append(Found(candidate, step_time(candidate, hardware, achieved), num_bytes))
+            found.append(
+                Found(spec, candidate, step_time(candidate, hardware, achieved), num_bytes)
+            )
     return sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
 
 
@@ -76,7 +107,7 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                 tp=tp,
                 sequence_parallel=tp > 1,
                 pp=pp,
-                pipeline=type(parallel.pipeline)(),
+                pipeline=PipelineSpec(),
             )
             for micro in MICRO_BATCHES:
                 if spec.train.global_batch_size % (micro * dp):

@@ -1,11 +1,9 @@
 """Say which part of a model one rank has: stages, layers, linears and parameters, without torch."""
 
-# T tokens of a microbatch on one rank: micro batch x sequence / context-parallel ranks
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
@@ -13,6 +11,9 @@ from megafp8.specs.parallel import owners_of
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 FP32 = 4
+ALIGNMENT = 64
+"""ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
+elements (`optim/zero.py`)."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Linear:
     in_features: int
     out_features: int
     has_bias: bool  # whether this rank holds a bias, of `out_features`
-    precision: ModulePrecision | None  # None: the run has no FP8
+    is_column: bool  # whether tensor-parallel ranks divide its out features, not its in features
+    precision: ModulePrecision
 
     @property
     def in_fp8(self) -> bool:
         """Whether its products run in FP8."""
-        return self.precision not in (None, HIGH_PRECISION)
+        return self.precision != HIGH_PRECISION
 
     @property
     def weight_elements(self) -> int:
@@ -40,10 +42,35 @@ class Linear:
 class Parameter:
     """Describe one parameter as one rank holds it, before ZeRO-1 or FSDP shards it."""
 
-    elements: int
+    rows: int  # the size of its first dim
+    columns: int  # the product of its other dims; 1 without any
     itemsize: int  # bytes of an element of the parameter itself
     is_sharded: bool  # whether tensor-parallel ranks hold different parts
-    is_linear: bool = False  # whether it is the weight of a layer's linear
+    linear: Linear | None = None  # the linear of a layer whose weight it is
+    in_layer: bool = True  # whether it belongs to a layer
+    is_tied_end: bool = False  # whether another pipeline rank updates a copy of it
+
+    @property
+    def elements(self) -> int:
+        """Return the number of its elements."""
+        return self.rows * self.columns
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the weight of a layer's linear."""
+        return self.linear is not None
+
+    def shard_elements(self, num_shards: int) -> int:
+        """Return the elements of FSDP's largest shard, along the first dim."""
+        return -(-self.rows // num_shards) * self.columns
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Describe one of ZeRO-1's flat buffers, of consecutive parameters of one kind."""
+
+    elements: int  # with the padding
+    itemsize: int  # bytes of an element of the weights
 
 
 @dataclass(frozen=True)
@@ -64,28 +91,38 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     layers = tuple(layer for stage in stages for layer in layers_of(spec, stage))
     linears = tuple(linear for layer in layers for linear in linears_of_layer(spec, layer))
     has_first, has_last = 0 in stages, num_stages(spec) - 1 in stages
-    params = tuple(_parameters(spec, linears, len(layers), has_first, has_last))
+    params = tuple(_parameters(spec, linears, has_first, has_last))
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
 def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, Linear, Linear, Linear]:
     """Return QKV, the attention projection, FC1 and FC2 of one layer, as one rank holds them."""
     model, tp = spec.model, spec.parallel.tp
-    recipe = spec.precision.fp8
 
-    def linear(place: str, in_features: int, out_features: int) -> Linear:
+    def linear(place: str, in_features: int, out_features: int, *, is_column: bool) -> Linear:
         name = f"layers.{layer}.{place}"
-        precision = None if recipe is None else recipe.precision_of(name)
-        return Linear(name, in_features, out_features, model.bias, precision)
+        precision = _precision_of(spec, name)
+        return Linear(name, in_features, out_features, model.bias, is_column, precision)
 
     hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp
-    query, pair = model.query_size // tp, 2 * max(model.kv_size // tp, model.head_size)
+    query, pair = model.query_size // tp, 2 * model.kv_size // tp
     return (
-        linear("attention.qkv", hidden, query + pair),
-        linear("attention.projection", query, hidden),
-        linear("mlp.fc1", hidden, ffn * (2 if model.is_gated else 1)),
-        linear("mlp.fc2", ffn, hidden),
+        linear("attention.qkv", hidden, query + pair, is_column=True),
+        linear("attention.projection", query, hidden, is_column=False),
+        linear("mlp.fc1", hidden, ffn * (2 if model.is_gated else 1), is_column=True),
+        linear("mlp.fc2", ffn, hidden, is_column=False),
     )
+
+
+def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return HIGH_PRECISION
+    if spec.precision.backend == "torchao":  # its first and last linear stay out, unless named
+        ends = ("layers.0.attention.qkv", f"layers.{spec.model.num_layers - 1}.mlp.fc2")
+        if linear in ends and not any(rule.matches(linear) for rule in recipe.modules):
+            return HIGH_PRECISION
+    return recipe.precision_of(linear)
 
 
 def stages_of(spec: RunSpec, pipeline_rank: int) -> list[int]:
@@ -130,41 +167,69 @@ def tokens_of(spec: RunSpec) -> int:
     return spec.train.micro_batch_size * spec.data.seq_length // spec.parallel.cp
 
 
+def num_microbatches(spec: RunSpec) -> int:
+    """Return how many microbatches a rank runs in a step, after a ramp-up."""
+    return spec.train.num_microbatches(spec.parallel.dp)
+
+
 def sequence_shards(spec: RunSpec) -> int:
     """Return over how many ranks the tokens between linears are spread."""
     return spec.parallel.tp if spec.parallel.sequence_parallel else 1
 
 
 def _parameters(
-    spec: RunSpec, linears: Sequence[Linear], num_layers: int, has_first: bool, has_last: bool
+    spec: RunSpec, linears: Sequence[Linear], has_first: bool, has_last: bool
 ) -> Iterator[Parameter]:
+    """Return a rank's parameters in the model's order."""
     model, tp = spec.model, spec.parallel.tp
     plain, compute = plain_itemsize(spec), compute_itemsize(spec)
     hidden, vocab = model.hidden_size, model.vocab_size // tp
-    norm_parts = 2 if model.normalization == "layernorm" else 1
-    is_post = model.transformer_block_type == "post_ln"
+    norm = [Parameter(hidden, 1, plain, False)] * (2 if model.normalization == "layernorm" else 1)
+    is_tied = model.share_embeddings_and_output_weights
+    is_tied_end = is_tied and has_first != has_last
     if has_first:
-        yield Parameter(vocab * hidden, plain, True)
+        yield Parameter(vocab, hidden, plain, True, in_layer=False, is_tied_end=is_tied_end)
         if model.position_embedding_type == "learned_absolute":
-            yield Parameter(model.max_position_embeddings * hidden, plain, False)
-    for _ in range(2 * num_layers * norm_parts):
-        yield Parameter(hidden, plain, False)
+            positions = model.max_position_embeddings
+            yield Parameter(positions, hidden, plain, False, in_layer=False)
     in_fp8 = spec.precision.fp8 is not None and spec.precision.fp8.params_in_fp8
     for linear in linears:
+        if linear.is_column:  # a norm comes before QKV, and another before FC1
+            yield from norm
         itemsize = 1 if in_fp8 and linear.in_fp8 else compute
-        yield Parameter(linear.weight_elements, itemsize, True, is_linear=True)
+        yield Parameter(linear.out_features, linear.in_features, itemsize, True, linear)
         if linear.has_bias:
-            is_column = linear.name.endswith(("qkv", "fc1"))
-            yield Parameter(linear.out_features, compute, is_column)
+            yield Parameter(linear.out_features, 1, compute, linear.is_column)
     if has_last:
-        if not is_post:
-            for _ in range(norm_parts):
-                yield Parameter(hidden, plain, False)
-        is_copy = model.share_embeddings_and_output_weights and not has_first
-        if is_copy:
-            yield Parameter(vocab * hidden, plain, True)
-        elif not model.share_embeddings_and_output_weights:
-            yield Parameter(vocab * hidden, compute, True)
+        if model.transformer_block_type != "post_ln":
+            yield from (replace(param, in_layer=False) for param in norm)
+        if not is_tied:
+            yield Parameter(vocab, hidden, compute, True, in_layer=False)
+        elif not has_first:
+            yield Parameter(vocab, hidden, plain, True, in_layer=False, is_tied_end=True)
+
+
+def flat_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucket]:
+    """Return the flat buffers into which ZeRO-1 puts a rank's parameters."""
+    size = spec.parallel.grad_bucket_bytes // FP32
+    kinds: dict[tuple[bool, int, bool], list[int]] = {}
+    for param in params:
+        is_sharded = param.is_sharded and spec.parallel.tp > 1
+        buckets = kinds.setdefault((is_sharded, param.itemsize, param.is_tied_end), [])
+        if not buckets or buckets[-1] >= size:
+            buckets.append(0)
+        buckets[-1] += rounded_up(param.elements, ALIGNMENT)
+    step = ALIGNMENT * shard_ranks(spec)
+    return [
+        FlatBucket(rounded_up(elements, step), itemsize)
+        for (_, itemsize, _), buckets in kinds.items()
+        for elements in buckets
+    ]
+
+
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the first multiple of `multiple` that is not below `count`."""
+    return -(-count // multiple) * multiple
 
 
 def shard_ranks(spec: RunSpec) -> int:

@@ -3,27 +3,80 @@
 Every figure is a count (operations or bytes) divided by a rate. Counts follow from the run's spec.
 Rates are the data sheet's peaks times the fractions in `Achieved`, which are assumptions and are
 printed with the plan. Nothing is fitted to a published table.
+
+The reductions of amaxes take no time here: each is 4 bytes a tensor, and a rank waits for it only
+in the next pass of the same direction. No message has a latency.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.pipeline import planned_order, run_times
-from megafp8.plan.shape import Linear, linears_of_layer, rank_shape, recomputed_fraction, tokens_of
-from megafp8.plan.traffic import Message, rank_traffic
+from megafp8.plan.shape import (
+    Linear,
+    num_microbatches,
+    rank_shape,
+    recomputed_fraction,
+    sequence_shards,
+    shard_ranks,
+    tokens_of,
+)
+from megafp8.plan.traffic import AxisName, Message, rank_traffic
 from megafp8.specs import RunSpec
-from megafp8.specs.precision import HIGH_PRECISION
+from megafp8.specs.optim import StorageSpec
+from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.precision import ModulePrecision
 
 OPTIMIZER_BYTES = 46
 """Bytes that a step's norm, clipping, AdamW and write-back move for each parameter that a rank
 updates: gradients 4 read for the norm, 8 for clipping; AdamW reads 16 and writes 12; the write-back
 reads 4 and writes 2."""
-LAUNCHES = {None: 39, "delayed": 43, "tensorwise": 83, "rowwise": 87, "blockwise": 55}
-"""Kernels that one layer of a GPT starts, forward and backward, counted on meta tensors by
-tests/precision/kernels/test_layer_counts.py, which compares its counts with these."""
+LAUNCHES: dict[str, dict[ModulePrecision, int]] = {
+    "gpt": {
+        "high_precision": 39,
+        "delayed": 43,
+        "tensorwise": 83,
+        "rowwise": 87,
+        "rowwise_with_gw_hp": 87,
+        "blockwise": 55,
+    },
+    "llama": {
+        "high_precision": 49,
+        "delayed": 51,
+        "tensorwise": 97,
+        "rowwise": 97,
+        "rowwise_with_gw_hp": 97,
+        "blockwise": 65,
+    },
+}
+"""Kernels that one layer starts, forward and backward, counted on meta tensors by
+tests/precision/kernels/test_layer_counts.py, which compares its counts with these. Layers with a
+gated activation or with rotary positions start as many as Llama's."""
+FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu")
+"""The activations that have a kernel which writes FP8 (`KINDS` of precision/fused.py)."""
+SUM_BYTES = 12
+"""Bytes an element of a weight's gradient that each microbatch after a step's first one moves: the
+sum reads two FP32 tensors and writes one (docs/performance.md)."""
+CAST_BYTES: dict[ModulePrecision, int] = {
+    "high_precision": 0,
+    "delayed": 4,
+    "tensorwise": 6,
+    "rowwise": 6,
+    "rowwise_with_gw_hp": 6,
+    "blockwise": 4,
+}
+"""Bytes an element that the cast of a weight moves: it reads BF16 and writes FP8 in both
+orientations, and some recipes read the weight first for its amaxes (docs/performance.md)."""
+COPY_BYTES = 6
+"""Bytes an element of a gradient that FSDP copies from BF16 to FP32."""
+TRANSPOSE_BYTES = 2
+"""Bytes an element that a weight kept in FP8 alone costs in each microbatch: it is transposed for
+the product of the input gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +101,9 @@ class StepTime:
     passes: float  # memory passes outside the products: casts, norms, activations, sums
     weights: float  # casts of weights and sums of weight gradients
     tensor_parallel: float  # messages between tensor- and context-parallel ranks, not hidden
+    stages: float  # messages between pipeline stages, not hidden, and of the tied embedding
     optimizer: float
-    gradients: float  # messages between replicas and stages that the backward pass does not hide
+    gradients: float  # messages between replicas that the backward pass does not hide
     bubble: float  # waiting in the pipeline
     host: float  # what the host's launches add where they take longer than the GPU's work
 
@@ -80,41 +134,35 @@ def model_flops_utilization(spec: RunSpec, seconds: float, hardware: Hardware) -
 
 
 def without_fp8(spec: RunSpec) -> RunSpec:
-    """Return the same run in BF16."""
+    """Return the same run in BF16, with gradients, master weights and moments in FP32."""
     precision = replace(spec.precision, fp8=None, compute="bf16")
-    return replace(spec, precision=precision)
+    optim, parallel = replace(spec.optim, storage=StorageSpec()), spec.parallel
+    if parallel.fsdp is not None:
+        parallel = replace(parallel, fsdp=replace(parallel.fsdp, torchao_in_fp8=False))
+    return replace(spec, precision=precision, optim=optim, parallel=parallel)
 
 
 def _passes_of(time: StepTime) -> float:
-    return (
-        time.linears + time.head + time.attention + time.passes + time.tensor_parallel + time.host
-    )
+    """Return the seconds of all microbatches' passes, for whose first and last ones ranks wait."""
+    compute = time.linears + time.head + time.attention + time.passes
+    return compute + time.tensor_parallel + time.stages + time.host
 
 
 def _bubble(spec: RunSpec) -> float:
-    """Return the pipeline's waiting over the time of its passes."""
-    parallel = spec.parallel
-    if parallel.pp == 1:
-        return 0.0
-    count = spec.train.num_microbatches(parallel.dp)
-    orders = [
-        planned_order(parallel.pipeline, parallel.pp, rank, count) for rank in range(parallel.pp)
-    ]
-    num_stages = parallel.pp * parallel.pipeline.stages_per_rank
-    if parallel.pipeline.stages_per_rank == 1:
-        bubble = run_times(orders, num_stages).bubble
-        return bubble / (1 - bubble)
-    # Several stages a rank divide the filling of the pipeline (Narayanan et al. 2021, section 2.2);
-    # zero bubble leaves a third of it (Qi et al. 2024, with equal times of F, I and W).
-    filling = (parallel.pp - 1) / (count * parallel.pipeline.stages_per_rank)
-    return filling / 3 if parallel.pipeline.schedule.endswith("ZeroBubble") else filling
+    """Return the pipeline's waiting over the time of its passes.
+
+    Several stages a rank divide the filling of the pipeline (Narayanan et al. 2021, section 2.2);
+    zero bubble leaves a third of it (Qi et al. 2024, with equal times of F, I and W).
+    """
+    pipeline, pp = spec.parallel.pipeline, spec.parallel.pp
+    filling = (pp - 1) / (num_microbatches(spec) * pipeline.stages_per_rank)
+    return filling / 3 if pipeline.schedule in ZERO_BUBBLE_SCHEDULES else filling
 
 
 def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved) -> StepTime:
     shape = rank_shape(spec, rank)
     model, parallel = spec.model, spec.parallel
-    count = spec.train.num_microbatches(parallel.dp)
-    tokens = tokens_of(spec)
+    count, tokens = num_microbatches(spec), tokens_of(spec)
     again = recomputed_fraction(spec)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
     fp8 = hardware.fp8_tflops * 1e12 * achieved.fp8
@@ -125,22 +173,21 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     repeats = 3.5 + (1.0 if is_selective else again)  # backward has 5 products where forward has 2
     attention = core * len(shape.layers) * repeats
     head = 6 * tokens * model.hidden_size * model.vocab_size / parallel.tp * shape.has_last
-    width = tokens * model.hidden_size * len(shape.layers)
-    between = parallel.tp if parallel.sequence_parallel else 1
-    passes = width * _pass_bytes(spec, between) * (1 + again / 3) / memory
-    elements = sum(linear.weight_elements for linear in shape.linears)
-    in_fp8 = sum(linear.weight_elements for linear in shape.linears if linear.in_fp8)
-    weights = (count * 8 * elements + 4 * in_fp8) / memory
-    messages = rank_traffic(spec, rank)
-    exposed = sum(_seconds(spec, m, hardware, achieved) for m in messages if m.axis in ("tp", "cp"))
-    hidden = sum(_seconds(spec, m, hardware, achieved) for m in messages if m.axis == "data")
-    others = sum(_seconds(spec, m, hardware, achieved) for m in messages if m.axis == "tied")
+    width = tokens * model.hidden_size
+    layers = list(zip(*[iter(shape.linears)] * 4, strict=True))
+    bytes_of_layers = sum(_pass_bytes(spec, layer) for layer in layers)
+    passes = width * bytes_of_layers * (1 + again / 3) / memory
+    weights = _weight_bytes(spec, shape.linears) / memory
+    seconds: dict[AxisName, float] = defaultdict(float)
+    for message in rank_traffic(spec, rank):
+        seconds[message.axis] += _seconds(message, parallel.devices_per_node, hardware, achieved)
+    hidden = seconds["data"] + seconds["nodes"]
     own = sum(param.elements for param in shape.params)
     if spec.optim.shards_states or parallel.fsdp is not None:
         own //= parallel.dp * parallel.cp
     products = count * (linears + attention / (hardware.bf16_tflops * 1e12 * achieved.attention))
     gpu = products + count * passes
-    launches = _launches(spec) * len(shape.layers) * count
+    launches = count * sum(_launches(spec, layer) for layer in layers)
     host = launches * achieved.launch_microseconds * 1e-6
     return StepTime(
         linears=count * linears,
@@ -148,9 +195,10 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         attention=count * attention / (hardware.bf16_tflops * 1e12 * achieved.attention),
         passes=count * passes,
         weights=weights,
-        tensor_parallel=exposed,
+        tensor_parallel=seconds["tp"] + seconds["cp"],
+        stages=seconds["pp"] + seconds["tied"],
         optimizer=OPTIMIZER_BYTES * own / memory,
-        gradients=max(0.0, hidden - gpu * 2 / 3) + others,
+        gradients=max(0.0, hidden - gpu * 2 / 3),
         bubble=0.0,
         host=max(0.0, host - gpu),
     )
@@ -168,52 +216,109 @@ def _linear_time(
     return flops * ((3 + again - high) / fp8 + high / bf16)
 
 
-def _pass_bytes(spec: RunSpec, sequence_shards: int) -> float:
-    """Return the bytes of memory passes of one layer, per token and unit of the model's width.
+def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
+    """Return the bytes of one layer's memory passes, per token and unit of the model's width.
 
-    BF16 tensors are read and written by norms (6 forward, 6 backward each), residual sums (6 each
-    way), the activation (read and write forward; gradient, input and result backward), the packing
-    of QKV's gradient and the sums of bias gradients. FP8 adds a read and two writes for each tensor
-    that no other kernel casts, and recipes with scales of the moment a further read for each amax.
+    `linears` are those of the layer. Products and attention's kernels are not counted. In BF16 the
+    two norms move 4 bytes forward and 6 backward, the two residual sums 6 each way, and the
+    gradients of queries, keys and values are packed. Rotary positions read and write queries and
+    keys each way. Casts are in `_cast_bytes`.
     """
     model = spec.model
-    hidden, tp = model.hidden_size, spec.parallel.tp
-    qkv, projection, fc1, fc2 = linears_of_layer(spec, 0)
-    packed = qkv.out_features / hidden
-    inner, gated = fc2.in_features / hidden, fc1.out_features / hidden
-    query = projection.in_features / hidden
-    total = (2 * 12 + 2 * 12) / sequence_shards  # norms and residual sums, forward and backward
-    total += 2 * gated + 2 * inner + 2 * inner + 4 * gated  # activation
-    total += 4 * packed  # QKV's gradient
-    if model.bias:
-        total += 2 * (gated + packed + 2 / sequence_shards)
-    if model.position_embedding_type == "rope":
-        total += 50 * (query + model.kv_size / tp / hidden)  # FP32 operations, one after another
-    recipe = spec.precision.fp8
-    if recipe is None or recipe.precision_of("layers.0.mlp.fc1") == HIGH_PRECISION:
-        return total
-    grads = 1 / sequence_shards * 2 + gated + packed
-    total += 4 * query + 4 * grads - (2 * grads if model.bias else 0)
-    reads = {"delayed": 0, "tensorwise": 1, "blockwise": 1}.get(recipe.name, 2)
-    return total + reads * 2 * (2 / sequence_shards + query + inner + grads)
+    qkv, projection, fc1, fc2 = linears
+    between = 1 / sequence_shards(spec)  # of the tokens: what norms and residual sums work on
+    query, packed = projection.in_features / model.hidden_size, qkv.out_features / model.hidden_size
+    inner, made = fc2.in_features / model.hidden_size, fc1.out_features / model.hidden_size
+    total = 2 * (4 + 6 + 6 + 6) * between
+    is_rotary, in_one = model.position_embedding_type == "rope", qkv.precision == "delayed"
+    if not in_one:  # otherwise the kernel that casts QKV's gradient packs and turns it as well
+        total += 4 * packed
+    total += is_rotary * (4 if in_one else 8) * (query + packed) / 2  # of queries and keys
+    has_kernel = fc2.precision == "delayed" and model.activation in FUSED_ACTIVATIONS
+    if model.is_gated and not has_kernel:  # activation and product are two operations
+        total += 36 * inner
+    else:  # it reads and writes; backward reads the gradient and the input, and writes
+        total += 4 * inner + 6 * made
+    return total + (
+        _cast_bytes(qkv, between, packed, producer="norm")
+        + _cast_bytes(projection, query, between, producer=None)
+        + _cast_bytes(fc1, between, 0 if has_kernel else made, producer="norm")
+        + _cast_bytes(fc2, inner, between, producer="activation" if has_kernel else None)
+    )
 
 
-def _launches(spec: RunSpec) -> int:
-    recipe = spec.precision.fp8
-    name = None if recipe is None else recipe.name.removesuffix("_with_gw_hp")
-    return LAUNCHES[name]
+def _cast_bytes(
+    linear: Linear,
+    width_in: float,
+    width_out: float,
+    *,
+    producer: Literal["norm", "activation"] | None,
+) -> float:
+    """Return the bytes of a linear's casts and of the sums for a bias, as `_pass_bytes` counts.
+
+    A cast reads BF16 and writes FP8 in two orientations. `tensorwise` and `rowwise` read the tensor
+    once more before, for its amaxes. Under `delayed` the norm or activation before a linear writes
+    its FP8 input instead of BF16; such a norm sums the residual stream as well. The activation's
+    backward pass casts FC1's gradient. The casts of `delayed` and `tensorwise` sum output gradients
+    over tokens for the bias; otherwise that is a pass of its own.
+    """
+    bias = 2 * width_out * linear.has_bias
+    match linear.precision:
+        case "delayed":
+            of_input = {"norm": -2, "activation": 0, None: 4}[producer]
+            return of_input * width_in + 4 * width_out
+        case "tensorwise":
+            return 6 * (width_in + width_out)
+        case "rowwise" | "rowwise_with_gw_hp":
+            return 6 * (width_in + width_out) + bias
+        case "blockwise":
+            return 4 * (width_in + width_out) + bias
+        case _:
+            return bias
 
 
-def _seconds(spec: RunSpec, message: Message, hardware: Hardware, achieved: Achieved) -> float:
-    """Return the seconds of a message, over the network where its group spans nodes."""
-    parallel = spec.parallel
-    span = {
-        "tp": parallel.tp,
-        "cp": parallel.tp * parallel.cp,
-        "data": parallel.tp * parallel.cp * parallel.dp,
-    }.get(message.axis, parallel.world_size)
-    is_local = span <= parallel.devices_per_node
-    rate = hardware.node_gb_s if is_local else hardware.network_gb_s
+def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
+    """Return the bytes by which a step casts weights and sums their gradients over microbatches.
+
+    FSDP's weights are cast for each of their two uses in a microbatch; each of its gradients is
+    copied from BF16 to FP32 to be sent, and only a rank's shard is summed.
+    """
+    count, recipe, is_sharded = num_microbatches(spec), spec.precision.fp8, spec.parallel.fsdp
+    total = 0.0
+    for linear in linears:
+        if linear.in_fp8 and recipe is not None and recipe.params_in_fp8:
+            each = float(count * TRANSPOSE_BYTES)
+        else:
+            each = float(CAST_BYTES[linear.precision] * (2 * count if is_sharded else 1))
+        if is_sharded:
+            each += count * COPY_BYTES + (count - 1) * SUM_BYTES / shard_ranks(spec)
+        else:
+            each += (count - 1) * SUM_BYTES
+        total += each * linear.weight_elements
+    return total
+
+
+def _launches(spec: RunSpec, linears: Sequence[Linear]) -> int:
+    """Return the kernels that a layer starts, by the linear that needs most."""
+    model = spec.model
+    is_llama = model.is_gated or model.position_embedding_type == "rope"
+    counts = LAUNCHES["llama" if is_llama else "gpt"]
+    return max(counts[linear.precision] for linear in linears)
+
+
+def _seconds(
+    message: Message, devices_per_node: int, hardware: Hardware, achieved: Achieved
+) -> float:
+    """Return the seconds of a message.
+
+    A ring between nodes runs over the network adapters of all its ranks on a node, but no faster
+    than the links within the node. A send uses one adapter, unless the whole group is on one node.
+    """
+    members = message.ranks_on_node(devices_per_node)
+    rate = hardware.node_gb_s
+    if members < message.num_ranks:
+        adapters = 1 if message.operation == "send" else members
+        rate = min(rate, adapters * hardware.network_gb_s)
     return message.on_wire / (rate * 1e9 * achieved.links)
 
 
@@ -221,8 +326,8 @@ def why_fp8_pays_little(spec: RunSpec, bf16: StepTime, fp8: StepTime) -> list[st
     """Return the reasons for which FP8 saves less than its products save, most important first."""
     total = fp8.total
     shares = {
-        "the host starts kernels more slowly than the GPU runs them; larger microbatches or "
-        "model.compile=block help": fp8.host / total,
+        "the host starts kernels more slowly than the GPU runs them; larger microbatches "
+        "help": fp8.host / total,
         f"the model's width {spec.model.hidden_size} is small: casts, norms and activations take "
         "as long as products": fp8.passes / total if fp8.passes > 0.5 * fp8.linears else 0.0,
         f"sequences of {spec.data.seq_length} tokens: attention stays in BF16": (
@@ -232,7 +337,7 @@ def why_fp8_pays_little(spec: RunSpec, bf16: StepTime, fp8: StepTime) -> list[st
             fp8.head / total if fp8.head > 0.3 * fp8.linears else 0.0
         ),
         "messages between ranks take as long in BF16 and FP8": (
-            (fp8.tensor_parallel + fp8.gradients) / total
+            (fp8.tensor_parallel + fp8.stages + fp8.gradients) / total
         ),
         "the pipeline waits": fp8.bubble / total,
         "the optimizer's step": fp8.optimizer / total,

@@ -4,8 +4,6 @@
 `traffic_bytes` of `summary.json` counts it; `on_wire` is what the rank sends with ring algorithms.
 """
 
-# T tokens of a microbatch on one rank: micro batch x sequence / context-parallel ranks
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -13,15 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megafp8.plan.shape import (
+    ALIGNMENT,
     FP32,
     Linear,
+    Parameter,
     RankShape,
     compute_itemsize,
     deal_whole,
+    flat_buckets,
     linears_of_layer,
+    num_microbatches,
+    num_stages,
     rank_shape,
     recomputed_fraction,
     residual_itemsize,
+    rounded_up,
+    sequence_shards,
     shard_ranks,
     tokens_of,
 )
@@ -29,7 +34,7 @@ from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]
-AxisName = Literal["tp", "cp", "data", "pp", "tied", "amax"]
+AxisName = Literal["tp", "cp", "data", "nodes", "pp", "tied", "amax"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,7 @@ class Message:
     what: str
     handed: int  # bytes
     num_ranks: int  # of the group
+    stride: int = 1  # the difference of the numbers of neighbours in the group
 
     @property
     def on_wire(self) -> float:
@@ -58,6 +64,10 @@ class Message:
             "send": float(self.handed),
         }[self.operation]
 
+    def ranks_on_node(self, devices_per_node: int) -> int:
+        """Return how many ranks of the group share a node, where ranks are numbered by nodes."""
+        return min(self.num_ranks, max(1, devices_per_node // self.stride))
+
 
 def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     """Return what a rank of `pipeline_rank` sends in one step, without scalars such as the loss."""
@@ -72,16 +82,12 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     return [message for message in found if message.handed]
 
 
-def _num_microbatches(spec: RunSpec) -> int:
-    return spec.train.num_microbatches(spec.parallel.dp)
-
-
 def _gathers_fp8(linear: Linear) -> bool:
     return linear.precision in ("delayed", "tensorwise")
 
 
 def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    tp, tokens, count = spec.parallel.tp, tokens_of(spec), _num_microbatches(spec)
+    tp, tokens, count = spec.parallel.tp, tokens_of(spec), num_microbatches(spec)
     if tp == 1:
         return
     size = compute_itemsize(spec)
@@ -133,7 +139,7 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     if cp == 1:
         return
     pairs = 2 * tokens_of(spec) * spec.model.kv_size // spec.parallel.tp
-    turns = (cp - 1) * len(shape.layers) * _num_microbatches(spec)
+    turns = (cp - 1) * len(shape.layers) * num_microbatches(spec)
     passes = 2 + recomputed_fraction(spec)
     sizes = {"keys and values": passes * compute_itemsize(spec), "their gradients": FP32}
     for what, itemsize in sizes.items():
@@ -143,6 +149,7 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             what=what,
             handed=int(turns * pairs * itemsize),
             num_ranks=cp,
+            stride=spec.parallel.tp,
         )
 
 
@@ -151,9 +158,10 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     pp = parallel.pp
     if pp == 1:
         return
-    shards = parallel.tp if parallel.sequence_parallel else 1
-    activation = tokens_of(spec) // shards * spec.model.hidden_size * residual_itemsize(spec)
-    last = pp * parallel.pipeline.stages_per_rank - 1
+    each = parallel.world_size // pp  # ranks of a stage, which are neighbours
+    activation = tokens_of(spec) // sequence_shards(spec) * spec.model.hidden_size
+    activation *= residual_itemsize(spec)
+    last = num_stages(spec) - 1
     own = set(shape.stages)
     forward = sum(stage != last and stage + 1 not in own for stage in shape.stages)
     backward = sum(stage != 0 and stage - 1 not in own for stage in shape.stages)
@@ -162,18 +170,26 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             axis="pp",
             operation="send",
             what=what,
-            handed=times * activation * _num_microbatches(spec),
+            handed=times * activation * num_microbatches(spec),
             num_ranks=pp,
+            stride=each,
         )
     if spec.model.share_embeddings_and_output_weights and shape.has_first != shape.has_last:
-        vocab = spec.model.vocab_size // parallel.tp
+        elements = spec.model.vocab_size // parallel.tp * spec.model.hidden_size
+        if spec.optim.shards_states and spec.optim.storage.is_plain:  # a replica sums its range
+            elements = rounded_up(elements, ALIGNMENT * shard_ranks(spec)) // shard_ranks(spec)
         yield Message(
             axis="tied",
             operation="all_reduce",
             what="gradient of the tied embedding",
-            handed=FP32 * vocab * spec.model.hidden_size,
+            handed=FP32 * elements,
             num_ranks=2,
+            stride=each * abs(_pipeline_rank_of(spec, last) - _pipeline_rank_of(spec, 0)),
         )
+
+
+def _pipeline_rank_of(spec: RunSpec, stage: int) -> int:
+    return spec.parallel.pipeline.rank_of(stage, spec.parallel.pp)
 
 
 def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -181,33 +197,41 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     replicas = parallel.dp * parallel.cp
     if replicas == 1:
         return
+    if parallel.fsdp is not None:
+        yield from _fsdp(spec, shape)
+        return
 
-    def message(operation: Operation, what: str, handed: float, ranks: int) -> Message:
+    def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
-            axis="data", operation=operation, what=what, handed=int(handed), num_ranks=ranks
+            axis="data",
+            operation=operation,
+            what=what,
+            handed=int(handed),
+            num_ranks=replicas,
+            stride=parallel.tp,
         )
 
-    params = shape.params
-    elements = sum(param.elements for param in params)
-    if parallel.fsdp is not None:
-        yield from _fsdp(spec, shape, elements)
-        return
     itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
     if not spec.optim.storage.is_plain:
         yield from _stored(spec, shape, itemsize, message)
     elif spec.optim.shards_states:
-        weights = sum(param.elements * param.itemsize for param in params) / replicas
-        yield message("reduce_scatter", "gradients", elements * itemsize, replicas)
-        yield message("all_gather", "updated weights", weights, replicas)
+        buckets = flat_buckets(spec, shape.params)
+        padded = sum(bucket.elements for bucket in buckets)
+        weights = sum(bucket.elements * bucket.itemsize for bucket in buckets)
+        yield message("reduce_scatter", "gradients", padded * itemsize)
+        yield message("all_gather", "updated weights", weights / replicas)
+        in_fp8 = sum(_is_sent_in_fp8(spec, param) for param in shape.params)
+        yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
     else:
-        yield message("all_reduce", "gradients", elements * itemsize, replicas)
+        elements = sum(param.elements for param in shape.params)
+        yield message("all_reduce", "gradients", elements * itemsize)
 
 
 def _stored(
     spec: RunSpec,
     shape: RankShape,
     itemsize: int,
-    message: Callable[[Operation, str, float, int], Message],
+    message: Callable[[Operation, str, float], Message],
 ) -> Iterator[Message]:
     """Return FP8-LM's messages, with the scalars of each tensor's scale."""
     replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
@@ -216,80 +240,104 @@ def _stored(
     in_fp8 = sum(param.elements for param in linears) if storage.main_grads != "fp32" else 0
     plain = sum(param.elements for param in shape.params) - in_fp8
     if in_fp8:
-        yield message("all_to_all", "gradients in FP8", in_fp8, replicas)
+        yield message("all_to_all", "gradients in FP8", in_fp8)
         if storage.reduction == "fp32":
-            yield message("all_gather", "scales of gradients", scalars, replicas)
+            yield message("all_gather", "scales of gradients", scalars)
         else:
-            yield message("all_reduce", "scales of gradients", scalars, replicas)
-            yield message("all_reduce", "counts of saturated gradients", scalars, replicas)
+            yield message("all_reduce", "scales of gradients", scalars)
+            yield message("all_reduce", "counts of saturated gradients", scalars)
     if not spec.optim.shards_states:
         if in_fp8:
-            yield message("all_gather", "summed gradients in FP8", in_fp8 / replicas, replicas)
+            yield message("all_gather", "summed gradients in FP8", in_fp8 / replicas)
             if storage.reduction == "fp32":
-                yield message("all_reduce", "amaxes of gradients", scalars, replicas)
-        yield message("all_reduce", "gradients", plain * itemsize, replicas)
+                yield message("all_reduce", "amaxes of gradients", scalars)
+        yield message("all_reduce", "gradients", plain * itemsize)
         return
-    yield message("all_to_all", "gradients", plain * itemsize, replicas)
+    yield message("all_to_all", "gradients", plain * itemsize)
     held, counts = [0] * replicas, [0] * replicas
     for param, owner in zip(shape.params, deal_whole(shape.params, replicas), strict=True):
         held[owner] += param.elements * param.is_linear
         counts[owner] += param.is_linear
     size = next((param.itemsize for param in linears), 0)
     if size == 1:
-        yield message("all_reduce", "amaxes of weights in FP8", scalars, replicas)
+        yield message("all_reduce", "amaxes of weights in FP8", scalars)
     elif storage.main_params != "fp32":  # a weight is its own master
         size = ITEM_BYTES[storage.main_params]
-        yield message("all_gather", "scales of weights", FP32 * max(counts), replicas)
-    yield message("all_gather", "updated weights of linears", max(held) * size, replicas)
+        yield message("all_gather", "scales of weights", FP32 * max(counts))
+    yield message("all_gather", "updated weights of linears", max(held) * size)
     rest = sum(param.elements * param.itemsize for param in shape.params if not param.is_linear)
-    yield message("broadcast", "updated weights of the rest", rest, replicas)
+    yield message("broadcast", "updated weights of the rest", rest)
 
 
-def _fsdp(spec: RunSpec, shape: RankShape, elements: int) -> Iterator[Message]:
-    fsdp = spec.parallel.fsdp
+def _is_sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
+    """Whether replicas send each other this parameter as FP8 bytes."""
+    recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
+    if recipe is None or param.linear is None or not param.linear.in_fp8:
+        return False
+    return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
+
+
+def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
+    """Return what replicas send under FSDP; its shards are padded along the first dim."""
+    fsdp, tp = spec.parallel.fsdp, spec.parallel.tp
     assert fsdp is not None
-    ranks, count = shard_ranks(spec), _num_microbatches(spec)
-    in_layers = sum(
-        linear.weight_elements + linear.out_features * linear.has_bias
-        for layer in shape.layers
-        for linear in linears_of_layer(spec, layer)
-    )
-    norm_parts = 2 if spec.model.normalization == "layernorm" else 1
-    in_layers += 2 * norm_parts * spec.model.hidden_size * len(shape.layers)
-    recipe = spec.precision.fp8
-    sent_in_fp8 = (recipe is not None and recipe.params_in_fp8) or fsdp.torchao_in_fp8
-    size = 1 if sent_in_fp8 else compute_itemsize(spec)
-    times = 1 if fsdp.strategy == "grad" else 2
-    gathered = times * in_layers * size + (elements - in_layers) * compute_itemsize(spec)
-    grads = ITEM_BYTES[fsdp.grad_reduce_dtype]
+    ranks, count = shard_ranks(spec), num_microbatches(spec)
+    gathered = shard = in_fp8 = 0
+    for param in shape.params:
+        own, is_in_fp8 = param.shard_elements(ranks), _is_sent_in_fp8(spec, param)
+        times = 2 if param.in_layer and fsdp.strategy != "grad" else 1
+        gathered += times * own * (1 if is_in_fp8 else compute_itemsize(spec))
+        shard, in_fp8 = shard + own, in_fp8 + is_in_fp8
+    size = ITEM_BYTES[fsdp.grad_reduce_dtype]
 
-    def message(operation: Operation, what: str, handed: float, group: int) -> Message:
+    def message(operation: Operation, what: str, handed: int, *, nodes: int = 1) -> Message:
+        """Return a message within a group of shards, or across `nodes` between such groups."""
         return Message(
-            axis="data", operation=operation, what=what, handed=int(handed), num_ranks=group
+            axis="data" if nodes == 1 else "nodes",
+            operation=operation,
+            what=what,
+            handed=handed,
+            num_ranks=ranks if nodes == 1 else nodes,
+            stride=tp if nodes == 1 else tp * ranks,
         )
 
-    yield message("all_gather", "weights", gathered * count / ranks, ranks)
-    yield message("reduce_scatter", "gradients", elements * grads * count, ranks)
+    yield message("all_gather", "weights", gathered * count)
+    yield message("reduce_scatter", "gradients", shard * ranks * size * count)
+    yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
     nodes = spec.parallel.dp * spec.parallel.cp // ranks
     if nodes > 1:
-        yield message("all_reduce", "gradients of nodes", elements * grads * count / ranks, nodes)
+        yield message("all_reduce", "gradients of shards", shard * size * count, nodes=nodes)
 
 
 def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    """Return the amaxes of delayed scaling, 4 bytes a tensor and microbatch."""
-    parallel, recipe = spec.parallel, spec.precision.fp8
+    """Return the reductions of amaxes, 4 bytes a tensor.
+
+    `delayed` reduces those of inputs, weights and output gradients in each microbatch. `tensorwise`
+    reduces the amax of a tensor of which tensor-parallel ranks have parts, before its cast.
+    """
+    parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
-    if recipe is None or not recipe.reduce_amax or ranks == 1:
+    delayed = sum(linear.precision == "delayed" for linear in shape.linears)
+    if recipe is not None and recipe.reduce_amax and ranks > 1:
+        yield Message(
+            axis="amax",
+            operation="all_reduce",
+            what="amaxes of delayed scaling",
+            handed=3 * FP32 * delayed * count,
+            num_ranks=ranks,
+        )
+    if parallel.tp == 1:
         return
-    delayed = sum(
-        linear.precision == "delayed"
-        for layer in shape.layers
-        for linear in linears_of_layer(spec, layer)
-    )
+    times = 0.0
+    for linear in shape.linears:
+        if linear.precision == "tensorwise":
+            of_input = parallel.sequence_parallel or not linear.is_column
+            of_grad = parallel.sequence_parallel or linear.is_column
+            times += 1 + count * (of_input * (1 + recomputed_fraction(spec)) + of_grad)
     yield Message(
-        axis="amax",
+        axis="tp",
         operation="all_reduce",
-        what="amaxes of delayed scaling",
-        handed=3 * FP32 * delayed * _num_microbatches(spec),
-        num_ranks=ranks,
+        what="amaxes of tensorwise scaling",
+        handed=int(FP32 * times),
+        num_ranks=parallel.tp,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import subprocess
 import sys
@@ -63,6 +64,10 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
         (["hardware.memory_gb=much"], "hardware.memory_gb=much: is not a number"),
         (["hardware="], "hardware=: has no value"),
         (["--vocab-size", "0"], "--vocab-size=0: is not a size"),
+        (["--tokens", "0"], "--tokens=0.0: is no number of tokens"),
+        (["--tokens=-1e9"], "--tokens=-1000000000.0: is no number of tokens"),
+        (["--tokens", "nan"], "--tokens=nan: is no number of tokens"),
+        (["trainer.accelerator=cpu"], "trainer.accelerator=cpu: a plan is for GPUs"),
         (["model.hiden_size=3"], "model.hiden_size"),
         (["trainer.devices=3", "model.tensor_model_parallel_size=2"], "is not a multiple of it"),
         (["--page", "/nowhere/plan.html"], "--page=/nowhere/plan.html"),
@@ -73,6 +78,64 @@ def test_bad_input_is_named(
 ) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+LAYOUT = [
+    "model.tensor_model_parallel_size=2",
+    "model.pipeline_model_parallel_size=2",
+    "model.virtual_pipeline_model_parallel_size=2",
+    "model.pipeline_schedule=InterleavedZeroBubble",
+    "model.activations_checkpoint_granularity=selective",
+    "trainer.accelerator=gpu",
+]
+
+
+def test_a_search_replaces_the_layout_of_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It finds what it finds without one, and each layout runs after the words of the command."""
+    for words in (JOB, [*JOB, *LAYOUT]):
+        assert main([*words, "--search", "--json"]) == 0
+    plain, with_layout = capsys.readouterr().out.split("\n}\n{")
+    plain, with_layout = json.loads(plain + "}"), json.loads("{" + with_layout)
+    seconds = [layout["step_seconds"] for layout in plain["layouts"]]
+    assert [layout["step_seconds"] for layout in with_layout["layouts"]] == seconds
+    for layout in with_layout["layouts"]:
+        assert main([*JOB, *LAYOUT, *layout["overrides"], "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["step_seconds"]["total"] == pytest.approx(layout["step_seconds"])
+
+
+def test_a_search_that_finds_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=gpt3_175b", "trainer.devices=8", "--search"]) == 1
+    assert "No layout of these ranks fits" in capsys.readouterr().out
+
+
+def test_the_page_has_the_lines_that_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    assert main([*JOB, "--tokens", "3e11", "--search", "--page", str(path)]) == 0
+    text = html.unescape(path.read_text())
+    for line in capsys.readouterr().out.splitlines():
+        assert line in text
+    assert "(--tokens)" in text and "the fastest first" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "auto runs its layers"),
+        (["model.fp8_backend=native"], "Figures are those of our own layers"),
+        (["model.fp8_backend=te"], "Backend te"),
+        (["model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"], "Backend torchao"),
+    ],
+)
+def test_the_backend_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["model=gpt3_1.3b", "model.fp8=True", *words])
+    assert said in capsys.readouterr().out
 
 
 def test_a_plan_needs_no_torch() -> None:

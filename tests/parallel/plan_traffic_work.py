@@ -1,29 +1,38 @@
-"""Measure on ranks what a step sends, for the tests of `plan/traffic.py`."""
+"""Measure on ranks what a step sends and what the state holds, for the tests of `plan`."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megafp8.parallel.mesh import join
+from megafp8.train.dryrun import held_bytes
 from megafp8.train.step import train_step
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank
+from tests.tiny import run_spec
 
-Sent = dict[tuple[str, str, str], int]
+
+class Measured(NamedTuple):
+    """What one rank did in the second step of a case."""
+
+    sent: dict[tuple[str, str, str], int]  # bytes by axis, operation and dtype
+    held: int  # bytes of the state
 
 
-def measure(rank: Rank, cases: dict[str, Case]) -> dict[str, Sent]:
-    """Return the bytes that this rank hands to collectives in the second step of each case.
-
-    All cases have one number of ranks.
-    """
+def measure(rank: Rank, cases: dict[str, Case]) -> dict[str, Measured]:
+    """Return what this rank sent and holds; all cases have one number of ranks."""
     return {name: second_step(case) for name, case in cases.items()}
 
 
-def second_step(case: Case) -> Sent:
-    """Return the bytes by axis, operation and dtype."""
+def second_step(case: Case) -> Measured:
     mesh = join(case.parallel)
     state = case.build(mesh)
     train_step(state, case.microbatches(0, mesh))
     before = dict(mesh.traffic.num_bytes)
     train_step(state, case.microbatches(1, mesh))
     after = mesh.traffic.num_bytes
-    return {key: n - before.get(key, 0) for key, n in after.items() if n > before.get(key, 0)}
+    sent = {key: n - before.get(key, 0) for key, n in after.items() if n > before.get(key, 0)}
+    held = held_bytes(state, run_spec(parallel=case.parallel))
+    # FSDP's parameters are its masters; to torch they have the size of the whole tensors.
+    weights = 0 if case.parallel.fsdp is not None else held.weights
+    return Measured(sent, held.total - held.weights + weights)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from megafp8.optim import zero
+from megafp8.plan import shape
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
@@ -17,6 +19,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.train.dryrun import RankShare, rank_share
+from tests.parallel.matrix import LAYOUTS
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 # torch 2.13's new names for these two are not in 2.11
@@ -41,6 +44,7 @@ LLAMA: dict[str, Any] = {
     "share_embeddings_and_output_weights": False,
     "num_query_groups": 4,
 }
+FIELDS = ("tp", "cp", "pp", "pipeline", "sequence_parallel")
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1}
 DELAYED = Fp8Recipe(amax_history_len=16)
 IN_FP8_ALONE = replace(DELAYED, params_in_fp8=True)
@@ -59,8 +63,7 @@ def recompute(granularity: str, method: str = "uniform", num_layers: int = 1) ->
 
 def job(*, ranks: int = 1, shape: dict[str, Any] | None = None, **choices: Any) -> RunSpec:
     """Return a job on GPUs; choices that are no field of `ParallelSpec` are `run_spec`'s."""
-    fields = ("tp", "cp", "pp", "pipeline", "sequence_parallel")
-    layout = {key: choices.pop(key) for key in fields if key in choices}
+    layout = {key: choices.pop(key) for key in FIELDS if key in choices}
     parallel = ParallelSpec(devices_per_node=ranks, accelerator="gpu", **layout)
     spec = run_spec(
         parallel=parallel,
@@ -106,6 +109,17 @@ JOBS: dict[str, RunSpec] = {
     "pp 2, zero bubble": job(ranks=2, pp=2, pipeline=pipeline("InterleavedZeroBubble", 2)),
     "pp 4, V": job(ranks=4, pp=4, pipeline=pipeline("ZBVZeroBubble", 2), shape={"num_layers": 8}),
 }
+OF_MATRIX = {
+    f"{name}, of the matrix": job(
+        ranks=ranks,
+        fp8=DELAYED,
+        optim=ZERO if name.endswith("ZeRO-1") else optim_spec(),
+        **{key: getattr(layout, key) for key in FIELDS},
+    )
+    for name, (ranks, layout) in LAYOUTS.items()
+    if layout.fsdp is None
+}
+JOBS |= OF_MATRIX
 QUICK = ("FP8-LM, O3", "fp8", "llama", "tp 2, sequence", "zero", "full", "pp 4, V")
 
 
@@ -125,6 +139,9 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
         assert plan.num_layers == len(real.layers)
         assert plan.num_params == real.num_params
         compare(plan.held.__dict__, real.held.__dict__, rel=0.01 if spec.optim == ZERO else 0)
+        if spec.optim == ZERO:  # only which range of a bucket a rank owns depends on its place
+            assert plan.held.weights == real.held.weights
+            assert plan.held.gradients == real.held.gradients
         assert plan.step.microbatch == pytest.approx(max(real.step.kept.values()), rel=2e-3)
         assert plan.step.in_flight == pytest.approx(real.step.in_flight, rel=0.05)
         copies = 0 if spec.precision.fp8 is None else real.step.weight_copies
@@ -152,6 +169,17 @@ def test_fsdp_divides_weights_gradients_and_moments() -> None:
     assert plan.step.gathered == 2 * layer
     kept = replace(spec, parallel=replace(spec.parallel, fsdp=FsdpSpec(strategy="grad")))
     assert rank_memory(kept, 0).step.gathered == 4 * layer
+
+
+def test_the_plan_knows_how_zero_1_pads() -> None:
+    assert shape.ALIGNMENT == zero.ALIGNMENT
+
+
+def test_a_plan_is_for_gpus_whatever_the_spec_says() -> None:
+    """The head's chunks are a GPU's: 8192 tokens, or 2 GiB of FP32 logits."""
+    spec = job()
+    on_cpu = replace(spec, parallel=replace(spec.parallel, accelerator="cpu"))
+    assert rank_memory(on_cpu, 0) == rank_memory(spec, 0)
 
 
 def test_fewer_microbatches_than_ranks_keep_fewer_in_flight() -> None:

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.plan.hardware import KNOWN, hardware_of
+from megafp8.plan import time as plan_time
+from megafp8.plan.hardware import H100, KNOWN, hardware_of
+from megafp8.plan.memory import all_ranks
 from megafp8.plan.search import layouts, search
+from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import (
+    CAST_BYTES,
+    FUSED_ACTIVATIONS,
+    LAUNCHES,
     Achieved,
     model_flops_utilization,
     step_time,
@@ -18,8 +24,14 @@ from megafp8.plan.time import (
     why_fp8_pays_little,
     without_fp8,
 )
-from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec
-from tests.tiny import gpt_spec, run_spec
+from megafp8.plan.traffic import Message
+from megafp8.precision.fused import KINDS
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.optim import StorageSpec
+from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
+from tests.precision.kernels.test_layer_counts import BATCH, COSTS, HIDDEN, SEQUENCE
+from tests.tiny import gpt_spec, optim_spec, run_spec
 
 H200 = KNOWN["h200"]
 NO_HOST = Achieved(launch_microseconds=0.0)
@@ -36,12 +48,8 @@ def job(
         max_position_embeddings=2048,
         vocab_size=4096,
     )
-    spec = run_spec(
-        compute="bf16",
-        fp8=Fp8Recipe(),
-        model=model,
-        parallel=ParallelSpec(devices_per_node=ranks, accelerator="gpu", **layout),
-    )
+    layout = {"devices_per_node": ranks, "accelerator": "gpu"} | layout
+    spec = run_spec(compute="bf16", fp8=Fp8Recipe(), model=model, parallel=ParallelSpec(**layout))
     train = replace(spec.train, micro_batch_size=micro, global_batch_size=batch)
     return replace(spec, train=train, data=replace(spec.data, seq_length=2048))
 
@@ -96,7 +104,7 @@ def test_the_bubble_of_1f1b_is_the_pipelines_filling() -> None:
     """(p - 1) / m of the passes, with equal stages (Narayanan et al. 2021)."""
     spec = job(ranks=4, pp=4)
     time = step_time(spec, H200, NO_HOST)
-    passes = time.linears + time.head + time.attention + time.passes
+    passes = time.linears + time.head + time.attention + time.passes + time.stages
     assert time.bubble == pytest.approx(passes * 3 / 16, rel=1e-9)
 
 
@@ -129,3 +137,148 @@ def test_hardware_is_named_or_given_by_its_figures() -> None:
         hardware_of("h200", {"tflops": 1.0})
     with pytest.raises(ConfigError, match=r"hardware\.memory_gb=-1\.0: must be positive"):
         hardware_of("h200", {"memory_gb": -1.0})
+
+
+LLAMA: dict[str, Any] = {
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "bias": False,
+}
+OF_COSTS: dict[str, Fp8Recipe | None] = {
+    "bf16": None,
+    "delayed": Fp8Recipe(),
+    "fp8_params": Fp8Recipe(params_in_fp8=True),
+    "tensorwise": Fp8Recipe(name="tensorwise"),
+    "rowwise": Fp8Recipe(name="rowwise"),
+    "blockwise": Fp8Recipe(name="blockwise"),
+}
+
+
+def of_recipe(spec: RunSpec, recipe: Fp8Recipe | None, **shape: Any) -> RunSpec:
+    precision = replace(spec.precision, fp8=recipe)
+    return replace(spec, precision=precision, model=replace(spec.model, **shape))
+
+
+@pytest.mark.parametrize("name", OF_COSTS)
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_memory_passes_are_those_that_a_layer_was_counted_to_do(shape: str, name: str) -> None:
+    """Within 2.5 %: the plan leaves out statistics, scales and partial sums."""
+    spec = of_recipe(job(), OF_COSTS[name], **(LLAMA if shape == "llama" else {}))
+    assert spec.model.hidden_size == HIDDEN and spec.data.seq_length == SEQUENCE
+    linears = rank_shape(spec, 0).linears[:4]
+    counted = COSTS[shape, name]
+    assert plan_time._pass_bytes(spec, linears) == pytest.approx(counted.activations, rel=0.025)
+    one = replace(spec, train=replace(spec.train, micro_batch_size=4, global_batch_size=4))
+    cast = plan_time._weight_bytes(one, linears) / (BATCH * SEQUENCE * HIDDEN)
+    assert cast == pytest.approx(counted.weights, abs=0.05)
+
+
+def test_later_microbatches_add_their_gradients_in_a_pass_of_12_bytes_a_weight() -> None:
+    spec = job(micro=4, batch=16)
+    linears = rank_shape(spec, 0).linears
+    elements = sum(linear.weight_elements for linear in linears)
+    assert plan_time._weight_bytes(spec, linears) == (3 * 12 + 4) * elements
+    bf16 = without_fp8(spec)
+    assert plan_time._weight_bytes(bf16, rank_shape(bf16, 0).linears) == 3 * 12 * elements
+
+
+def test_layers_in_high_precision_count_for_themselves_alone() -> None:
+    """With the first layer in BF16, the other seven still cost what FP8 costs."""
+    first = Fp8Recipe(modules=(ModuleRule("layers.0.*", "high_precision"),))
+    spec = job()
+    mixed = step_time(of_recipe(spec, first), H200, NO_HOST).passes
+    fp8 = step_time(spec, H200, NO_HOST).passes
+    bf16 = step_time(without_fp8(spec), H200, NO_HOST).passes
+    assert mixed == pytest.approx((7 * fp8 + bf16) / 8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_a_time(name: RecipeName) -> None:
+    for shape in LAUNCHES:
+        assert set(LAUNCHES[shape]) == {*RECIPES, HIGH_PRECISION}
+    assert set(CAST_BYTES) == {*RECIPES, HIGH_PRECISION}
+    assert step_time(of_recipe(job(), Fp8Recipe(name=name)), H200).total > 0
+
+
+def test_the_plan_knows_which_activations_have_a_kernel() -> None:
+    assert set(FUSED_ACTIVATIONS) == set(KINDS)
+
+
+def test_the_same_run_in_bf16_stores_nothing_in_few_bits() -> None:
+    storage = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+    few = replace(job(), optim=optim_spec(storage=storage))
+    assert all_ranks(without_fp8(few)) == all_ranks(without_fp8(job()))
+    assert all_ranks(without_fp8(few)) != all_ranks(few)
+
+
+def test_messages_between_stages_take_time() -> None:
+    """Stage 0 sends its activations, and both ends sum the gradient of the tied embedding."""
+    spec = job(ranks=4, pp=4)
+    rate = H200.node_gb_s * 1e9
+    seconds = step_time(spec, H200, Achieved(links=1.0)).stages
+    sent = 64 * 2048 * 4096 * 2  # one of the middle stages sends twice as much
+    assert sent / rate < seconds <= (2 * sent + 4 * 4096 * 4096) / rate
+
+
+def seconds_of(operation: Any, num_ranks: int, stride: int, hardware: Any = H100) -> float:
+    message = Message(
+        axis="data", operation=operation, what="x", handed=10**9, num_ranks=num_ranks, stride=stride
+    )
+    wire = message.on_wire
+    return wire / 1e9 / plan_time._seconds(message, 8, hardware, Achieved(links=1.0))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stride", "rate"),
+    [
+        (8, 1, 450),  # a node
+        (4, 2, 450),  # within a node
+        (16, 1, 400),  # eight adapters of each node
+        (16, 2, 200),  # four ranks of each node
+        (16, 8, 50),  # one rank of each node
+        (2, 64, 50),
+    ],
+)
+def test_a_ring_uses_the_adapters_of_its_ranks_on_a_node(
+    num_ranks: int, stride: int, rate: float
+) -> None:
+    assert seconds_of("all_reduce", num_ranks, stride) == pytest.approx(rate)
+    fast = replace(H100, network_gb_s=200)
+    assert seconds_of("all_reduce", num_ranks, stride, fast) == pytest.approx(min(450, 4 * rate))
+
+
+def test_a_send_uses_one_adapter() -> None:
+    assert seconds_of("send", 8, 1) == pytest.approx(450)
+    assert seconds_of("send", 8, 2) == pytest.approx(50)
+
+
+def test_hybrid_sharding_gathers_within_a_node() -> None:
+    """A gather over all ranks of two nodes takes longer than one within each node."""
+    wide = job(ranks=8, micro=1, num_nodes=2)
+    full = replace(wide, parallel=replace(wide.parallel, fsdp=FsdpSpec()))
+    hybrid = replace(wide, parallel=replace(wide.parallel, fsdp=FsdpSpec(strategy="hybrid")))
+
+    def seconds(spec: RunSpec, hardware: Any) -> float:
+        messages = plan_time.rank_traffic(spec, 0)
+        gathers = [m for m in messages if m.operation == "all_gather"]
+        return sum(plan_time._seconds(m, 8, hardware, Achieved()) for m in gathers)
+
+    slow = replace(H100, network_gb_s=1)
+    assert seconds(hybrid, slow) == seconds(hybrid, H100)
+    assert seconds(full, slow) > 10 * seconds(full, H100)
+
+
+def test_b200s_memory_is_an_eighth_of_a_dgxs() -> None:
+    assert KNOWN["b200"].memory_gb_s == 64_000 / 8
+
+
+def test_a_search_takes_back_schedule_and_recomputation() -> None:
+    recompute = RecomputeSpec(granularity="selective", method="uniform", num_layers=1)
+    asked = job(ranks=8, pp=2, pipeline=PipelineSpec(schedule="GPipe"))
+    asked = replace(asked, model=replace(asked.model, recompute=recompute))
+    for layout in search(asked, H200):
+        words = layout.overrides()
+        assert "model.pipeline_schedule=null" in words
+        granularity = "null" if layout.spec.model.recompute is None else "full"
+        assert f"model.activations_checkpoint_granularity={granularity}" in words
