@@ -18,8 +18,10 @@ svg { width: 100%; height: auto; } text { font: 14px system-ui, sans-serif; fill
 ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; }
 i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
 pre { overflow-x: auto; font-size: 13px; }
+@media (max-width: 40rem) { text { font-size: 22px; } h1 { font-size: 1.5rem; } }
 """
-WIDTH, ROW, LABEL = 900, 44, 120
+WIDTH, ROW, LABEL, TOTAL = 900, 44, 150, 130
+"""Units of the pictures; a row begins with `LABEL` of them for its name, and ends with `TOTAL`."""
 
 
 def page(
@@ -35,7 +37,7 @@ def page(
     `memory` has bytes by rank and kind, `limit` the bytes of a device, `times` seconds by precision
     and part.
     """
-    seconds = {name: f"{1e3 * sum(parts.values()):.1f} ms" for name, parts in times.items()}
+    seconds = {name: f"{sum(parts.values()):.3g} s" for name, parts in times.items()}
     sizes = {name: format_bytes(sum(parts.values())) for name, parts in memory.items()}
     return "".join(
         (
@@ -59,7 +61,7 @@ def _bars(
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     names = [name for name in names if any(parts.get(name, 0) > 0 for parts in rows.values())]
     longest = max([sum(parts.values()) for parts in rows.values()] + [limit or 0.0])
-    scale = (WIDTH - LABEL - 110) / longest
+    scale = (WIDTH - LABEL - TOTAL) / longest
     color = dict(zip(names, COLORS * (1 + len(names) // len(COLORS)), strict=False))
     height = ROW * len(rows) + 8
     drawn = [f"<svg viewBox='0 0 {WIDTH} {height}' role=img>"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.time import Achieved, StepTime, step_time
-from megafp8.specs import PipelineSpec, RunSpec
+from megafp8.specs import FsdpSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -22,11 +22,16 @@ LAYOUT_KEYS = (
     "model.pipeline_model_parallel_layout",
     "model.micro_batch_size",
     "model.optim.name",
+    "model.fsdp",
+    "model.fsdp_sharding_strategy",
     f"{RECOMPUTE}_granularity",
     f"{RECOMPUTE}_method",
     f"{RECOMPUTE}_num_layers",
 )
 """The settings that a layout decides."""
+ZERO = "distributed_fused_adam"
+PLAIN = {ZERO: "fused_adam"}
+"""The optimizer that does the same without sharding its state."""
 FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 
 
@@ -40,7 +45,7 @@ class Found:
     num_bytes: int
 
     def settings(self) -> dict[str, object]:
-        """Return the settings of the layout, which replace all of `LAYOUT_KEYS`.
+        """Return the settings of the layout; keys of `LAYOUT_KEYS` that are not in it can stay.
 
         A schedule or a recomputation of the job as it was asked for is taken back with None.
         """
@@ -51,7 +56,10 @@ class Found:
             "model.pipeline_model_parallel_size": parallel.pp,
             "model.micro_batch_size": self.spec.train.micro_batch_size,
             "model.optim.name": self.spec.optim.name,
+            "model.fsdp": parallel.fsdp is not None,
         }
+        if parallel.fsdp is not None or self.asked.parallel.fsdp is not None:
+            settings["model.fsdp_sharding_strategy"] = "full"
         if self.asked.parallel.pipeline != PipelineSpec():
             settings |= dict.fromkeys(LAYOUT_KEYS[3:6])
         if recompute is not None:
@@ -59,7 +67,7 @@ class Found:
             settings[f"{RECOMPUTE}_method"] = recompute.method
             settings[f"{RECOMPUTE}_num_layers"] = recompute.num_layers
         elif self.asked.model.recompute is not None:
-            settings |= dict.fromkeys(LAYOUT_KEYS[8:])
+            settings |= dict.fromkeys(LAYOUT_KEYS[10:])
         return settings
 
     def overrides(self) -> list[str]:
@@ -74,7 +82,7 @@ def search(
     """Return the layouts of `spec`'s job that fit, the fastest first.
 
     Varied are tensor and sequence parallelism within a node, one pipeline stage a rank under 1F1B,
-    the micro batch, whether replicas share the optimizer's state, and recomputation of all layers.
+    the micro batch, recomputation of all layers, and FSDP in place of ZeRO-1 and pipelines.
     The number of ranks, the global batch and context parallelism stay. A layout fits if its largest
     rank needs at most the fraction `usable` of the memory.
     """
@@ -99,7 +107,7 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
         if (model.ffn_hidden_size % tp) or (tp > 1 and spec.data.seq_length % tp):
             continue
         for pp in _divisors(model.num_layers):
-            if world % (tp * pp * parallel.cp) or parallel.fsdp is not None and pp > 1:
+            if world % (tp * pp * parallel.cp):
                 continue
             dp = world // (tp * pp * parallel.cp)
             layout = replace(
@@ -108,21 +116,22 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                 sequence_parallel=tp > 1,
                 pp=pp,
                 pipeline=PipelineSpec(),
+                fsdp=None,
             )
             for micro in MICRO_BATCHES:
                 if spec.train.global_batch_size % (micro * dp):
                     continue
                 train = replace(spec.train, micro_batch_size=micro)
+                shared = dp * parallel.cp > 1
+                plain = replace(spec.optim, name=PLAIN.get(spec.optim.name, spec.optim.name))
+                zero = replace(spec.optim, name=ZERO) if shared else plain
                 for recompute in (None, FULL):
-                    shards = dp * parallel.cp > 1 and parallel.fsdp is None
-                    name = "distributed_fused_adam" if shards else spec.optim.name
-                    yield replace(
-                        spec,
-                        parallel=layout,
-                        train=train,
-                        model=replace(model, recompute=recompute),
-                        optim=replace(spec.optim, name=name),
-                    )
+                    made = replace(model, recompute=recompute)
+                    yield replace(spec, parallel=layout, train=train, model=made, optim=zero)
+                    if shared and pp == 1:
+                        fsdp = replace(parallel.fsdp or FsdpSpec(), strategy="full")
+                        sharded = replace(layout, fsdp=fsdp)
+                        yield replace(spec, parallel=sharded, train=train, model=made, optim=plain)
 
 
 def _divisors(number: int) -> list[int]:

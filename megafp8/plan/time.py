@@ -187,7 +187,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         own //= parallel.dp * parallel.cp
     products = count * (linears + attention / (hardware.bf16_tflops * 1e12 * achieved.attention))
     gpu = products + count * passes
-    launches = count * sum(_launches(spec, layer) for layer in layers)
+    launches = count * sum(_launches(spec, layer) for layer in layers) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
     return StepTime(
         linears=count * linears,
@@ -336,9 +336,7 @@ def why_fp8_pays_little(spec: RunSpec, bf16: StepTime, fp8: StepTime) -> list[st
         f"a vocabulary of {spec.model.vocab_size}: the head stays in BF16": (
             fp8.head / total if fp8.head > 0.3 * fp8.linears else 0.0
         ),
-        "messages between ranks take as long in BF16 and FP8": (
-            (fp8.tensor_parallel + fp8.stages + fp8.gradients) / total
-        ),
+        "messages between ranks": ((fp8.tensor_parallel + fp8.stages + fp8.gradients) / total),
         "the pipeline waits": fp8.bubble / total,
         "the optimizer's step": fp8.optimizer / total,
     }

@@ -55,6 +55,7 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
     text = path.read_text()
     assert text.count("<svg") == 2 and "stage rank 3" in text and ">BF16</text>" in text
     assert "http" not in text, "the page needs no network"
+    assert "max-width: 40rem" in text, "text can be read in a narrow window"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,21 @@ def test_a_search_replaces_the_layout_of_the_command_line(
         assert main([*JOB, *LAYOUT, *layout["overrides"], "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["step_seconds"]["total"] == pytest.approx(layout["step_seconds"])
+
+
+def test_a_search_needs_no_layout_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """1,024 replicas do not divide the preset's batch of 1,536 samples."""
+    words = ["model=gpt3_175b", "model.fp8=True", "trainer.devices=8", "trainer.num_nodes=128"]
+    assert main(words) == 2
+    assert "Nearest global batch sizes: 1024 or 2048" in capsys.readouterr().err
+    assert main([*words, "--search"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Refused: model.global_batch_size=1536")
+    assert "layout: 1024 x H100 SXM" in out and "8. " in out
+    best = next(line for line in out.splitlines() if line.strip().startswith("model.tensor"))
+    assert main([*words, *best.split()]) == 0
+    assert main([*words, "model.num_layers=7.5", "--search"]) == 2
+    assert "model.num_layers" in capsys.readouterr().err
 
 
 def test_a_search_that_finds_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,6 +253,13 @@ def test_a_send_uses_one_adapter() -> None:
     assert seconds_of("send", 8, 2) == pytest.approx(50)
 
 
+def test_recomputed_layers_start_their_forward_kernels_again() -> None:
+    spec = job(micro=1, width=512)
+    full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    again = replace(spec, model=replace(spec.model, recompute=full))
+    assert step_time(again, H200).total > 1.2 * step_time(spec, H200).total
+
+
 def test_hybrid_sharding_gathers_within_a_node() -> None:
     """A gather over all ranks of two nodes takes longer than one within each node."""
     wide = job(ranks=8, micro=1, num_nodes=2)
