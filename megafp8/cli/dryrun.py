@@ -16,7 +16,8 @@ import torch
 
 from megafp8.backends import choose
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
-from megafp8.cli.plan import USABLE, hardware_from, is_hardware
+from megafp8.cli.plan import hardware_from, is_hardware
+from megafp8.cli.plan_text import USABLE
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
