@@ -63,14 +63,16 @@ def ratio(spec: RunSpec) -> float:
 
 
 @pytest.mark.parametrize(("micro", "estimate"), [(1, 1.19), (2, 1.26), (4, 1.35), (8, 1.38)])
-def test_the_ratio_to_bf16_is_near_the_estimate_from_counted_passes(
+def test_the_ratio_to_bf16_is_between_an_estimate_and_that_of_the_products(
     micro: int, estimate: float
 ) -> None:
-    """Layers of width 4096 and 2,048 tokens a sequence; both figures are predictions.
+    """Layers of width 4096 and 2,048 tokens a sequence; all figures are predictions.
 
-    The estimate took other bandwidths for FP8's passes than for BF16's, so that it is lower.
+    The estimate is of kernels that were not fused yet: `delayed` moved 142.7 bytes where 104.1 are
+    counted now. Products alone gain what the assumed fractions of the peaks say.
     """
-    assert estimate * 0.97 < ratio(job(micro, batch=micro)) < estimate * 1.16
+    products = H200.fp8_tflops * NO_HOST.fp8 / (H200.bf16_tflops * NO_HOST.bf16)
+    assert estimate < ratio(job(micro, batch=micro)) < products
 
 
 def test_fp8_pays_less_for_a_small_model_and_a_long_sequence() -> None:
