@@ -44,7 +44,12 @@ class JournaledConsole(Console):
     # ---- records
 
     def record(self, kind: str, text: str, **more: object) -> None:
-        """Append an event to events.jsonl; `more` are further fields, as JSON can hold them."""
+        """Append an event to events.jsonl; `more` are further fields, as JSON can hold them.
+
+        The error of a run that failed is kept in console.log too; the command itself shows it.
+        """
+        if kind == "failed" and self._log is not None:
+            self._log.event(f"error: {text}")
         self._append(EVENTS_FILE, {"kind": kind, "text": text, **more})
 
     def follow(self, step: Callable[[], int]) -> None:

@@ -53,6 +53,14 @@ def test_events_and_samples(tmp_path: Path) -> None:
     assert "\x07" not in (tmp_path / "console.log").read_text()
 
 
+def test_the_error_of_a_failed_run_is_kept_and_not_shown_twice(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with JournaledConsole(PlainConsole(shown), tmp_path) as journal:
+        journal.record("failed", "NonFiniteError: step 3")
+    assert (tmp_path / "console.log").read_text() == "error: NonFiniteError: step 3\n"
+    assert shown.getvalue() == "" and lines_of(tmp_path / "events.jsonl")[0]["kind"] == "failed"
+
+
 def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     shown = io.StringIO()
     use_everything(JournaledConsole(PlainConsole(shown), tmp_path / "missing"))
