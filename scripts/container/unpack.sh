@@ -17,5 +17,8 @@ working=$(buildah "${storage[@]}" from --pull=never "$IMAGE")
 trap 'buildah "${storage[@]}" rm "$working" >/dev/null' EXIT
 files=$(buildah "${storage[@]}" mount "$working")
 cp -a "$files/." "$1/"
+for file in hosts resolv.conf; do # the host's files are bound over these
+    [ -e "$1/etc/$file" ] || : >"$1/etc/$file"
+done
 buildah "${storage[@]}" umount "$working" >/dev/null
 say "unpacked $IMAGE into $1"
