@@ -17,6 +17,7 @@ import torch
 from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
+from megafp8.data.examples import read_examples
 from tests.backends.te.sources import need_sources
 from tests.data.helpers import tiny_corpus, tiny_documents
 
@@ -140,3 +141,15 @@ def test_every_job_of_the_sweeps_is_accepted(name: str) -> None:
             load([f"{key}={value}" for (key, _), value in zip(choices, values, strict=True)])
             num_jobs += 1
     assert num_jobs == {"recipes": 7, "scaling": 12, "optimizer_levels": 4}[name]
+
+
+@pytest.mark.slow
+def test_signatures_and_summaries_are_examples(tmp_path: Path) -> None:
+    """The files are those that fine-tuning reads, and no question is in both."""
+    script = str(ROOT / "examples/08_fine_tune_on_signatures.py")
+    run([sys.executable, script, "make", str(tmp_path)])
+    train, test = (read_examples(str(tmp_path / f"{part}.jsonl")) for part in ("train", "test"))
+    assert len(train) > 5 * len(test) > 1000
+    found = [{str(example.fields["input"]) for example in part} for part in (train, test)]
+    assert not found[0] & found[1]
+    assert any(question.startswith("def json.loads(") for question in found[0] | found[1])
