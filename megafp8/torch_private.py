@@ -42,6 +42,11 @@ def copy_all_(
     torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
+def zero_all_(tensors: Sequence[torch.Tensor]) -> None:
+    """Set all tensors to zero, with one call."""
+    torch._foreach_zero_(list(tensors))
+
+
 def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the L2 norm of each tensor, 0-d, with one call for all tensors."""
     return list(torch._foreach_norm(list(tensors)))

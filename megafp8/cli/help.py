@@ -243,16 +243,33 @@ GROUPS = (
 )  # fmt: skip
 """The groups of the pages, in their order. Every key of the schema must be in one."""
 
+_PURPOSES = {
+    "finetune_gpt": "Fine-tune a GPT on questions and answers (docs/finetuning.md).",
+    "pretrain_gpt": "Pretrain a GPT. Without arguments this runs the default job, on the GPU if "
+    "there is one.",
+}
+_EXAMPLES = {
+    "finetune_gpt": """\
+  {prog} restore_from_path=latest model.data.train_ds.file_names=mine.jsonl
+  {prog} restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl model.fp8=True""",
+    "pretrain_gpt": """\
+  {prog} model.fp8=True
+  {prog} model.fp8=True model.fp8_e4m3=True model.fp8_margin=1 exp_manager.name=e4m3
+  {prog} model=gpt3_125m precision=fp8_delayed_hybrid
+  {prog} trainer.devices=2 model.tensor_model_parallel_size=2
+  {prog} -m model.fp8=True,False model.optim.lr=1e-3,3e-4
+  {prog} --config-dir mine --config-name my_gpt trainer.max_steps=1000""",
+}  # fmt: skip
 _USAGE = """\
 Usage: {prog} [KEY=VALUE ...] [options]
 
-Pretrain a GPT. Without arguments this runs the default job, on the GPU if there is one.
+{purpose}
 
 Options:
   --help, -h [WORD ...]  print this page, or only the keys that have a WORD in their name
   --version              print the versions of megafp8, torch and Python
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
-  --config-name, -cn N   use another YAML than pretrain_gpt
+  --config-name, -cn N   use another YAML than {job}
   --config-dir, -cd DIR  a directory with your own YAML, which begins with
                          `defaults: [pretrain_gpt, _self_]`, or with a NeMo YAML as it is;
                          --config-path, -cp mean the same
@@ -263,12 +280,7 @@ Options:
   --multirun, -m         one run for each combination of comma-separated values
 
 Examples:
-  {prog} model.fp8=True
-  {prog} model.fp8=True model.fp8_e4m3=True model.fp8_margin=1 exp_manager.name=e4m3
-  {prog} model=gpt3_125m precision=fp8_delayed_hybrid
-  {prog} trainer.devices=2 model.tensor_model_parallel_size=2
-  {prog} -m model.fp8=True,False model.optim.lr=1e-3,3e-4
-  {prog} --config-dir mine --config-name my_gpt trainer.max_steps=1000
+{examples}
 
 Keys, with the default job's values. After each explanation: the values that it takes, and the
 setting that it needs to have an effect.
@@ -290,16 +302,20 @@ def keys_of_group(group: Group) -> list[Key]:
     return sorted(own, key=lambda key: first[key.path])
 
 
-def help_page(prog: str, words: Sequence[str] = ()) -> str:
+def help_page(prog: str, words: Sequence[str] = (), job: str = "pretrain_gpt") -> str:
     """Return what `--help` prints: everything, or the keys that have one of `words` in their path.
 
-    A word may be a setting; only what is before its `=` counts.
+    A word may be a setting; only what is before its `=` counts. `job` is the command's YAML.
     """
     wanted = [word.partition("=")[0].lower() for word in words]
     names = (", ".join(preset_names(group, [conf_dir()])) for group in PRESET_GROUPS)
     margin = " " * 25
     models, precisions = ("\n".join(_wrapped(text, HELP_WIDTH, margin, margin)) for text in names)
-    lines = [] if wanted else [_USAGE.format(prog=prog, models=models, precisions=precisions)]
+    kind = job if job in _PURPOSES else "pretrain_gpt"
+    purpose, examples = _PURPOSES[kind], _EXAMPLES[kind].format(prog=prog)
+    fields = {"job": job, "purpose": purpose, "examples": examples}
+    usage = _USAGE.format(prog=prog, models=models, precisions=precisions, **fields)
+    lines = [] if wanted else [usage]
     values = default_values()
     for group in GROUPS:
         keys = [

@@ -61,7 +61,7 @@ def _run(options: Options, task: Task, prog: str) -> int:
         print(f"megafp8 {__version__}, torch {version('torch')}, Python {python_version()}")
         return ExitCode.FINISHED
     if options.show_help:
-        print(help_page(prog, options.overrides), end="")
+        print(help_page(prog, options.overrides, options.config_name), end="")
         return ExitCode.FINISHED
     if options.multirun and options.show_config:
         raise SettingError("--cfg", "job", "shows one run and not a sweep", "Leave out -m")

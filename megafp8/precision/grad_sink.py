@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from megafp8 import torch_private
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.scaled import ScaledTensor
 
@@ -118,7 +119,7 @@ class MainGradSink:
         """Begin a step: the next gradient of each parameter overwrites."""
         self._untouched = set(self.main_grads)
         if self._zeroed:
-            torch._foreach_zero_(self._zeroed)
+            torch_private.zero_all_(self._zeroed)
 
     def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
         """Let a library's products add the gradients of these parameters to their sums.

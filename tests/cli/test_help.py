@@ -18,6 +18,7 @@ from megafp8.cli.help import (
     markdown_page,
 )
 from megafp8.cli.main import run_app
+from megafp8.config.errors import SettingError
 from megafp8.config.load import load
 from megafp8.config.schema import all_keys
 
@@ -36,7 +37,11 @@ def test_every_key_is_in_a_group_and_every_pattern_has_a_key() -> None:
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.title)
 def test_a_groups_example_is_accepted_and_is_about_it(group: Group) -> None:
     words = shlex.split(group.example)
-    load(words)
+    if group.script == "pretrain_gpt.py":
+        load(words)
+    else:  # its model and its data are the user's
+        with pytest.raises(SettingError, match="restore_from_path=runs/first"):
+            load(words, config_name=group.script.removesuffix(".py"))
     keys = {word.partition("=")[0] for word in words}
     assert keys & {key.path for key in keys_of_group(group)}
 

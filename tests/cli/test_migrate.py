@@ -473,15 +473,17 @@ def test_regional_compilation(tmp_path: Path) -> None:
     assert keys_of(other.undecided) == {"dynamo_config.dynamo_backend"}
 
 
-def test_ms_amp_on_several_ranks_must_be_decided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """FP8-LM's levels run on one rank; on several the user chooses."""
+def test_ms_amp_on_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FP8-LM's levels run on replicas; under FSDP, which they cannot have, the user chooses."""
     file = tmp_path / "acc.yaml"
-    file.write_text("mixed_precision: fp8\nnum_processes: 2\nfp8_config: {backend: MSAMP}\n")
-    assert main([str(file)]) == 2
+    ranks = "mixed_precision: fp8\nnum_processes: 2\nfp8_config: {backend: MSAMP}\n"
+    file.write_text(ranks)
+    assert main([str(file)]) == 0
+    assert "model.optim.fp8_opt_level=O2" in capsys.readouterr().out
+    file.write_text(f"{ranks}distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n")
+    assert main([str(file), "-o", str(tmp_path / "fsdp.yaml")]) == 2
     out = capsys.readouterr().out
-    assert out.startswith("must be decided: 1\n  trainer.devices: 2: ")
+    assert not out.startswith("must be decided: nothing")
     assert "model.optim.fp8_opt_level=O2" in out
 
 

@@ -52,7 +52,7 @@ def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (["--model.fp8=True"], "without dashes: model.fp8=True"),
         (["trainer.precision=fp8"], "set model.fp8=True"),
         (["trainer.max_steps=1e5"], "Write 100000"),
-        (["-cn", "nope"], "Give one of pretrain_gpt"),
+        (["-cn", "nope"], "Give one of finetune_gpt, pretrain_gpt"),
         (["trainer.accelerator=gpu"], "no GPU"),
         (["-m", "model.fp8=1,2", "model.sed=3"], "Did you mean model.seed?"),
         (["-m", "model.optim.lr=interval(0,1)"], "Give values"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.backends.te import environment
+from megafp8.backends.te.recipe import VARIABLES, why_not_environment
 from megafp8.specs import Fp8Recipe
 
 DELAYED, BLOCKWISE = Fp8Recipe(), Fp8Recipe(name="blockwise", backward_format="e4m3")
 TENSORWISE, POWERS = (
     Fp8Recipe(name="tensorwise", power_2_scale=is_power_2) for is_power_2 in (False, True)
 )
-NAMES = [variable.name for variable in environment.VARIABLES]
+NAMES = [variable.name for variable in VARIABLES]
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +40,18 @@ def test_what_changes_a_rule_is_named_with_a_hint(
 ) -> None:
     for off in ("", "0"):
         monkeypatch.setenv(name, off)
-        assert all(environment.why_not(recipe) is None for recipe in refused)
+        assert all(why_not_environment(recipe) is None for recipe in refused)
     monkeypatch.setenv(name, value)
     for recipe in refused:
-        reason = str(environment.why_not(recipe))
+        reason = str(why_not_environment(recipe))
         assert f"{name}={value} " in reason and "Unset it" in reason
-    assert all(environment.why_not(recipe) is None for recipe in allowed)
+    assert all(why_not_environment(recipe) is None for recipe in allowed)
 
 
 def test_blockwise_scales_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     powers = Fp8Recipe(name="blockwise", backward_format="e4m3", power_2_scale=True)
-    assert "model.fp8_power_2_scale=False" in str(environment.why_not(powers))
+    assert "model.fp8_power_2_scale=False" in str(why_not_environment(powers))
 
 
 def test_every_variable_is_tested() -> None:
