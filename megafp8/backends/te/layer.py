@@ -58,7 +58,7 @@ class TeLayer(nn.Module):
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )
         self.products.counter = self.counter
-        self._announce_gradients(x_BSD)
+        x_BSD = self._announce_gradients(x_BSD)
         with self._dropout(x_BSD.device), self.region.layer(in_fp8=self.in_fp8):
             out_BSD = self._run(x_BSD, self._arguments(context))
         self._count_attention(x_BSD, out_BSD, is_recomputed=context.recompute_attention)
@@ -99,20 +99,24 @@ class TeLayer(nn.Module):
         else:
             yield
 
-    def _announce_gradients(self, x_BSD: torch.Tensor) -> None:
+    def _announce_gradients(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Tell the sink of the weights' gradients when the layer's backward pass is done.
 
         The products have added them to the sums by then, and autograd gets none. A recomputation
-        belongs to a forward pass that has announced them already.
+        belongs to a forward pass that has announced them already. The result is the input for the
+        layer.
         """
         if not self.summed_in_products or self.region.is_again or not x_BSD.requires_grad:
-            return
+            return x_BSD
+        if x_BSD.is_leaf:  # a pipeline stage receives every step's input in the same tensor,
+            x_BSD = x_BSD.view_as(x_BSD)  # which would keep the hooks of earlier steps
 
         def end_backward(grad: torch.Tensor) -> None:
             for weight in self.summed_in_products:
                 self.sink.add(weight, _sum_itself)
 
         x_BSD.register_hook(end_backward)
+        return x_BSD
 
     def planned(self) -> PlannedGemms:
         """Return what the layer's four linears will run, as one entry."""
