@@ -117,10 +117,10 @@ CASES = {
 }
 
 
-def check_held(share: RankShare, real: int, where: str) -> None:
-    """Weights kept in FP8 only have a scale each, which is not in the tables."""
+def check_held(share: RankShare, real: int, where: str, more: int = 0) -> None:
+    """Weights kept in FP8 only have a scale each, which is not in the tables; `more` is known."""
     scales = 4 * len(share.shapes) if where.startswith("fp8 alone") else 0
-    assert share.held.total <= real <= share.held.total + scales, where
+    assert share.held.total <= real <= share.held.total + scales + more, where
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,7 +189,8 @@ def compare_te(parallel: ParallelSpec, names: Iterable[str]) -> None:
         for rank, share in enumerate(shares[name]):
             real, where = measured[rank][name], f"{name}, rank {rank}"
             assert share.num_params == real["params"], where
-            check_held(share, real["held"], where)
+            # The state of its dropout's random numbers is a position of two INT64.
+            check_held(share, real["held"], where, more=16 if parallel.tp > 1 else 0)
             expected = {stage: pytest.approx(n, rel=0.01) for stage, n in real["kept"].items()}
             assert share.step.kept == expected, where
 
