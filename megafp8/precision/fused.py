@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -196,19 +196,26 @@ class ActivationProducer:
     def _cast(self, x_TX: torch.Tensor, grad_TI: torch.Tensor | None, into: CastInto) -> Produced:
         from megafp8.precision.kernels.triton_cast import cast
 
-        made = cast(
-            x_TX,
-            into.quant_scale,
-            into.fmt,
-            activation=self.kind,
-            grad_MN=grad_TI,
-            amax=into.amax,
-            with_rows=into.with_rows,
-            with_columns=into.with_columns,
-            with_sums=into.with_sums,
-            with_plain=into.with_plain,
-        )
-        return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
+        return cast_by(cast, x_TX, into, activation=self.kind, grad_MN=grad_TI)
+
+
+def cast_by(kernel: Callable[..., Any], source: object, into: CastInto, **options: Any) -> Produced:
+    """Call one of the kernels that return a `triton_cast.Cast`, so that it casts as `into` says.
+
+    `source` is what the kernel reads first, and `options` are its other keyword arguments.
+    """
+    made = kernel(
+        source,
+        into.quant_scale,
+        into.fmt,
+        amax=into.amax,
+        with_rows=into.with_rows,
+        with_columns=into.with_columns,
+        with_sums=into.with_sums,
+        with_plain=into.with_plain,
+        **options,
+    )
+    return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
 
 
 def nothing_but_plain(device: torch.device) -> CastInto:

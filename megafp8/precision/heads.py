@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megafp8.precision.fused import CastInto, Produced, nothing_but_plain
+from megafp8.precision.fused import CastInto, Produced, cast_by, nothing_but_plain
 
 Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [S, R] or [B, 1, S, R], FP32
 
@@ -54,19 +54,7 @@ class Heads:
     def _pack(self, parts: Sequence[torch.Tensor], into: CastInto, *, backward: bool) -> Produced:
         from megafp8.precision.kernels.triton_heads import pack_heads
 
-        made = pack_heads(
-            parts,
-            into.quant_scale,
-            into.fmt,
-            turn=self.turn,
-            backward=backward,
-            amax=into.amax,
-            with_rows=into.with_rows,
-            with_columns=into.with_columns,
-            with_sums=into.with_sums,
-            with_plain=into.with_plain,
-        )
-        return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
+        return cast_by(pack_heads, parts, into, turn=self.turn, backward=backward)
 
 
 def split_heads(qkv_BSF: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, ...]:

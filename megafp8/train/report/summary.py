@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,11 @@ from megafp8.train.validate import validate
 PROMPT_TOKENS = 8  # the beginning of a validation document that a sample continues
 SAMPLE_TOKENS = 64
 SPARKLINE = 40  # bars
+SPEED = (
+    "tokens_per_second", "tflops_causal", "tflops_full",
+    "mfu_causal", "mfu_full", "hfu_causal", "hfu_full",
+)  # fmt: skip
+"""Fields that the summary takes from the last report of a step, if there was one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,26 +60,12 @@ def summarize(
     All ranks call it together. `path` is the run's directory, `finished` says that the last step
     was reached, `began` is the start of the process on the monotonic clock.
     """
-    spec, state, data = run.spec, run.state, run.data
-    val_loss = unigram = xz = None
+    spec, state = run.spec, run.state
     validates = finished and spec.train.limit_val_batches > 0
-    if validates and not spec.train.last_validation_is_whole:
-        val_loss = validate(run, is_last=True)
-    elif validates:
-        run.console.event(f"validating on {_coverage(data)}")
-        val_loss = validate(run, whole=True, is_last=True)
-        text = data.validation_text()
-        unigram = unigram_bits_per_byte(
-            data.train_token_counts(), data.validation_tokens(), len(text), data.vocab_size
-        )
-        xz = xz_bits_per_byte(text)
-    report, counter, share = run.last_report, state.counter, share_of(spec, state)
-    name = f"{run.stop.signal.name}" if run.stop.signal is not None else "a signal on another rank"
+    found = _validation_at_the_end(run) if validates else {}
+    name = run.stop.signal.name if run.stop.signal is not None else "a signal on another rank"
     if run.stopped_by_time:
         name = "trainer.max_time"
-    totals = counter.by_precision()
-    attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
-    gemms = sum(totals.values()) - attention
     mean = run.curve.recent
     return RunSummary(
         status="finished" if finished else f"saved on {name}",
@@ -86,12 +78,8 @@ def summarize(
             else continue_command(spec, path, command_line.command, finished)
         ),
         continue_note=rise_of_rate(spec) if finished and not spec.train.fast_dev_run else None,
-        val_loss=val_loss,
         bytes_per_token=run.bytes_per_token,
-        val_tokens=_num_validated(run) if validates else None,
-        val_tokens_in_all=data.num_validation_tokens if validates else None,
-        unigram_bits_per_byte=unigram,
-        xz_bits_per_byte=xz,
+        **found,
         train_loss=mean[0] if mean else None,
         train_loss_steps=mean[1] if mean else None,
         loss_curve=sparkline(run.curve.points, SPARKLINE) or None,
@@ -99,13 +87,7 @@ def summarize(
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         wall_seconds=time.monotonic() - began,
-        tokens_per_second=report.tokens_per_second if report else None,
-        tflops_causal=report.tflops_causal if report else None,
-        tflops_full=report.tflops_full if report else None,
-        mfu_causal=report.mfu_causal if report else None,
-        mfu_full=report.mfu_full if report else None,
-        hfu_causal=report.hfu_causal if report else None,
-        hfu_full=report.hfu_full if report else None,
+        **{field: getattr(run.last_report, field, None) for field in SPEED},
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
         peak_memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
         precision=precision_of(spec, state),
@@ -113,28 +95,58 @@ def summarize(
         report_file=str(path / REPORT_FILE),
         checkpoint=_newest_checkpoint(run),
         tensorboard_dir=str(path) if spec.observe.create_tensorboard_logger else None,
-        extra={
-            **command_line.record,
-            # These FLOPs are counted where products are called, in this process and on this rank.
-            "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
-            "fp8_share_planned": 0.0 if share is None else share.share,
-            "higher_precision": [] if share is None else list(share.higher),
-            "fp8_share_of_gemm_flops": totals.get("fp8", 0) / max(1, gemms),
-            "fp8_share_by_kernel": (
-                {f"native {kind}": n / max(1, gemms) for kind, n in counter.fp8_backends.items()}
-                if spec.precision.backend == "native"
-                else {fp8_kernel(spec, state): totals.get("fp8", 0) / max(1, gemms)}
-            ),
-            "fp8_share_with_attention": counter.share("fp8"),
-            "fp8_flops_by_backend": dict(counter.fp8_backends),
-            "peak_of_a_rank": dataclasses.asdict(run.peak),
-            "num_skipped_steps": state.num_skipped,
-            "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
-            "traffic_bytes": {
-                " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
-            },
-        },
+        extra={**command_line.record, **_counted(run)},
     )
+
+
+def _validation_at_the_end(run: Run) -> dict[str, Any]:
+    """Validate, and return the fields of the summary that say what was found.
+
+    Two simpler models predict the same text, if the whole of it is validated.
+    """
+    data, is_whole = run.data, run.spec.train.last_validation_is_whole
+    found: dict[str, Any] = {
+        "val_tokens": _num_validated(run),
+        "val_tokens_in_all": data.num_validation_tokens,
+    }
+    if not is_whole:
+        return found | {"val_loss": validate(run, is_last=True)}
+    run.console.event(f"validating on {_coverage(data)}")
+    found["val_loss"] = validate(run, whole=True, is_last=True)
+    text, counts = data.validation_text(), data.train_token_counts()
+    found["unigram_bits_per_byte"] = unigram_bits_per_byte(
+        counts, data.validation_tokens(), len(text), data.vocab_size
+    )
+    return found | {"xz_bits_per_byte": xz_bits_per_byte(text)}
+
+
+def _counted(run: Run) -> dict[str, object]:
+    """Return what is in `summary.json` only; FLOPs are this process's, counted where they run."""
+    spec, state = run.spec, run.state
+    counter, share = state.counter, share_of(spec, state)
+    totals = counter.by_precision()
+    attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
+    gemms = max(1, sum(totals.values()) - attention)
+    in_fp8 = totals.get("fp8", 0)
+    if spec.precision.backend == "native":
+        by_kernel = {f"native {kind}": n / gemms for kind, n in counter.fp8_backends.items()}
+    else:
+        by_kernel = {fp8_kernel(spec, state): in_fp8 / gemms}
+    return {
+        "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+        "fp8_share_planned": 0.0 if share is None else share.share,
+        "higher_precision": [] if share is None else list(share.higher),
+        "fp8_share_of_gemm_flops": in_fp8 / gemms,
+        "fp8_share_by_kernel": by_kernel,
+        "fp8_share_with_attention": counter.share("fp8"),
+        "fp8_flops_by_backend": dict(counter.fp8_backends),
+        "peak_of_a_rank": dataclasses.asdict(run.peak),
+        "num_skipped_steps": state.num_skipped,
+        "compiled": None if state.compiled is None else dataclasses.asdict(state.compiled),
+        "traffic_bytes": {
+            " ".join(key): n for key, n in sorted(state.mesh.traffic.num_bytes.items())
+        },
+    }
 
 
 def _coverage(data: RunData) -> str:
