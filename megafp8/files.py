@@ -120,7 +120,8 @@ def built_beside(folder: Path) -> Iterator[Path]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f"{folder.name}.tmp-*"):
         with suppress(OSError):  # gone meanwhile
-            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+            newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+            if time.time() - newest > STALE_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
     build = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
     try:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megafp8.checkpoint.huggingface import architecture, write_folder
+from megafp8.checkpoint.huggingface import architecture
+from megafp8.checkpoint.huggingface_files import write_folder
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE

@@ -250,7 +250,7 @@ _PURPOSES = {
 }
 _EXAMPLES = {
     "finetune_gpt": """\
-  {prog} restore_from_path=latest model.data.train_ds.file_names=mine.jsonl
+  {prog} restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl
   {prog} restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl model.fp8=True""",
     "pretrain_gpt": """\
   {prog} model.fp8=True

@@ -17,7 +17,8 @@ import torch
 import yaml
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.huggingface import architecture, from_config, read_config, read_tensors
+from megafp8.checkpoint.huggingface import architecture, from_config
+from megafp8.checkpoint.huggingface_files import read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.cli.job import command_parser, reports_errors

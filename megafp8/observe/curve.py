@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.observe.metrics import read_metrics
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 MOST_POINTS = 256
@@ -40,6 +43,10 @@ class LossCurve:
             self._points = [(a + b) / 2 for a, b in pairs]
             self._per_point *= 2
 
+    def forget_recent(self) -> None:
+        """Drop the last losses, so that their mean is of those that follow."""
+        self._last.clear()
+
     @property
     def points(self) -> tuple[float, ...]:
         """Return the curve so far, from the first step to the last."""
@@ -52,6 +59,28 @@ class LossCurve:
         if not self._last:
             return None
         return sum(self._last) / len(self._last), len(self._last)
+
+
+def logged_curve(metrics: Path, last_step: int, window: int) -> LossCurve:
+    """Return the curve of a run that continues after `last_step`, from its `metrics.jsonl`.
+
+    A logged loss stands for all steps since the logged one before it, so that a point of the curve
+    is as many steps before the interruption as after it. The mean of the last losses starts empty,
+    since it is of steps and not of logged ones. A file that cannot be read gives an empty curve.
+    """
+    curve, before = LossCurve(window), 0
+    try:
+        lines = read_metrics(metrics)
+    except (OSError, ValueError):
+        return curve
+    for line in lines:
+        step = int(line.get("step", 0))
+        if "loss" in line and step <= last_step:
+            for _ in range(step - before):
+                curve.add(line["loss"])
+            before = step
+    curve.forget_recent()
+    return curve
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

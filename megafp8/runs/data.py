@@ -104,17 +104,30 @@ def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:
     """
     if spec.instructions is None:
         return prepare(spec, notify)
-    prepared, lines = _instructions(spec)
+    files = (*spec.instructions.train_files, *spec.instructions.validation_files)
+    prepared, lines = _instructions(spec, tuple(map(_state_of, files)))
     for line in lines:
         notify(line)
     return prepared
 
 
+def _state_of(file: str) -> tuple[int, int] | None:
+    """Return the time of a file's last change and its size; None if there is no such file."""
+    try:
+        found = Path(file).expanduser().stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
 @lru_cache(maxsize=1)
-def _instructions(spec: DataSpec) -> tuple[PreparedInstructions, tuple[str, ...]]:
+def _instructions(
+    spec: DataSpec, files: tuple[tuple[int, int] | None, ...]
+) -> tuple[PreparedInstructions, tuple[str, ...]]:
     """Return prepared questions and answers, and lines about them.
 
-    They are kept, since the command checks them before the run opens them.
+    They are kept, since the command checks them before the run opens them; `files` says when their
+    files were last changed, so that changed files are read again.
     """
     assert spec.instructions is not None
     tokenizer = configured_tokenizer(spec.tokenizer) or _of_model(Path(spec.instructions.model))

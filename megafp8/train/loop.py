@@ -10,6 +10,7 @@ from megafp8.data.loader import Loader, Microbatch
 from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
+from megafp8.observe.curve import logged_curve
 from megafp8.observe.memory import peak_memory_bytes
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
@@ -163,8 +164,8 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
 def shows_sample(spec: RunSpec, step: int) -> bool:
     """Whether a text is generated after the validation of `step`.
 
-    It is after the first validation in each quarter of a run of 100 steps or more; the end of the
-    run has its own.
+    In a run of 100 steps or more, it is after the first validation at or beyond 25, 50 and 75 % of
+    its steps; the end of the run has its own.
     """
     total, before = spec.train.max_steps, step - spec.train.val_check_interval
     return total >= LEAST_STEPS_FOR_SAMPLES and step * 4 // total > before * 4 // total
@@ -374,6 +375,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
             run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
+                window = run.spec.train.log_every_n_steps
+                run.curve = logged_curve(run.metrics.path, run.state.step, window)
             run.health.rewind(run.state.step)
             run.console.warn(f"{what}; going back to step {run.state.step}")
             return True

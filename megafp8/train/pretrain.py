@@ -18,10 +18,10 @@ from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console
-from megafp8.observe.curve import LossCurve
+from megafp8.observe.curve import logged_curve
 from megafp8.observe.journal import JournaledConsole
 from megafp8.observe.live import open_console
-from megafp8.observe.metrics import MetricsFile, read_metrics
+from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
 from megafp8.parallel.agreement import from_main, on_main
@@ -31,7 +31,7 @@ from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
 from megafp8.runs.data import RunData, open_data
 from megafp8.runs.directory import RunChoice, mark
-from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED
+from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
@@ -246,7 +246,7 @@ def open_run(
         health=HealthLog(state, spec.observe.health, files_of_health, state.step, console.warn),
         profiler=StepProfiler(spec.profile, path, mesh.world.rank, mesh.device, console.event),
         bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
-        curve=_curve_so_far(path, spec, state),
+        curve=logged_curve(path / METRICS_NAME, state.step, spec.train.log_every_n_steps),
         peak=peak_of_ranks(spec, mesh),
     )
     console.header(describe(spec, state, data, share, run.peak))
@@ -267,19 +267,6 @@ def open_run(
         run.background = _background_saver(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
-
-
-def _curve_so_far(path: Path, spec: RunSpec, state: TrainState) -> LossCurve:
-    """Return the curve of the losses that earlier processes of the run logged."""
-    curve = LossCurve(window=spec.train.log_every_n_steps)
-    if state.step and state.mesh.is_main:
-        try:
-            for line in read_metrics(path / "metrics.jsonl"):
-                if line.get("step", 0) <= state.step and "loss" in line:
-                    curve.add(line["loss"])
-        except (OSError, ValueError):
-            pass  # a curve without its beginning is still shown
-    return curve
 
 
 def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:
@@ -322,7 +309,7 @@ def _open_logs(
     if not state.mesh.is_main:
         return None, CompositeTracker([])
     save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
-    metrics = MetricsFile(path / "metrics.jsonl", resume_step=state.step, warn=console.warn)
+    metrics = MetricsFile(path / METRICS_NAME, resume_step=state.step, warn=console.warn)
     trackers = open_trackers(
         spec.observe, path, resume_step=state.step, config=spec.resolved, warn=console.warn
     )

@@ -37,7 +37,7 @@ class Run:
     health: HealthLog
     profiler: StepProfiler
     bytes_per_token: float  # of the validation text
-    curve: LossCurve  # of the training loss, in this process
+    curve: LossCurve  # of the training loss; complete on the main rank only
     peak: Peak  # of one rank
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process

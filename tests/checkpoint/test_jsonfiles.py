@@ -50,6 +50,20 @@ def test_a_folder_appears_whole_and_the_faster_builder_s_stays(tmp_path: Path) -
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_only_builds_that_nobody_writes_any_more_are_deleted(tmp_path: Path) -> None:
+    """A folder's own time does not change while a large file grows in it."""
+    left, growing = tmp_path / "entry.tmp-left", tmp_path / "entry.tmp-growing"
+    for folder in (left, growing):
+        (folder / "sub").mkdir(parents=True)
+        (folder / "sub" / "array").write_text("a part")
+        for path in (folder / "sub" / "array", folder / "sub", folder):
+            os.utime(path, (0, 0))
+    os.utime(growing / "sub" / "array")
+    with built_beside(tmp_path / "entry"):
+        pass
+    assert not left.exists() and growing.exists()
+
+
 def test_a_lock_that_is_held_is_noticed_and_released(tmp_path: Path) -> None:
     def refuse() -> None:
         raise RunError("busy")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.checkpoint import huggingface as hf
+from megafp8.checkpoint import huggingface_files as hf_files
+from megafp8.errors import CheckpointError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
@@ -124,13 +128,39 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, n
     assert difference <= BOUND[dtype], f"{name}: {difference:.3g}"
 
 
+def test_a_full_disk_ends_an_export_with_a_hint(tmp_path: Path) -> None:
+    """No part of the model stays behind, so that the same command works when there is space."""
+    case = next(iter(CASES.values()))
+    spec = gpt_spec(num_layers=2, num_attention_heads=4, **case)
+    own = logical(randomized(spec, torch.float32))
+
+    def write() -> None:
+        hf_files.write_folder(
+            tmp_path / "m", spec, own.__getitem__, dtype=torch.float32, eod_id=3,
+            max_file_bytes=10_000,
+        )  # fmt: skip
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"part-.*cannot be written.*disk"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert list((tmp_path / "m").iterdir()) == []
+    write()
+    assert (tmp_path / "m" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     """Ours, to files that transformers loads, and back: the same bits and the same shape."""
     spec = gpt_spec(num_layers=2, num_attention_heads=4, **CASES[case])
     model = randomized(spec, torch.float32)
     own = logical(model)
-    hf.write_folder(
+    hf_files.write_folder(
         tmp_path / "m",
         spec,
         own.__getitem__,
@@ -141,9 +171,9 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     tokens = torch.arange(12).view(2, 6)
     assert_close(model.logits(tokens), loaded.eval()(tokens).logits, torch.float32, "logits")
-    back = hf.from_config(hf.read_config(tmp_path / "m"), tmp_path / "m")
+    back = hf.from_config(hf_files.read_config(tmp_path / "m"), tmp_path / "m")
     assert shape_of(back) == shape_of(spec)
-    tensors = dict(hf.read_tensors(tmp_path / "m", back))
+    tensors = dict(hf_files.read_tensors(tmp_path / "m", back))
     assert tensors.keys() == own.keys()
     assert {name: hf.logical_shape(spec, name) for name in own} == {
         name: tuple(tensor.shape) for name, tensor in own.items()
@@ -151,8 +181,8 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensors[name], own[name]) for name in own)
     # and what transformers itself writes
     loaded.save_pretrained(tmp_path / "theirs")
-    back = hf.from_config(hf.read_config(tmp_path / "theirs"), tmp_path / "theirs")
-    tensors = dict(hf.read_tensors(tmp_path / "theirs", back))
+    back = hf.from_config(hf_files.read_config(tmp_path / "theirs"), tmp_path / "theirs")
+    tensors = dict(hf_files.read_tensors(tmp_path / "theirs", back))
     assert shape_of(back) == shape_of(spec)
     assert all(torch.equal(tensors[name], own[name]) for name in own)
 

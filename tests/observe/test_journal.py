@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.observe.console import PlainConsole
-from megafp8.observe.curve import MOST_POINTS, LossCurve, sparkline
+from megafp8.observe.curve import MOST_POINTS, LossCurve, logged_curve, sparkline
 from megafp8.observe.journal import JournaledConsole
 from tests.observe.test_console import REPORT, use_everything
 
@@ -81,6 +81,22 @@ def test_the_curve_keeps_means_and_the_last_losses() -> None:
     assert len(long.points) <= MOST_POINTS + 1 and long.recent == (count - 5.5, 10)
     assert list(long.points) == sorted(long.points)
     assert long.points[0] == pytest.approx((len(range(16)) - 1) / 2)  # the mean of 16 steps
+
+
+def test_the_curve_of_a_run_that_continues(tmp_path: Path) -> None:
+    """A run that logs every 10 steps has as many points per step before its end as after it."""
+    file, whole = tmp_path / "metrics.jsonl", LossCurve(window=10)
+    losses = {step: float(-(-step // 10)) for step in range(1, 101)}  # 1 up to step 10, and so on
+    for loss in losses.values():
+        whole.add(loss)
+    logged = [f'{{"step": {step}, "loss": {losses[step]}}}' for step in range(10, 101, 10)]
+    file.write_text("\n".join([*logged[:5], '{"step": 50, "val_loss": 9.0}', *logged[5:]]) + "\n")
+    assert logged_curve(file, 100, window=10).points == whole.points
+    back = logged_curve(file, 55, window=10)  # the lines after step 55 are not of this run any more
+    assert back.points == whole.points[:50] and back.recent is None
+    back.add(7.0)
+    assert back.recent == (7.0, 1), "a logged loss is not the loss of one of the last steps"
+    assert logged_curve(tmp_path / "missing", 100, window=10).points == ()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 from tests.train.runs import Place
 
 
-def test_samples_in_each_quarter_change_nothing(place: Place) -> None:
+def test_samples_after_each_quarter_change_nothing(place: Place) -> None:
     steps = ["trainer.max_steps=100", "trainer.log_every_n_steps=10"]
     rare = ["exp_manager.checkpoint_callback_params.every_n_train_steps=null"]
     done = place.run(*steps, *rare, "trainer.val_check_interval=20")

@@ -1,0 +1,230 @@
+"""Read and write the files of a model in the form of the library transformers.
+
+Only safetensors and JSON files are read and written; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megafp8.checkpoint.huggingface import (
+    Mapped,
+    logical_shape,
+    mapping,
+    to_config,
+    to_ours,
+    to_theirs,
+)
+from megafp8.errors import CheckpointError, RunError
+from megafp8.files import (
+    give_ordinary_mode,
+    os_errors_reported,
+    put,
+    read_json,
+    write_json_atomically,
+)
+from megafp8.specs import GPTSpec
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 << 30
+
+_NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers in old files
+
+
+def write_folder(
+    folder: Path,
+    spec: GPTSpec,
+    read: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    eod_id: int | None,
+    num_tokens: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write a model into a new or empty folder as transformers reads it; return the files' paths.
+
+    The files are the configuration, the configuration of generation, and the weights.
+
+    Args:
+        folder: The folder, which is made if it does not exist.
+        spec: The model.
+        read: Returns one of our tensors by its logical name.
+        dtype: The dtype in which the weights are written.
+        eod_id: The token that ends a document.
+        num_tokens: The tokenizer's vocabulary. Rows beyond it are padding, which the configuration
+            of generation suppresses.
+        max_file_bytes: The largest size of a file of weights, if it holds more than one tensor.
+
+    Raises:
+        ConversionError: Neither architecture can express the model.
+        RunError: The folder is not empty.
+        CheckpointError: A file cannot be written; the folder is then empty.
+    """
+    config = to_config(spec, dtype, eod_id)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
+    generation: dict[str, Any] = {"do_sample": False, "eos_token_id": eod_id}
+    generation |= {"bos_token_id": eod_id, "pad_token_id": eod_id}
+    if num_tokens is not None and num_tokens < spec.vocab_size:
+        generation["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
+    with os_errors_reported(folder, "exporting a model"):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            files = _write_weights(folder, spec, read, dtype, max_file_bytes)
+            write_json_atomically(folder / GENERATION_CONFIG, generation)
+            write_json_atomically(folder / CONFIG, config)
+        except BaseException:
+            for (
+                path
+            ) in folder.iterdir():  # the folder was empty, so that all files are of this call
+                path.unlink(missing_ok=True)
+            raise
+    return [*files, folder / GENERATION_CONFIG, folder / CONFIG]
+
+
+def _write_weights(
+    folder: Path,
+    spec: GPTSpec,
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+) -> list[Path]:
+    """Write the weights into as many files as their size needs; return the files' paths.
+
+    The files have the names that transformers looks for; several files have an index.
+    """
+    written: list[tuple[Path, list[str]]] = []
+    waiting: dict[str, torch.Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        nonlocal waiting, size
+        path = folder / f"part-{len(written)}.safetensors"
+        try:
+            save_file(waiting, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # the library reports a full disk so
+            hint = "Free disk space, or give a folder on another disk"
+            raise CheckpointError(path, f"cannot be written ({error})", hint) from error
+        give_ordinary_mode(path)  # the library makes files that only their owner can read
+        written.append((path, list(waiting)))
+        waiting, size = {}, 0
+
+    for entry in mapping(spec):
+        tensor = to_theirs(entry, read).to(dtype)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if waiting and size + num_bytes > max_file_bytes:
+            write()
+        waiting[entry.theirs] = tensor
+        size, total = size + num_bytes, total + num_bytes
+    write()
+    if len(written) == 1:
+        return [put(written[0][0], folder / WEIGHTS)]
+    count, files = len(written), list[Path]()
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(written, start=1):
+        files.append(put(path, folder / f"model-{number:05}-of-{count:05}.safetensors"))
+        weight_map |= dict.fromkeys(names, files[-1].name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json_atomically(folder / INDEX, index)
+    return [*files, folder / INDEX]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of `config.json` in a model's folder.
+
+    Raises:
+        CheckpointError: The file is missing or not a JSON object.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise CheckpointError(file, "is missing", "Give the folder of a downloaded model")
+    try:
+        return read_json(file)
+    except RunError as error:
+        raise CheckpointError(file, str(error), "Download the model again") from error
+
+
+def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the logical names and the tensors, in FP32, of a model in the form of transformers.
+
+    Names and shapes of all tensors are checked before the first one is read. Each tensor is read
+    when the caller asks for the next one.
+
+    Raises:
+        CheckpointError: A file cannot be read, or the tensors are not those that `spec` has.
+    """
+    where = _files_by_tensor(folder)
+    wanted = list(mapping(spec))
+    prefix = "" if wanted[0].theirs in where else wanted[0].theirs.partition(".")[0] + "."
+    for entry in wanted:
+        if entry.theirs.removeprefix(prefix) not in where:
+            raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
+    known = {entry.theirs.removeprefix(prefix) for entry in wanted} | {"lm_head.weight"}
+    if extra := sorted(n for n in where.keys() - known if not n.endswith(_NOT_WEIGHTS)):
+        reason = f"has {extra[0]}, which a model of its config.json does not have"
+        raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
+    for entry in wanted:
+        _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
+    for entry in wanted:
+        name = entry.theirs.removeprefix(prefix)
+        with _opened(where[name]) as file:
+            tensor = file.get_tensor(name)
+        yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
+
+
+def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
+    name = entry.theirs.removeprefix(prefix)
+    with _opened(path) as file:
+        actual = tuple(file.get_slice(name).get_shape())
+    first, *rest = logical_shape(spec, entry.ours[0])
+    expected = (len(entry.ours) * first, *rest)
+    if entry.transposed:
+        expected = expected[::-1]
+    if actual != expected:
+        reason = f"{name} has shape {actual}; config.json asks for {expected}"
+        raise CheckpointError(path, reason, "Give a model's own config.json and weights")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(path, f"cannot be read ({error})", "Download it again") from error
+
+
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(index, f"cannot be read ({error})", "Download it again") from None
+        for value in names.values():
+            if Path(value).name != value:
+                reason = f"{value!r} is not a file name without folders"
+                raise CheckpointError(index, reason, "Download it again")
+        return {name: folder / value for name, value in names.items()}
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise CheckpointError(
+            file,
+            "is missing",
+            "Give a model in safetensors files; pickled weights (.bin, .pt) are never read, since "
+            "they can run code",
+        )
+    with _opened(file) as opened:
+        return dict.fromkeys(opened.keys(), file)
