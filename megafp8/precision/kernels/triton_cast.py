@@ -31,6 +31,15 @@ from megafp8.precision.kernels.triton_tile import (
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
 GATED = ("swiglu", "geglu")
 
+# The tile of an (activation, backward) is narrower by this factor where an element takes so many
+# registers that an SM would hold fewer than 24 warps. A program of a gated gradient has two tiles.
+_NARROWER: dict[tuple[Activation | None, bool], int] = {
+    ("gelu", True): 2,
+    ("geglu", False): 2,
+    ("swiglu", True): 4,
+    ("geglu", True): 4,
+}
+
 
 class Cast(NamedTuple):
     """Hold the results of a cast; None stands for one that was not asked for.
@@ -83,9 +92,7 @@ def cast(
         with_sums=with_sums,
         plain_dtype=x_MX.dtype if with_plain else None,
     )
-    # Gate and up have a tile each in a program; smaller ones leave registers for more warps.
-    is_double = activation in GATED and grad_MN is not None
-    tile_cols = TILE_COLS // 2 if is_double else TILE_COLS
+    tile_cols = TILE_COLS // _NARROWER.get((activation, grad_MN is not None), 1)
     if x_MX.numel() > 0:
         _cast_kernel[tiles(num_rows, num_cols, tile_cols)](
             x_MX,
@@ -94,9 +101,7 @@ def cast(
             num_cols,
             ACTIVATION=activation or "none",
             BACKWARD=grad_MN is not None,
-            **made.arguments(
-                quant_scale, fmt, amax, tile_cols, 2 * TILE_WARPS if is_double else TILE_WARPS
-            ),
+            **made.arguments(quant_scale, fmt, amax, tile_cols),
         )
     return Cast(*made)
 
