@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megafp8.optim.kernels import TORCH, choose_kernel, count, prepare_state, set_count
-from megafp8.optim.masters import Masters, clip, coefficient
+from megafp8.optim.masters import Masters, clip, coefficient_on_device
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import OptimSpec
 
@@ -36,11 +36,12 @@ class AdamW:
         prepare_state(self._kernel, self._torch, decaying + others)
 
     @property
-    def divides(self) -> bool:
-        """Whether the kernel divides gradients itself, which spares a pass over them.
+    def decides_on_device(self) -> bool:
+        """Whether the kernel itself clips and, after a step that is not finite, updates nothing.
 
-        torch's does, and writes them back divided. It is used so on GPUs, where passes over memory
-        are the update's time; on CPUs the bits stay those of `clip`.
+        The host then need not know the norm before the update, and no pass over the gradients is
+        spent on clipping. torch's kernel does both (`grad_scale`, `found_inf`), where gradients are
+        clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`.
         """
         by_torch = self._kernel is TORCH and self.spec.clip_algorithm == "norm"
         return by_torch and self.masters.device.type == "cuda"
@@ -50,14 +51,24 @@ class AdamW:
 
         `norm` is the norm of the gradients after the division; `step` is counted from 1.
         """
-        if not self.divides:
-            clip(self.masters.own_grads, norm, self.spec, divisor=divisor)
-            self.step(step)
-            return
-        scale = divisor / coefficient(norm, self.spec)
-        self._torch.grad_scale = torch.full((), scale, device=self.masters.device)
+        clip(self.masters.own_grads, norm, self.spec, divisor=divisor)
         self.step(step)
-        self._torch.grad_scale = None
+
+    @torch.no_grad()
+    def update_if_finite(
+        self, step: int, loss: torch.Tensor, norm: torch.Tensor, *, divisor: torch.Tensor
+    ) -> None:
+        """Do what `update` does, unless the loss or the norm is not finite, without the host.
+
+        The arguments are 0-d FP64 tensors on the device. If the step is skipped, masters, moments,
+        gradients and the count of updates stay as they are; the masters are written into the
+        weights again, since FP8 scales may have moved. It is called only with `decides_on_device`.
+        """
+        is_finite = loss.isfinite() & norm.isfinite()
+        self._torch.grad_scale = (divisor / coefficient_on_device(norm, self.spec)).float()
+        self._torch.found_inf = is_finite.logical_not().float()
+        self.step(step)
+        self._torch.grad_scale = self._torch.found_inf = None
 
     def step(self, step: int) -> None:
         """Apply the gradients in `masters` as optimizer step `step`, counted from 1.

@@ -243,6 +243,17 @@ def coefficient(norm: float, spec: OptimSpec) -> float:
     return min(1.0, limit / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
 
 
+def coefficient_on_device(norm: torch.Tensor, spec: OptimSpec) -> torch.Tensor:
+    """Return what `coefficient` returns, with the same bits, for a norm that is on the device.
+
+    Both are 0-d FP64 tensors; clipping is by norm.
+    """
+    assert spec.clip_algorithm == "norm"
+    limit = torch.full_like(norm, spec.clip_grad_norm or math.inf)
+    # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
 def clip(
     flat_grads: Sequence[torch.Tensor], norm: float, spec: OptimSpec, *, divisor: float
 ) -> None:

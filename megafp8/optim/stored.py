@@ -256,8 +256,8 @@ class StoredAdamW(AdamW):
             prepare_state(self._kernel, self._torch, plain)
 
     @property
-    def divides(self) -> bool:
-        """Whether the kernel divides gradients itself: not those that are stored in few bits."""
+    def decides_on_device(self) -> bool:
+        """Return False: an update of states in few bits clips and skips on the host."""
         return False
 
     def step(self, step: int) -> None:

@@ -73,7 +73,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
                 continue
             if result.is_finite:
                 run.nonfinite_in_a_row = 0
-            else:
+            elif not run.state.optimizer.decides_on_device:  # otherwise the step has done it
                 # FP8 scales have moved in this step. Weights kept in FP8 are stored with the new
                 # ones, as a run does that continues from here, so that both have the same bits.
                 run.state.masters.write_back()

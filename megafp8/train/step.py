@@ -55,6 +55,9 @@ def train_step(
 
     A step whose loss or gradient norm is not finite updates no weight and no moment. FP16's loss
     scale moves in it, and so do FP8's amax histories and scales, which follow each microbatch.
+    Where the optimizer's kernel decides this itself (`decides_on_device`), the update is started
+    before the host waits; the learning rate follows the step's number, so it needs no answer, and
+    FP16's loss scale is changed by the host for the next step only.
 
     `flags` returns what this rank wants all ranks to know. It is called once, just before the step
     waits for the device, so that the answers arrive in the step's only copy to the host.
@@ -76,23 +79,25 @@ def train_step(
     totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     reduce_gradients(state)
     norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # over 0 tokens it becomes NaN
-    loss, norm, num_counted, *raised = read_back(
-        mesh, (totals[0] / totals[1], norm_sum / totals[1], totals[1]), flags()
-    )
-    count, norm = int(num_counted), norm / grad_scale
-    spec = state.optimizer.spec
+    mean_loss, mean_norm = totals[0] / totals[1], norm_sum / totals[1] / grad_scale
+    optimizer, number = state.optimizer, state.step + 1
+    if optimizer.decides_on_device:  # the update is under way before the host waits
+        divisor = totals[1] * grad_scale
+        optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
+    loss, norm, num_counted, *raised = read_back(mesh, (mean_loss, mean_norm, totals[1]), flags())
+    count = int(num_counted)
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
         loss,
         norm,
-        learning_rate(spec, state.step + 1),
+        learning_rate(optimizer.spec, number),
         count,
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
         raised=tuple(map(bool, raised)),
     )
-    if is_finite:
-        state.optimizer.update(state.step + 1, norm, divisor=count * grad_scale)
+    if is_finite and not optimizer.decides_on_device:
+        optimizer.update(number, norm, divisor=count * grad_scale)
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
     return result

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megafp8.models.init import constant, normal, parameter, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.masters import Masters, clip, grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
+from megafp8.plan.time import OPTIMIZER_BYTES
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece, whole
 from tests.tiny import build_run, optim_spec
@@ -130,19 +133,35 @@ def test_clipping_by_norm_is_torchs(limit: float | None) -> None:
     torch.testing.assert_close(masters.flat_grad, copy.grad)
 
 
-@pytest.mark.parametrize("limit", [0.5, 1e9])
-def test_a_kernel_that_divides_updates_as_after_clipping(
-    limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def contents(ours: AdamW) -> list[torch.Tensor]:
+    """Return copies of gradients, masters, weights and moments."""
+    masters = ours.masters
+    moments = [tensor for name in STATES for tensor in ours.state_tensors(name)]
+    tensors = [masters.flat_grad, *masters.masters, *masters.params, *moments]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e9, None])
+def test_a_kernel_that_clips_updates_as_after_clipping(limit: float | None) -> None:
     """A division rounds a gradient where clipping multiplies: one unit of the last place."""
     results = []
-    for divides in (False, True):
-        monkeypatch.setattr(AdamW, "divides", divides)
+    for on_device in (False, True):
         ours = optimizer(torch.float32, optim_spec(clip_grad_norm=limit, lr=0.1))
         for step in range(1, 4):
             draw_gradients(ours.masters, step)
             norm = (ours.masters.flat_grad / 7).norm().item()
-            ours.update(step, norm, divisor=7)
+            if on_device:
+                ours.update_if_finite(step, scalar(1), scalar(norm), divisor=scalar(7))
+            else:
+                ours.update(step, norm, divisor=7)
         moments = [torch.cat([x.flatten() for x in ours.state_tensors(name)]) for name in STATES]
         results.append((ours.masters.flat_grad.clone(), *moments))
     for mine, theirs in zip(*results, strict=True):
@@ -152,6 +171,98 @@ def test_a_kernel_that_divides_updates_as_after_clipping(
     before = ours.masters.flat_grad.clone()
     ours.step(4)
     assert torch.equal(ours.masters.flat_grad, before), "a later step alone divides by nothing"
+
+
+@DTYPES
+@pytest.mark.parametrize("limit", [0.3, 1e9, None])
+def test_the_factor_computed_on_the_device_has_the_bits_of_the_hosts(
+    limit: float | None, dtype: torch.dtype
+) -> None:
+    """The expected factor is Python's, given to torch's kernel as a number of the host."""
+    ours, expected = (optimizer(dtype, optim_spec(clip_grad_norm=limit, lr=0.1)) for _ in range(2))
+    for step in range(1, 40):
+        divisor = 3.0 * step
+        for each in (ours, expected):
+            draw_gradients(each.masters, step)
+        norm = (ours.masters.flat_grad / divisor).norm().item()
+        ours.update_if_finite(step, scalar(1), scalar(norm), divisor=scalar(divisor))
+        factor = divisor / min(1.0, (limit or math.inf) / (norm + 1e-6))
+        expected._torch.grad_scale = torch.full((), factor)
+        expected.step(step)
+    assert same(contents(ours), contents(expected))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
+)
+def test_a_kernel_skips_a_step_that_is_not_finite(
+    loss: float, norm: float, dtype: torch.dtype
+) -> None:
+    """Nothing moves, Adam's t neither, and the next step is the one that would have come."""
+    ours, undisturbed = optimizer(dtype), optimizer(dtype)
+    for each in (ours, undisturbed):
+        draw_gradients(each.masters, 1)
+        each.update_if_finite(1, scalar(1), scalar(2), divisor=scalar(7))
+    before = contents(ours)
+    ours.update_if_finite(2, scalar(loss), scalar(norm), divisor=scalar(7))
+    assert same(contents(ours), before)
+    assert ours.num_updates == 1
+    for each in (ours, undisturbed):
+        draw_gradients(each.masters, 3)
+        each.update_if_finite(3, scalar(1), scalar(2), divisor=scalar(7))
+    assert same(contents(ours), contents(undisturbed))
+    assert ours.num_updates == 2
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations move, and the operations that touch the gradients.
+
+    What an operation changes is read and written; what it fills from another tensor is written.
+    """
+
+    def __init__(self, gradients: torch.Tensor) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.passes: list[str] = []
+        self._gradients = gradients.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = {
+            **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
+        touched = []
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            tensors = [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            times = 2 if is_written and "copy" not in name else 1
+            touched += [(tensor, times) for tensor in tensors if tensor.dim() > 0]
+        if name not in VIEWS:
+            if any(x.untyped_storage().data_ptr() == self._gradients for x, _ in touched):
+                self.passes.append(name)
+            self.bytes += sum(x.numel() * x.element_size() * times for x, times in touched)
+        return result
+
+
+VIEWS = {"detach", "view", "split", "split_with_sizes", "alias", "slice", "_unsafe_view"}
+
+
+def test_norm_clip_and_update_are_two_passes_over_the_gradients() -> None:
+    """The bytes for each parameter are those that docs/performance.md and the plan state."""
+    sizes = (256, 512)
+    matrix = parameter(sizes, whole("matrix", sizes), normal(1.0, 1), torch.bfloat16)
+    ours = AdamW(Masters([matrix]), optim_spec(clip_grad_norm=0.5))
+    draw_gradients(ours.masters, 1)
+    one = Axis("one")
+    with Traffic(ours.masters.flat_grad) as traffic:
+        norm = grad_norm(ours.masters, one, one)
+        ours.update_if_finite(1, scalar(1), norm, divisor=scalar(7))
+    assert traffic.passes == ["_foreach_norm", "_fused_adamw_"]
+    assert traffic.bytes / matrix.numel() == pytest.approx(OPTIMIZER_BYTES, abs=0.01)
 
 
 def test_weights_are_the_masters_rounded() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megafp8.data.loader import Microbatch
-from megafp8.optim.adamw import STATES
-from megafp8.specs import Fp8Recipe
+from megafp8.optim.adamw import STATES, AdamW
+from megafp8.specs import Fp8Recipe, LossScaleSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
@@ -279,12 +279,71 @@ class CopiesToTheHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.5])
-def test_a_step_copies_once_from_the_device(clip_grad_norm: float | None) -> None:
-    """Loss, norm, number of tokens and the ranks' flags come in one copy."""
+def test_a_step_copies_once_from_the_device(
+    clip_grad_norm: float | None, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, norm, number of tokens and the ranks' flags come in one copy.
+
+    It comes before the update, or after it where the kernel decides whether to update.
+    """
+    monkeypatch.setattr(AdamW, "decides_on_device", on_device)
     state = build_run(optim=optim_spec(clip_grad_norm=clip_grad_norm))
     train_step(state, [microbatch(1)])
+    update = state.optimizer.step
     with CopiesToTheHost() as copies:
+
+        def noted(number: int) -> None:
+            copies.calls.append("update")
+            update(number)
+
+        state.optimizer.step = noted  # type: ignore[method-assign]
         result = train_step(state, [microbatch(2), microbatch(3)], lambda: (False, True))
-    assert copies.calls == ["tolist"]
+    assert copies.calls == (["update", "tolist"] if on_device else ["tolist", "update"])
     assert result.raised == (False, True)
+
+
+def clipped_by_the_kernel(ours: AdamW, step: int, norm: float, *, divisor: float) -> None:
+    """Update as GPUs did before: the host waits, then torch's kernel divides and clips."""
+    limit = ours.spec.clip_grad_norm or math.inf
+    ours._torch.grad_scale = torch.full((), divisor / min(1.0, limit / (norm + 1e-6)))
+    ours.step(step)
+    ours._torch.grad_scale = None
+
+
+@pytest.mark.parametrize(
+    ("compute", "fp8"),
+    [("fp32", None), ("bf16", FP8), ("bf16", Fp8Recipe(amax_history_len=4, params_in_fp8=True))],
+    ids=["fp32", "bf16 fp8", "fp8 params"],
+)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "fp16 loss scale"])
+def test_a_kernel_that_decides_gives_the_bits_of_a_host_that_decides(
+    compute: str, fp8: Fp8Recipe | None, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 3 and 4 of six are not finite; after each, the loop's part is done as well.
+
+    Weights, masters, moments, FP8 tables, losses, norms, the loss scale and Adam's t are equal.
+    """
+    rule = LossScaleSpec(init_scale=2.0**8, growth_interval=2, hysteresis=1)
+    choices = dict(compute=compute, fp8=fp8, loss_scale=rule if scaled else None)
+    found = []
+    for on_device in (False, True):
+        monkeypatch.setattr(AdamW, "decides_on_device", on_device)
+        monkeypatch.setattr(AdamW, "update", clipped_by_the_kernel)
+        state = build_run(optim=optim_spec(clip_grad_norm=0.5), **choices)
+        results = []
+        for number in range(1, 7):
+            spoil = math.inf if number in (3, 4) else 1.0
+            hook = state.model.final_norm.register_forward_hook(lambda *a, s=spoil: a[2] * s)
+            results.append(train_step(state, [microbatch(number), microbatch(number + 10)]))
+            hook.remove()
+            if not results[-1].is_finite and not on_device:
+                state.masters.write_back()  # as the loop does
+            state.step += 1
+        assert [result.is_finite for result in results] == [True, True, False, False, True, True]
+        assert state.optimizer.num_updates == 4
+        scale = None if state.loss_scale is None else state.loss_scale.state()
+        found.append((repr(results), scale, everything(state)))
+    assert found[0][:2] == found[1][:2]
+    assert_same(found[0][2], found[1][2])
