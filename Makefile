@@ -47,7 +47,7 @@ test-hosts: setup-dev ## run torchrun on two hosts, imitated by network namespac
 container: ## build the image for CPUs without Docker (root; buildah)
 	@scripts/container/build.sh
 
-test-container: container ## run fast tests and the default job in the image, without a network
+test-container: container ## run fast tests, a sweep and the default job in the image, without a network
 	@scripts/container/test.sh
 
 test-slurm-container: container ## run a Slurm job in the unpacked image (root; bubblewrap, Slurm)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the fast tests and the default job in the image, without a network.
+# Run the fast tests, the packages of the image together and the default job in the image, without a
+# network.
 #
 # Environment: IMAGE and STORE as for build.sh; TESTS (paths for pytest; `tests` for all default tests),
 # WORKERS (processes for the tests, default 2), JOB (arguments of the default job; `model.fp8=True` runs
@@ -18,6 +19,8 @@ echo "container: tests"
 "$here/run.sh" --entrypoint python3 --env HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis \
     --env OMP_NUM_THREADS=1 --env CI=1 -- -m pytest -q -p no:cacheprovider \
     -n "${WORKERS:-2}" --dist loadfile -m "not gpu and not slow and not slurm and not kill and not hosts" $tests
+echo "container: a corpus of one's own, Weights & Biases offline, a sweep"
+"$here/run.sh" --entrypoint bash -- scripts/container/inside.sh
 echo "container: the default job ($job)"
 # shellcheck disable=SC2086
 "$here/run.sh" $job
