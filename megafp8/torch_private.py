@@ -90,16 +90,30 @@ def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
     )
 
 
-def wrap_backward_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that runs every `torch.autograd.backward` by `wrap` of it."""
+def wrap_backward_engine(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[], None]:
+    """Replace the function that runs every `torch.autograd.backward` by `wrap` of it.
+
+    The result puts the original back.
+    """
     autograd: Any = torch.autograd
-    autograd._engine_run_backward = wrap(autograd._engine_run_backward)
+    original = autograd._engine_run_backward
+    autograd._engine_run_backward = wrap(original)
+    return lambda: setattr(autograd, "_engine_run_backward", original)
 
 
-def wrap_make_wrapper_subclass(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that makes tensor subclasses without storage by `wrap` of it."""
+def wrap_make_wrapper_subclass(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[], None]:
+    """Replace the function that makes tensor subclasses without storage by `wrap` of it.
+
+    The result puts the original back.
+    """
     tensor: Any = torch.Tensor
-    tensor._make_wrapper_subclass = staticmethod(wrap(tensor._make_wrapper_subclass))
+    original = tensor._make_wrapper_subclass
+    tensor._make_wrapper_subclass = staticmethod(wrap(original))
+    return lambda: setattr(tensor, "_make_wrapper_subclass", staticmethod(original))
 
 
 # ------------------------------------------------------------------------------------- compilation

@@ -110,7 +110,11 @@ class MainGradSink:
         self._zeroed: list[torch.Tensor] = []
 
     def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Start collecting for these parameters; each FP32 tensor has its parameter's shape."""
+        """Start collecting for these parameters; each FP32 tensor has its parameter's shape.
+
+        A second call would add each gradient that autograd delivers twice.
+        """
+        assert not self.main_grads, "the sink has been attached to its parameters already"
         for param, main_grad in main_grads:
             self.main_grads[param] = main_grad
             param.register_post_accumulate_grad_hook(self._collect)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megafp8 import torch_private
 from megafp8.backends import choose
 from megafp8.backends.te import dryrun as te_dryrun
-from megafp8.backends.te.weights import is_kept_in_fp8, memory_of
+from megafp8.backends.te.tensors import is_quantized, memory_of
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
@@ -163,7 +163,7 @@ def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[i
     for param in state.model.parameters():
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
-            dtype = "fp8" if is_kept_in_fp8(param) else str(param.dtype).removeprefix("torch.")
+            dtype = "fp8" if is_quantized(param) else str(param.dtype).removeprefix("torch.")
             yield piece.name, piece.global_shape, local, dtype
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, PipelineSpec
+from megafp8.specs.model import RecomputeSpec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -39,6 +40,17 @@ NORMS_BOUND = 0.2
 """Of gradient norms, but in FP32. Adam divides a factor of all gradients out, so that losses hardly
 tell of one: norms do."""
 MODEL = gpt_spec(num_layers=4)
+LLAMA = gpt_spec(
+    num_layers=4,
+    num_query_groups=2,
+    bias=False,
+    activation="swiglu",
+    normalization="rmsnorm",
+    position_embedding_type="rope",
+    recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1),
+)
+ON_LLAMA = "Llama"
+"""Layouts whose names end so train that model: rotary positions, grouped queries, recomputation."""
 ZERO_BUBBLE = PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2)
 INTERLEAVED = PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2)
 
@@ -74,6 +86,7 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x pp 2 x dp 2, sp": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
     "tp 2 x pp 2 x dp 2, ZeRO-1": (8, ParallelSpec(tp=2, pp=2)),
     "tp 2 x dp 2, FSDP full": (4, ParallelSpec(tp=2, fsdp=FsdpSpec())),
+    "tp 2 x pp 2 x dp 2, sp, Llama": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
 }
 ZERO = optim_spec(name="distributed_fused_adam")
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
@@ -96,19 +109,31 @@ def precisions_of(layout: str) -> list[str]:
     return [name for name in PRECISIONS if name != TE or layout not in NOT_TE]
 
 
-def case_of(precision: str, spec: ParallelSpec = ParallelSpec(), **changes: object) -> Case:  # noqa: B008
+def model_of(layout: str) -> GPTSpec:
+    """The model that a layout trains."""
+    return LLAMA if layout.endswith(ON_LLAMA) else MODEL
+
+
+def case_of(
+    precision: str,
+    spec: ParallelSpec = ParallelSpec(),  # noqa: B008
+    model: GPTSpec = MODEL,
+    **changes: object,
+) -> Case:
     compute, fp8 = PRECISIONS[precision]
-    case = Case(compute, fp8, MODEL, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
-    if precision == TE:  # its GELU is the tanh form
-        case = replace(case, backend="te", model=replace(MODEL, activation="gelu-tanh"))
+    case = Case(compute, fp8, model, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
+    if precision == TE:
+        case = replace(case, backend="te")
+        if not model.is_gated:  # its GELU is the tanh form
+            case = replace(case, model=replace(model, activation="gelu-tanh"))
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
-def spread(precision: str, replicas: int, one: Outcome) -> float:
+def spread(precision: str, replicas: int, model: GPTSpec, one: Outcome) -> float:
     """The largest relative distance of a perturbed run's loss from the undisturbed one's."""
     found = 0.0
     for seed in range(PERTURBATIONS):
-        case = case_of(precision, merged=replicas, perturbed=seed)
+        case = case_of(precision, model=model, merged=replicas, perturbed=seed)
         found = max(found, distance(run_case(case, single_rank()).losses, one.losses))
     return found
 
@@ -142,7 +167,8 @@ def row(
     return [name, precision, *numbers, "yes" if good else "**no**"], good
 
 
-Bounds = dict[tuple[str, int], float]  # by precision and number of replicas
+Key = tuple[str, int, bool]  # precision, number of replicas, whether the model is LLAMA
+Bounds = dict[Key, float]
 
 
 def table(
@@ -150,25 +176,26 @@ def table(
 ) -> tuple[list[list[str]], bool]:
     """`bounds` are known already; `only` one precision is run, if it is given."""
     torch.set_num_threads(1)
-    ones: dict[tuple[str, int], tuple[Outcome, float]] = {}
+    ones: dict[Key, tuple[Outcome, float]] = {}
     rows, all_good = [], True
     for name in names:
         size, spec = LAYOUTS[name]
-        replicas = replicas_of(name)
+        replicas, model = replicas_of(name), model_of(name)
         optim = ZERO if name.endswith("ZeRO-1") else optim_spec()
         chosen = [p for p in precisions_of(name) if only in (None, p)]
-        cases = {precision: case_of(precision, spec, optim=optim) for precision in chosen}
+        cases = {precision: case_of(precision, spec, model, optim=optim) for precision in chosen}
         results = run_ranks(
             "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
         )
         for precision in chosen:
-            key = (precision, replicas)
+            key = (precision, replicas, model is LLAMA)
             if key not in ones:
-                one = run_case(case_of(precision, merged=replicas), single_rank())
+                one = run_case(case_of(precision, model=model, merged=replicas), single_rank())
                 bound = 1e-5 if precision == "FP32" else bounds.get(key)
                 if precision == TE and bound is None:  # that of our own engine, where it is known
-                    bound = bounds.get(("FP8 delayed", replicas))
-                ones[key] = (one, bound or 3 * spread(precision, replicas, one))
+                    bound = bounds.get(("FP8 delayed", *key[1:]))
+                bound = bound or 3 * spread(precision, replicas, model, one)
+                ones[key] = (one, bounds.setdefault(key, bound))
             ranks = [result[precision] for result in results]
             line, good = row(name, precision, ranks, *ones[key])
             tell(" | ".join(line))
@@ -191,7 +218,11 @@ def replicas_of(name: str) -> int:
 def bounds_of(page: Path) -> Bounds:
     """Those that the page has."""
     rows = others(page, [], None)
-    return {(row[1], replicas_of(row[0])): float(row[5]) for row in rows if row[0] in LAYOUTS}
+    return {
+        (row[1], replicas_of(row[0]), model_of(row[0]) is LLAMA): float(row[5])
+        for row in rows
+        if row[0] in LAYOUTS
+    }
 
 
 def others(page: Path, names: list[str], only: str | None) -> list[list[str]]:

@@ -459,6 +459,8 @@ def test_main_grads_accumulate_in_fp32_over_microbatches(
     params = list(layer.linear.parameters())
     mains = [torch.zeros(param.shape) for param in params]
     sink.attach(zip(params, mains, strict=True))
+    with pytest.raises(AssertionError, match="attached to its parameters already"):
+        sink.attach(zip(params, mains, strict=True))
     x = noise(5, 6, seed=3, dtype=work)
     for _ in range(300):
         layer.linear(x).sum().backward()

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8.backends.te import cpu
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
@@ -31,7 +32,7 @@ def alive() -> dict[int, int]:
     real = [
         each
         for each in tensors
-        if not issubclass(type(each), FakeTensor) and not hasattr(each, "_fp8_dtype")
+        if not issubclass(type(each), FakeTensor) and not is_quantized(each)
     ]
     storages = [each.untyped_storage() for each in real if each.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

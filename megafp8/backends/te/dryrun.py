@@ -15,12 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megafp8.backends.te.cpu.cuda import asking_frame, to_cpu
-from megafp8.backends.te.layer import TeLayer
-
-
-def layers_in(model: nn.Module) -> list[TeLayer]:
-    """Return Transformer Engine's layers in a model."""
-    return [module for module in model.modules() if isinstance(module, TeLayer)]
+from megafp8.backends.te.layer import layers_in
 
 
 def scaling_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -106,8 +106,10 @@ class TeLayer(nn.Module):
         belongs to a forward pass that has announced them already. The result is the input for the
         layer.
         """
-        if not self.summed_in_products or self.region.is_again or not x_BSD.requires_grad:
+        if not self.summed_in_products or self.region.is_again or not torch.is_grad_enabled():
             return x_BSD
+        # The end of a step zeroes the sums of weights that were not announced.
+        assert x_BSD.requires_grad, "the layer's input says when its backward pass is done"
         if x_BSD.is_leaf:  # a pipeline stage receives every step's input in the same tensor,
             x_BSD = x_BSD.view_as(x_BSD)  # which would keep the hooks of earlier steps
 
@@ -147,6 +149,11 @@ class TeLayer(nn.Module):
                 self.count_attention_flops((3 if is_recomputed else 2) * causal)
 
             out_BSD.register_hook(begin_backward)
+
+
+def layers_in(model: nn.Module) -> list[TeLayer]:
+    """Return Transformer Engine's layers in a model."""
+    return [module for module in model.modules() if isinstance(module, TeLayer)]
 
 
 def _sum_itself(into: GradSum | None) -> torch.Tensor:

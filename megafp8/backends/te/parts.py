@@ -13,9 +13,9 @@ from torch import nn
 
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.backends.te.weights import (
     forget_staged_amax,
-    is_kept_in_fp8,
     quantize_without_values,
     to_be_gathered,
 )
@@ -266,6 +266,6 @@ class TransformerEngineParts(NativeParts):
             forget_staged_amax(target)
             target.copy_(source)
             initial = source.initial_master  # type: ignore[attr-defined]
-            if initial is None and is_kept_in_fp8(target):
+            if initial is None and is_quantized(target):
                 initial = source.detach().clone()
             target.pieces, target.initial_master = pieces_of(source), initial

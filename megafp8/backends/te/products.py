@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from megafp8.backends.te.tensors import bytes_of
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.specs.precision import GemmName
@@ -23,8 +22,6 @@ PLACES: dict[tuple[bool, bool], GemmName] = {
     (False, False): "grad_input",
     (False, True): "grad_weight",
 }
-# Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
-BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 
 
 class CountedProducts:
@@ -55,9 +52,9 @@ def observe_products(extension: Any) -> CountedProducts:
 
 
 def _precision(a: Any, b: Any) -> str:
-    if _bytes_of(a) is not None and _bytes_of(b) is not None:
+    if bytes_of(a) is not None and bytes_of(b) is not None:
         return "fp8"
-    return DTYPE_NAMES[a.dtype if _bytes_of(a) is None else b.dtype]
+    return DTYPE_NAMES[a.dtype if bytes_of(a) is None else b.dtype]
 
 
 def _flops(a: Any, b: Any, out: Any) -> int:
@@ -67,16 +64,5 @@ def _flops(a: Any, b: Any, out: Any) -> int:
 
 
 def _size(x: Any) -> int:
-    found = _bytes_of(x)
+    found = bytes_of(x)
     return int((x if found is None else found).numel())
-
-
-def _bytes_of(x: Any) -> torch.Tensor | None:
-    """Return the bytes of a quantized tensor; None for one in high precision."""
-    if not hasattr(x, "_fp8_dtype"):
-        return None
-    for name in BYTES:
-        if (found := getattr(x, name, None)) is not None:
-            assert isinstance(found, torch.Tensor)
-            return found
-    return None

@@ -11,43 +11,25 @@ each whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from megafp8.backends.te.layer import TeLayer
+from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.names import TeNames
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
 from megafp8.precision.grad_sink import MainGradSink
 
-# Where quantized tensors keep bytes and scales, of whole tensors and of blocks.
-MEMORY = (
-    "_data",
-    "_transpose",
-    "_rowwise_data",
-    "_columnwise_data",
-    "_scale_inv",
-    "_rowwise_scale_inv",
-    "_columnwise_scale_inv",
-)
+# Elements that one block of threads computes, as Transformer Engine calls its functions.
+CHUNK = 2048 * 32
+FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
-
-def is_kept_in_fp8(param: torch.Tensor) -> bool:
-    """Whether Transformer Engine keeps a weight in FP8 alone, as a subclass of the tensor."""
-    return hasattr(param, "_fp8_dtype")
-
-
-def memory_of(param: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors whose memory a parameter occupies; an ordinary one yields itself."""
-    if not is_kept_in_fp8(param):
-        yield param
-        return
-    for name in MEMORY:
-        if isinstance(found := getattr(param, name, None), torch.Tensor):
-            yield found
+Weights = Mapping[str, tuple[Any, int]]
+"""By a weight's path: its module, and its column in the module's quantizers."""
 
 
 def forget_staged_amax(param: torch.Tensor) -> None:
@@ -63,9 +45,11 @@ def forget_staged_amax(param: torch.Tensor) -> None:
 
 def fp8_weights(model: nn.Module) -> dict[nn.Parameter, TeLayer]:
     """Return the weights that Transformer Engine keeps in FP8, each with its layer."""
-    layers = [module for module in model.modules() if isinstance(module, TeLayer)]
     return {
-        param: layer for layer in layers for param in layer.parameters() if is_kept_in_fp8(param)
+        param: layer
+        for layer in layers_in(model)
+        for param in layer.parameters()
+        if is_quantized(param)
     }
 
 
@@ -86,9 +70,8 @@ def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], N
 
 def sum_in_products(model: nn.Module, sink: MainGradSink) -> None:
     """Let Transformer Engine's products add gradients to the sums of `sink`, unrounded."""
-    for module in model.modules():
-        if isinstance(module, TeLayer):
-            sink.sum_in_products(module.summed_in_products)
+    for layer in layers_in(model):
+        sink.sum_in_products(layer.summed_in_products)
 
 
 class Part(Protocol):
@@ -191,7 +174,7 @@ class TeGatheredFp8:
             scale = quantizer.scale.detach().clone().reshape(1)
         else:
             scale, unused = torch.empty_like(amax.view(1)), torch.empty_like(amax.view(1))
-            largest = torch.finfo(_FORMATS[quantizer.dtype.name]).max
+            largest = torch.finfo(FORMATS[quantizer.dtype.name]).max
             self._names.extension.multi_tensor_compute_scale_and_scale_inv(
                 CHUNK,
                 torch.zeros(1, dtype=torch.int, device=amax.device),
@@ -244,14 +227,6 @@ class TeGatheredFp8:
         return out, (payload_PI, self._transposed_IO)
 
 
-CHUNK = 2048 * 32  # elements that one block of threads computes, as Transformer Engine calls it
-_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-
-
-Weights = Mapping[str, tuple[Any, int]]
-"""By a weight's path: its module, and its column in the module's quantizers."""
-
-
 @torch.no_grad()
 def quantize_without_values(layer: nn.Module, weights: Weights) -> None:
     """Quantize the weights of a layer on the meta device, which Transformer Engine leaves out."""
@@ -275,7 +250,7 @@ def to_be_gathered(
     found = {}
     for path, (module, column) in weights.items():
         param: Any = layer.get_parameter(path)
-        if not is_kept_in_fp8(param):
+        if not is_quantized(param):
             continue
         plain: Any = nn.Parameter(param.initial_master.detach())
         plain.pieces, plain.initial_master = param.pieces, None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.backends import choose
-from megafp8.backends.te.weights import memory_of
+from megafp8.backends.te.tensors import memory_of
 from megafp8.hardware import bf16, cpu
 from megafp8.hardware.peak import measured_tflops
 from megafp8.models.init import pieces_of

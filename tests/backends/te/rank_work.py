@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
@@ -210,7 +211,7 @@ def _sharded(
         results.append((one.loss, one.grad_norm))
     weights = {}
     for param in state.model.parameters() if spec.parallel.fsdp is None else ():
-        values = param.dequantize() if hasattr(param, "_fp8_dtype") else param.detach()
+        values = param.dequantize() if is_quantized(param) else param.detach()
         weights[pieces_of(param)[0].name] = values.clone()
     tables = tables_of(state) if spec.precision.fp8.name == "delayed" else {}  # type: ignore[union-attr]
     return results, weights | tables

@@ -19,6 +19,7 @@ from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -297,12 +298,12 @@ def test_fp8_params(calls: Calls, compute: str) -> None:
     in_fp8 = 0
     for param, master in zip(state.masters.params, state.masters.masters, strict=True):
         assert torch.equal(master, ours[pieces_of(param)[0].name])
-        in_fp8 += te_parts.is_kept_in_fp8(param)
+        in_fp8 += is_quantized(param)
     assert in_fp8 == 8
     losses = [step(state, number).loss for number in range(12)]
     assert losses[-1] < losses[0] - 0.1
     for param, master in zip(state.masters.params, state.masters.masters, strict=True):
-        if te_parts.is_kept_in_fp8(param):
+        if is_quantized(param):
             scale = param._quantizer.scale
             scaled = (master.to(param.dtype).float() * scale).clamp(-448, 448)
             assert torch.equal(param._data, scaled.to(torch.float8_e4m3fn).view(torch.uint8))
@@ -417,6 +418,19 @@ def test_a_mask_never_goes_unseen() -> None:
     documents = batch.tokens_BS // 50
     with pytest.raises(RuntimeError, match="got a mask"):
         train_step(te_run(None), [dataclasses.replace(batch, document_ids_BS=documents)])
+
+
+def test_an_input_without_gradients_never_goes_unseen() -> None:
+    """The layer's weights would not be announced, and the end of the step would zero their
+    gradients. Without gradients, as in an evaluation, nothing is announced."""
+    layer: Any = run_of("te", DELAYED).model.get_submodule("layers.0")
+    assert layer.summed_in_products
+    x_BSD = torch.ones(2, 16, 32)
+    with pytest.raises(AssertionError, match="the layer's input says"):
+        layer(x_BSD)
+    with torch.no_grad():
+        layer(x_BSD)
+        assert layer(x_BSD.requires_grad_()) is not None and not x_BSD._backward_hooks
 
 
 def test_modules_of_a_layer_are_all_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from benchmarks.traces import replay
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
-from megafp8.backends.te.weights import is_kept_in_fp8
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.models.gpt import GPT
@@ -378,7 +378,7 @@ def test_its_own_initialization_leaves_no_amax() -> None:
     enter the histories. Those that wait for the first update are those of our weights alone."""
     recipe = RECIPES["weights in fp8"]
     native, state = run_of("native", recipe, "bf16"), run_alone(recipe, "bf16", seed=1)
-    assert sum(map(is_kept_in_fp8, state.masters.params)) == 8
+    assert sum(map(is_quantized, state.masters.params)) == 8
     ours, theirs = (each.scaling.tables["forward"] for each in (native, state))
     is_weight = torch.tensor([name.endswith("weight") for name in ours.names])
     assert ours.names == theirs.names and theirs.amax[is_weight].min() > 0

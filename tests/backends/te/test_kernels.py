@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ import torch.nn.functional as F
 from megafp8.backends.te.cpu import activations, attention, masters, norms, quantize, updates
 from megafp8.backends.te.cpu.enums import DType, QkvFormat
 from megafp8.backends.te.cpu.extension import kernels, make_extension
-from megafp8.backends.te.cpu.missing import FromAbsentPackage, MissingKernelError
+from megafp8.backends.te.cpu.missing import (
+    FromAbsentPackage,
+    ImportPhase,
+    Missing,
+    MissingKernelError,
+)
 from megafp8.backends.te.cpu.wheel import Sources
 
 FP32 = DType.kFloat32
@@ -218,7 +224,7 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     with pytest.raises(MissingKernelError, match="packed sequences"):
         x, freqs = torch.zeros(4, 2, 4), torch.zeros(4, 1, 1, 4)
         extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 1, 0)
-    assert extension.CommOverlap | None  # an annotation
+    assert (extension.CommOverlap | None) is not None  # an annotation
 
 
 def test_each_version_has_its_own_signatures() -> None:
@@ -266,8 +272,35 @@ def test_scales_of_amaxes_are_1_where_there_is_none() -> None:
     assert scale.tolist() == [1.0, 1.0, 1.0, 128.0, 2.0**127]
 
 
-def test_a_package_that_is_not_installed_is_named_when_it_is_used() -> None:
-    absent = FromAbsentPackage("triton.jit")
-    for use in (lambda: absent(print), lambda: absent.other(3), lambda: absent[1]):
-        with pytest.raises(MissingKernelError, match="the package triton is not installed"):
-            use()
+USES: dict[str, Callable[[Any], object]] = {
+    "a call": lambda found: found(print),
+    "a call of an attribute": lambda found: found.other(3),
+    "an item": lambda found: found[1],
+    "a comparison": lambda found: found < 3,
+    "a comparison from the right": lambda found: 3 >= found,
+    "truth": bool,
+    "iteration": list,
+    "unpacking": lambda found: (lambda *args: args)(*found),
+    "a length": len,
+    "an integer": int,
+    "membership": lambda found: 3 in found,
+    "isinstance": lambda found: isinstance(3, found),
+    "issubclass": lambda found: issubclass(int, found),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_a_placeholder_names_itself_when_it_is_used(use: str) -> None:
+    """A package that is not installed, and a function that the extension lacks."""
+    phase = ImportPhase()
+    absent = FromAbsentPackage("triton.jit", phase)
+    assert absent == absent and absent and isinstance(absent(print), FromAbsentPackage)
+    phase.is_over = True
+    hint = "triton is not installed. Install triton, or use model.fp8_backend=native"
+    with pytest.raises(MissingKernelError, match=hint):
+        USES[use](absent)
+    with pytest.raises(MissingKernelError, match="the package triton"):
+        assert absent == 3
+    assert FromAbsentPackage("triton.jit", ImportPhase())(print)  # of another import
+    with pytest.raises(MissingKernelError, match="moe_permute.*comes from mixture of experts"):
+        USES[use](Missing("moe_permute"))

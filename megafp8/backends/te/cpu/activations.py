@@ -15,7 +15,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gelu_of(x: torch.Tensor) -> torch.Tensor:
-    """Return transformer Engine's GELU is the tanh form."""
+    """Return the GELU of `x` in its tanh form, which is Transformer Engine's."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -103,19 +103,25 @@ FOR_EVERYONE: dict[str, Any] = {
 }
 
 
-def install() -> None:
-    """Make the patches. They stay for as long as the process lives."""
+def install(undo: ExitStack) -> None:
+    """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
     for name, answer in ANSWERS.items():
-        setattr(torch.cuda, name, _to_transformer_engine(answer, getattr(torch.cuda, name)))
+        asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
+        _replace(torch.cuda, name, asked, undo)
     for name, value in FOR_EVERYONE.items():
-        setattr(torch.cuda, name, value)
+        _replace(torch.cuda, name, value, undo)
     for name in ("range", "range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, _nothing)
-    _patch_cuda_version()
-    _patch_wrapper_tensors()
+        _replace(torch.cuda.nvtx, name, _nothing, undo)
+    _patch_cuda_version(undo)
+    undo.callback(_patch_wrapper_tensors())
     mode = CudaIsTheCpu()
-    _patch_backward(mode)
-    mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
+    undo.callback(_patch_backward(mode))
+    undo.enter_context(mode)
+
+
+def _replace(module: ModuleType, name: str, value: Any, undo: ExitStack) -> None:
+    undo.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def _asked_by_transformer_engine() -> bool:
@@ -143,7 +149,7 @@ def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any])
     return asked
 
 
-def _patch_cuda_version() -> None:
+def _patch_cuda_version(undo: ExitStack) -> None:
     """Give `torch.version.cuda` a version to Transformer Engine, which reads it as numbers."""
     real = torch.version.cuda
 
@@ -152,13 +158,14 @@ def _patch_cuda_version() -> None:
         def cuda(self) -> str | None:
             return CUDA_VERSION if _asked_by_transformer_engine() else real
 
+    undo.callback(setattr, torch.version, "__class__", torch.version.__class__)
     torch.version.__class__ = Version
 
 
-def _patch_wrapper_tensors() -> None:
-    """Tensor subclasses are made below the level that `CudaIsTheCpu` sees.
+def _patch_wrapper_tensors() -> Callable[[], None]:
+    """Make tensor subclasses on the CPU, below the level that `CudaIsTheCpu` sees.
 
-    In a dry run, where the meta device is the default, they are made there.
+    In a dry run, where the meta device is the default, they are made there. The result undoes it.
     """
 
     def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,11 +178,11 @@ def _patch_wrapper_tensors() -> None:
 
         return make_on_cpu
 
-    torch_private.wrap_make_wrapper_subclass(on_cpu)
+    return torch_private.wrap_make_wrapper_subclass(on_cpu)
 
 
-def _patch_backward(mode: CudaIsTheCpu) -> None:
-    """`Tensor.backward` is itself a function that leaves the mode: what it runs comes back in."""
+def _patch_backward(mode: CudaIsTheCpu) -> Callable[[], None]:
+    """Let backward passes run in `mode`, which `Tensor.backward` leaves; the result undoes it."""
 
     def in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_in_mode(*args: Any, **kwargs: Any) -> Any:
@@ -184,7 +191,7 @@ def _patch_backward(mode: CudaIsTheCpu) -> None:
 
         return run_in_mode
 
-    torch_private.wrap_backward_engine(in_mode)
+    return torch_private.wrap_backward_engine(in_mode)
 
 
 def to_cpu(device: Any) -> Any:

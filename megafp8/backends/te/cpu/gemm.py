@@ -10,7 +10,8 @@ from megafp8.backends.te.cpu.activations import dgelu, gelu_of
 from megafp8.backends.te.cpu.enums import WIDE
 from megafp8.backends.te.cpu.missing import missing
 from megafp8.backends.te.cpu.quantize import quantize
-from megafp8.backends.te.cpu.tensors import Quantizer, is_quantized, operand, row_shape
+from megafp8.backends.te.cpu.tensors import Quantizer, operand, row_shape
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.tensor import Fp8Tensor
 

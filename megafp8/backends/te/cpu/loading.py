@@ -7,8 +7,8 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from megafp8 import torch_private
 from megafp8.backends.te.cpu import cuda, wheel
 from megafp8.backends.te.cpu.extension import make_extension
-from megafp8.backends.te.cpu.missing import FromAbsentPackage
+from megafp8.backends.te.cpu.missing import FromAbsentPackage, ImportPhase
 from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION, PACKAGE, Sources
 from megafp8.errors import ConfigError
 
@@ -91,25 +91,36 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
     try:
         return _import(sources)
     except (ImportError, AttributeError, AssertionError, TypeError, RuntimeError) as error:
-        for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
-            del sys.modules[name]
         first = next(iter(str(error).splitlines()), "")
         reason = f"its Python cannot be loaded here ({type(error).__name__}: {first})"
         raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}") from error
 
 
 def _import(sources: Sources) -> ModuleType:
-    os.environ.update(LASTING)
+    """Import it; what the import changes in this process stays, but is undone where it fails."""
     torch_private.load_dynamo()  # it must see which packages there really are
-    sys.path.insert(0, str(sources.folder))  # its files ask importlib.metadata for their version
-    cuda.install()
-    quiet = warnings.catch_warnings()
-    with _environment(WHILE_IMPORTING), quiet, _optional_packages(), _no_compiled_functions():
-        warnings.simplefilter("ignore")
-        common: Any = importlib.import_module("transformer_engine.common")
-        common.load_framework_extension = lambda framework: None
-        sys.modules[EXTENSION] = make_extension(sources)
-        return importlib.import_module("transformer_engine.pytorch")
+    with ExitStack() as undo:
+        undo.callback(_set_environment(LASTING))
+        folder = str(sources.folder)
+        sys.path.insert(0, folder)  # its files ask importlib.metadata for their version
+        undo.callback(sys.path.remove, folder)
+        undo.callback(_forget_modules)
+        cuda.install(undo)
+        quiet = warnings.catch_warnings()
+        with _environment(WHILE_IMPORTING), quiet, _optional_packages(), _no_compiled_functions():
+            warnings.simplefilter("ignore")
+            common: Any = importlib.import_module("transformer_engine.common")
+            common.load_framework_extension = lambda framework: None
+            sys.modules[EXTENSION] = make_extension(sources)
+            imported = importlib.import_module("transformer_engine.pytorch")
+        undo.pop_all()
+    return imported
+
+
+def _forget_modules() -> None:
+    """Remove Transformer Engine's modules and the stand-in for its extension."""
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
 
 
 @contextmanager
@@ -128,18 +139,28 @@ def _no_compiled_functions() -> Iterator[None]:
         jit.script = script
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def _set_environment(values: dict[str, str]) -> Callable[[], None]:
+    """Set environment variables; the result sets them as they were before."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+    return undo
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    undo = _set_environment(values)
+    try:
+        yield
+    finally:
+        undo()
 
 
 @contextmanager
@@ -153,18 +174,18 @@ def _optional_packages() -> Iterator[None]:
     absent = {name.split(".")[0] for name in OPTIONAL}
     absent = {name for name in absent if importlib.util.find_spec(name) is None}
     made = [name for name in OPTIONAL if name.split(".")[0] in absent]
+    phase = ImportPhase()
     for name in made:
-        sys.modules[name] = _absent_package(name)
-    FromAbsentPackage.importing = True
+        sys.modules[name] = _absent_package(name, phase)
     try:
         yield
     finally:
-        FromAbsentPackage.importing = False
+        phase.is_over = True
         for name in made:
             del sys.modules[name]
 
 
-def _absent_package(name: str) -> ModuleType:
+def _absent_package(name: str, phase: ImportPhase) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []
     module.__dict__["__version__"] = "0"
@@ -173,7 +194,7 @@ def _absent_package(name: str) -> ModuleType:
     def attribute(key: str) -> FromAbsentPackage:
         if key.startswith("__"):
             raise AttributeError(key)
-        return FromAbsentPackage(f"{name}.{key}")
+        return FromAbsentPackage(f"{name}.{key}", phase)
 
     module.__dict__["__getattr__"] = attribute
     return module

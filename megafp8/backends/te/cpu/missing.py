@@ -49,20 +49,35 @@ def missing(name: str, detail: str = "") -> MissingKernelError:
     )
 
 
-class Missing:
-    """A name of the compiled extension that is not supplied.
+class Unusable:
+    """Raises an error of its own for most of what Python can do with an object.
 
-    Types are annotations only, so it takes part in unions and comparisons.
+    A subclass says which error, and allows what it must. Python asks the class of the second
+    argument of `isinstance`, so that these raise the error too.
+    """
+
+    def _error(self) -> MissingKernelError:
+        raise NotImplementedError
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._error()
+
+    __call__ = __index__ = __bool__ = __iter__ = __len__ = __contains__ = _raise
+    __getitem__ = __setitem__ = __delitem__ = __next__ = __enter__ = __int__ = __float__ = _raise
+    __lt__ = __le__ = __gt__ = __ge__ = __instancecheck__ = __subclasscheck__ = _raise
+
+
+class Missing(Unusable):
+    """Stand for a name of the compiled extension that is not supplied.
+
+    Types are annotations only, so it takes part in unions and comparisons for equality.
     """
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise missing(self._name)
-
-    def __index__(self) -> int:
-        raise missing(self._name)
+    def _error(self) -> MissingKernelError:
+        return missing(self._name)
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
@@ -81,34 +96,49 @@ class Missing:
         return hash(self._name)
 
 
-class FromAbsentPackage:
+class ImportPhase:
+    """Tell the placeholders of one import whether it is over."""
+
+    is_over = False
+
+
+class FromAbsentPackage(Unusable):
     """Stand for what a package that is not installed would have defined.
 
     Decorators and constructors run while Transformer Engine is imported, so a call gives another
-    such object then. Later, a call and the launch of a kernel are errors that name the package.
+    such object then, and the object is true and equal to itself. Later, each use is an error that
+    names the package, as the launch of a kernel is at any time.
     """
 
-    importing = False
-
-    def __init__(self, name: str) -> None:
-        self.__dict__["_name"] = name
+    def __init__(self, name: str, phase: ImportPhase) -> None:
+        self.__dict__.update(_name=name, _phase=phase)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not FromAbsentPackage.importing:
-            raise self._error()
-        return FromAbsentPackage(self._name)
+        self._refuse_later()
+        return FromAbsentPackage(self._name, self._phase)
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)
-        return FromAbsentPackage(f"{self._name}.{key}")
+        return FromAbsentPackage(f"{self._name}.{key}", self._phase)
 
-    def __getitem__(self, grid: Any) -> Any:
-        raise self._error()
+    def __bool__(self) -> bool:
+        self._refuse_later()
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        self._refuse_later()
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _refuse_later(self) -> None:
+        if self._phase.is_over:
+            raise self._error()
 
     def _error(self) -> MissingKernelError:
         package = self._name.split(".")[0]
         return MissingKernelError(
-            f"{self._name}: the package {package} is not installed. Install it, or leave out the "
-            "function of Transformer Engine that uses it"
+            f"{self._name}: the package {package} is not installed. Install {package}, or use "
+            "model.fp8_backend=native"
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megafp8.backends.te.cpu.enums import FORMATS
+from megafp8.backends.te.tensors import is_quantized
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.precision import BLOCK
 
@@ -26,10 +27,6 @@ def kind_of(quantizer: Quantizer) -> str:
 
 def is_blockwise(quantizer: Quantizer) -> bool:
     return kind_of(quantizer) == "Float8BlockQuantizer"
-
-
-def is_quantized(tensor: Any) -> bool:
-    return hasattr(tensor, "_fp8_dtype")
 
 
 def _column_shape(shape: Sequence[int]) -> list[int]:

@@ -1,0 +1,56 @@
+"""What an import of Transformer Engine's Python leaves behind where it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.backends.te import cpu
+from megafp8.backends.te.cpu import loading
+from megafp8.errors import ConfigError
+from tests.backends.te.sources import need_sources
+
+
+def seen() -> dict[str, Any]:
+    """What the import changes in a process."""
+    autograd: Any = torch.autograd
+    tensor: Any = torch.Tensor
+    return {
+        "environment": dict(os.environ),
+        "path": list(sys.path),
+        "modules": {
+            name for name in sys.modules if name.startswith(("transformer_engine", "onnx"))
+        },
+        "cuda": {name: getattr(torch.cuda, name) for name in (*loading.cuda.ANSWERS, "Stream")},
+        "range": torch.cuda.nvtx.range,
+        "version": type(torch.version),
+        "backward": autograd._engine_run_backward,
+        "subclasses": tensor._make_wrapper_subclass,
+        "script": torch.jit.script,
+    }
+
+
+def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_sources(cpu.DEFAULT_VERSION)
+    changed = []
+
+    def fail(sources: object) -> None:
+        changed.append(seen())
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+        raise RuntimeError("planted")
+
+    loading.torch_private.load_dynamo()
+    before = seen()
+    monkeypatch.setattr(loading, "make_extension", fail)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cannot be loaded here \(RuntimeError: planted\)"):
+            cpu.load()
+        assert seen() == before
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
+    assert all(changed[0][name] != value for name, value in before.items())
+    assert cpu.loaded() is None
