@@ -123,6 +123,60 @@ def test_c_has_torchs_bits_at_every_size(size: int, dithers: Dithers) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
+def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
+    """O2 with codes of NaN, factors that are no powers of two or extreme, and infinite gradients.
+
+    The fastest loop leaves such tensors to others, or they are written again: also at the scale 1,
+    which is that of an amax of 0 and of one that is not finite.
+    """
+    if library().lib is None:
+        pytest.skip(library().note)
+    generator = torch.Generator().manual_seed(5)
+    names: tuple[StorageName, ...] = ("fp16", "fp8", "fp16", "fp8")
+    starts = [10.0**-k * torch.randn(60_000, generator=generator) for k in range(4)]
+    starts[2].abs_()
+    whole = [ScaledTensor.of(x, STORAGE_FORMATS[n]) for x, n in zip(starts, names, strict=True)]
+
+    def check(change: Any, size: int = 300, betas: tuple[float, float] = (0.9, 0.98)) -> None:
+        found = []
+        for run in (scaled_adam.update_torch, scaled_adam.update_c):
+            tensors = [
+                ScaledTensor(x.payload[:size].clone(), x.dequant_scale.clone(), x.fmt)
+                for x in whole
+            ]
+            change(tensors)
+            for t in (1, 2):
+                constants = Constants(0.01, betas, 1e-8, 0.1, False, t)
+                run(Tensors(*tensors), constants)
+            found.append([x.values() for x in tensors])
+            found[-1] += [x.values().nan_to_num().signbit() for x in tensors]
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+    def huge(tensors: list[ScaledTensor]) -> None:
+        tensors[3].payload.view(torch.uint8).fill_(3)
+        tensors[3].dequant_scale.fill_(2.0**121)
+
+    def nan_at(row: int, at: int) -> Any:
+        return lambda tensors: tensors[row].payload.view(torch.uint8)[at].fill_(0x7F)
+
+    def times(row: int, factor: float) -> Any:
+        return lambda tensors: tensors[row].dequant_scale.mul_(factor)
+
+    def odd_second(tensors: list[ScaledTensor]) -> None:
+        tensors[2].dequant_scale.mul_(0.3)
+        tensors[0].payload[1:].zero_()  # so that all bits of the updates are stored
+
+    for changed in (lambda tensors: None, huge, nan_at(1, 70), nan_at(1, 299), nan_at(3, 10)):
+        check(changed)
+    check(lambda tensors: None, betas=(0.0, 0.0))
+    check(odd_second, 60_000)
+    for row, factor in itertools.product(range(4), (0.3, 2.0**-120, 2.0**110, -1.0, torch.nan)):
+        check(times(row, factor))
+    for number in (torch.inf, torch.nan):
+        check(lambda tensors, same=number: tensors[3].store(torch.full((300,), same)))
+
+
 def test_the_kernel_is_used_here() -> None:
     if library().lib is None:
         pytest.skip(library().note)

@@ -27,7 +27,7 @@ from megafp8.files import cache_folder, put
 from megafp8.precision.formats import E4M3, E5M2
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
-INCLUDED = Path(__file__).with_name("scaled_cpu.h")
+INCLUDED = [Path(__file__).with_name(name) for name in ("scaled_cpu.h", "scaled_avx512.h")]
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
 # only says that no code catches floating-point exceptions; gcc vectorizes no comparison without it.
 # -fno-math-errno only says that no code reads errno; gcc vectorizes no square root without it.
@@ -89,7 +89,8 @@ def _key(compiler: str) -> str:
     except (OSError, StopIteration):
         cpu = platform.processor() + platform.machine()
     flags = repr((COMPILE_FLAGS, OPTIONAL_FLAGS, PROBE))
-    parts = (SOURCE.read_bytes(), INCLUDED.read_bytes(), version, cpu.encode(), flags.encode())
+    sources = [path.read_bytes() for path in (SOURCE, *INCLUDED)]
+    parts = (*sources, version, cpu.encode(), flags.encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
