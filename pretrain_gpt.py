@@ -76,14 +76,14 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         check_examples(cfg)
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
-    command = [*_typed_command(), *sys.argv[1:]]
-    if info.directory is not None:  # a sweep's job works in the sweep's own folder
-        argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
-        command = [*_typed_command(), *argv]
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
+    command = [*_typed_command(), *sys.argv[1:]]
+    if info.directory is not None:  # a sweep's job works in the sweep's own folder
+        argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
+        command = [*_typed_command(), *argv]
     restarts = spec.train.max_restarts
     if is_rank():
         check_ranks(spec.parallel, os.environ)

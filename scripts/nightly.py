@@ -2,9 +2,10 @@
 
 python scripts/nightly.py [SUITE …] [--table FILE] [--logs FOLDER]
 
-Without names all suites run, and one that cannot is a row with the reason. A suite that is named
-and cannot run is a failure. Rows of suites that do not run stay as they are in the table, with
-their date and commit, so that a night can be done in parts. The exit code is 1 if a suite failed.
+Without names all suites run. One that cannot run is a row with the reason, unless an earlier night
+ran it: results stay in the table, with their date and commit, so that a night can be done in parts
+and on several machines. A suite that is named and cannot run is a failure. The exit code is 1 if a
+suite failed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ TABLE = ROOT / "docs/nightly.md"
 TITLE = "# The last run of every suite"
 EXPLANATION = """\
 `make nightly` runs all suites that a machine can run and writes this table. `make nightly
-ARGS="slow slurm"` runs the named ones and leaves the other rows as they are. The last column has
-the reason where a suite did not run, otherwise the machine. Skipped tests need a device or a
+ARGS="slow slurm"` runs the named ones and leaves the other rows as they are. A suite without a row
+has not been run so yet. The last column has the reason where a suite could not run, otherwise the
+machine. Skipped tests need a device or a
 package that the machine lacks; the logs are in `build/nightly`."""
 COLUMNS = ("suite", "passed", "failed", "skipped", "minutes", "date", "commit", "reason, machine")
 SLURM = ("slurmctld", "slurmd", "munged", "ip", "nsenter")
+NOT_RUN = "not run"
 NOT_FAST = "not gpu and not slow and not slurm and not hosts"
 
 
@@ -147,14 +150,16 @@ def main(argv: Sequence[str]) -> int:
         suite = known[name]
         reason = suite.why_not()
         if reason:
-            print(f"nightly: {name}: not run: {reason}", flush=True)
-            result = Result(reason=f"not run: {reason}")
+            print(f"nightly: {name}: {NOT_RUN}: {reason}", flush=True)
+            result = Result(reason=f"{NOT_RUN}: {reason}")
             if options.suites:
                 failed.append(name)
         else:
             result = run(suite, options.logs)
-        if result.failed:
-            failed.append(name)
+            if result.failed:
+                failed.append(name)
+        if reason and name in rows and not rows[name][-1].startswith(NOT_RUN):
+            continue  # what another machine, or an earlier night, found
         rows[name] = row_of(suite, result)
         options.table.write_text(table_of(rows))  # after each suite: a night may be cut short
     print(f"nightly: the table is {options.table}; commit it")

@@ -32,7 +32,7 @@ from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_value
 from megafp8.errors import ExitCode, RunError, UserError
-from megafp8.files import to_json, write_atomically
+from megafp8.files import read_json, to_json, write_atomically, write_json_atomically
 from megafp8.report.curves import gap_chart
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
@@ -41,6 +41,7 @@ from megafp8.report.writer import REPORT_FILE
 
 WORSE, UNDECIDED = 5, 6
 RESULT_FILE = "compare.json"
+INPUT_FILE = "compare-input.json"  # says what configurations the runs beside it have
 STORED = tuple(
     f"model.optim.{name}"
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -105,9 +106,10 @@ def compare(options: argparse.Namespace) -> int:
     measured = (*given, *_with_health(given, config))
     seeds = options.seeds or [int(other.cfg.model.seed)]
     options_of_run = _config_options(options)
-    identity = to_json([list(given), list(options.base), [str(item) for item in config]])
-    short = hashlib.sha256(identity.encode()).hexdigest()[:8]
-    out = options.out or Path("compare") / short
+    trees = [{key: read_value(cfg, key) for key in all_keys()} for cfg in (other.cfg, base_cfg)]
+    identity = hashlib.sha256(to_json(trees).encode()).hexdigest()
+    out = options.out or Path("compare") / identity[:8]
+    _claim(out, identity)
     jobs = [
         Job(label, seed, (*options_of_run, *overrides), out / f"{label}-{seed}")
         for seed in seeds
@@ -117,9 +119,30 @@ def compare(options: argparse.Namespace) -> int:
     print("\n".join(f"differs: {line}" for line in changed), flush=True)
     codes = _run_all(jobs, options.jobs)
     if ExitCode.SAVED_ON_SIGNAL in codes.values():
-        print("interrupted and saved; the same command continues", file=sys.stderr)
+        print("interrupted; the same command continues", file=sys.stderr)
         return int(ExitCode.SAVED_ON_SIGNAL)
     return _report(jobs, codes, out, options.tolerance / 100, changed)
+
+
+def _claim(out: Path, identity: str) -> None:
+    """Take a directory for the runs of two configurations, whose hash is `identity`.
+
+    Raises:
+        RunError: The directory has runs of other configurations, or cannot be written.
+    """
+    file = out / INPUT_FILE
+    if file.exists():
+        if read_json(file).get("configurations") != identity:
+            raise RunError(
+                f"{out}: has runs of other configurations, which would count as runs of these. "
+                "Give another --out, or delete the directory"
+            )
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(file, {"configurations": identity})
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error.strerror})") from error
 
 
 def _config_options(options: argparse.Namespace) -> tuple[str, ...]:
@@ -170,7 +193,11 @@ def _with_health(given: Sequence[str], config: tuple[Path | None, str]) -> tuple
 
 
 def _run_all(jobs: Sequence[Job], at_once: int) -> dict[Job, int]:
-    """Run the jobs that have not finished; return exit codes. No job starts after a signal."""
+    """Run the jobs that have not finished; return exit codes. No job starts after a signal.
+
+    After Ctrl-C every job that has not finished has the code of an interruption, also one that had
+    not begun to train and therefore could not save.
+    """
     codes: dict[Job, int] = {}
     stopped: list[bool] = []
 
@@ -189,6 +216,8 @@ def _run_all(jobs: Sequence[Job], at_once: int) -> dict[Job, int]:
             list(pool.map(run, jobs))
     finally:
         signal.signal(signal.SIGINT, before)
+    if stopped:
+        codes = {job: code and int(ExitCode.SAVED_ON_SIGNAL) for job, code in codes.items()}
     return codes
 
 
@@ -226,12 +255,14 @@ def _report(
     runs = {(job.label, job.seed): read_run(job.directory) for job in jobs if _left_a_run(job)}
     failed = [job for job in jobs if codes[job] != ExitCode.FINISHED]
     names = _names(runs)
-    of_base = [job for job in failed if job.label == "baseline"]
-    if of_base:
-        raise RunError(
-            f"{of_base[0].directory}: the baseline's run ended with exit code "
-            f"{codes[of_base[0]]}. Correct that first; the same command continues"
-        )
+    # A baseline that failed, or a mistake such as missing data, says nothing about the losses.
+    for job in failed:
+        if job.label == "baseline" or codes[job] == ExitCode.USER_ERROR:
+            of = "the baseline's run" if job.label == "baseline" else "the configuration's run"
+            raise RunError(
+                f"{job.directory}: {of} ended with exit code {codes[job]}. Correct that first; "
+                "the same command continues"
+            )
     pairs = [
         Pair(seed, base, runs["given", seed])
         for (label, seed), base in runs.items()

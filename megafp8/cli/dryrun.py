@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shapes", action="store_true", help="show every parameter's shape too")
     options, rest = parser.parse_known_args(argv)
     figures = [word for word in rest if is_hardware(word)]
+    hardware = hardware_from(figures) if figures else None
     given = parse_options([word for word in rest if not is_hardware(word)])
     loaded = load_all(given.overrides, given.config_dir, given.config_name)
     asked = loaded.cfg.trainer.accelerator
@@ -79,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(job_lines(spec, layout)))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *table(spec, shares)]))
-    if figures:
-        print(fits(shares, hardware_from(figures)))
+    if hardware is not None:
+        print(fits(shares, hardware))
     if options.shapes:
         for share in shares:
             print(

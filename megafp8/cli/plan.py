@@ -5,7 +5,6 @@ python -m megafp8.cli.plan model=gpt3_5b model.fp8=True trainer.devices=8 hardwa
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megafp8.cli.job import parse_options, report_error
+from megafp8.cli.job import command_parser, parse_options, reports_errors
 from megafp8.cli.plan_page import page
 from megafp8.cli.plan_text import (
     PARTS,
@@ -45,7 +44,6 @@ from megafp8.plan.traffic import rank_traffic
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 
-PROG = "python -m megafp8.cli.plan"
 ACCELERATOR = "trainer.accelerator"
 NODES, DEVICES = "trainer.num_nodes", "trainer.devices"
 CONTEXT = "model.context_parallel_size"
@@ -55,12 +53,12 @@ DOES_NOT_FIT = 1
 SHOWN_LAYOUTS = 8
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print the plan; return 0 if the job fits, 1 if it does not, 2 if it would be refused."""
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "plan",
+        __doc__,
         epilog="Everything else is what pretrain_gpt.py takes. hardware= names one of "
         f"{', '.join(KNOWN)}; hardware.bf16_tflops=… and others replace single figures.",
         allow_abbrev=False,
@@ -73,35 +71,32 @@ def main(argv: Sequence[str]) -> int:
         "--page", type=Path, metavar="FILE", help="write an HTML page with pictures"
     )
     options, rest = parser.parse_known_args(argv)
+    hardware = hardware_from([word for word in rest if is_hardware(word)])
+    words = [word for word in rest if not is_hardware(word)]
+    refusal, found = "", None
     try:
-        hardware = hardware_from([word for word in rest if is_hardware(word)])
-        words = [word for word in rest if not is_hardware(word)]
-        refusal, found = "", None
-        try:
-            spec = spec_of(words, options.vocab_size)
-        except UserError as error:
-            if not options.search:
-                raise
-            found = best_layouts(spec_without_layout(words, options.vocab_size, error), hardware)
-            if not found:
-                raise
-            spec, refusal = found[0].spec, str(error)
-        if options.tokens is not None and not 0 < options.tokens < float("inf"):
-            raise ConfigError("--tokens", options.tokens, "is no number of tokens", "Give 3e11")
-        plan = make_plan(spec, hardware)
-        if options.search and found is None:
-            found = best_layouts(spec, hardware)
-        lines = [*describe(plan, options.vocab_size, options.tokens), *listed(found)]
-        if refusal:
-            lines = [f"Refused: {refusal}", "This is the plan of the best layout:", "", *lines]
-        if options.page is not None:
-            write_page(plan, lines, options.page)
-        if options.json:
-            print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
-        else:
-            print(*lines, sep="\n")
+        spec = spec_of(words, options.vocab_size)
     except UserError as error:
-        return report_error(error)
+        if not options.search:
+            raise
+        found = best_layouts(spec_without_layout(words, options.vocab_size, error), hardware)
+        if not found:
+            raise
+        spec, refusal = found[0].spec, str(error)
+    if options.tokens is not None and not 0 < options.tokens < float("inf"):
+        raise ConfigError("--tokens", options.tokens, "is no number of tokens", "Give 3e11")
+    plan = make_plan(spec, hardware)
+    if options.search and found is None:
+        found = best_layouts(spec, hardware)
+    lines = [*describe(plan, options.vocab_size, options.tokens), *listed(found)]
+    if refusal:
+        lines = [f"Refused: {refusal}", "This is the plan of the best layout:", "", *lines]
+    if options.page is not None:
+        write_page(plan, lines, options.page)
+    if options.json:
+        print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
+    else:
+        print(*lines, sep="\n")
     return ExitCode.FINISHED if plan.fits else DOES_NOT_FIT
 
 

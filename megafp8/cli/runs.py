@@ -18,7 +18,7 @@ from megafp8.errors import ExitCode, RunError
 from megafp8.observe.units import format_count, format_number
 from megafp8.report.page import typical_speed
 from megafp8.report.record import RunRecord, read_run
-from megafp8.runs.find import USUAL_FOLDER, runs_below
+from megafp8.runs.find import USUAL_FOLDER, age, runs_below
 
 NEWEST = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(folders: Sequence[Path], newest: int | None) -> None:
-    paths = [path for folder in folders for path in runs_below(folder)]
+    paths = sorted({path for folder in folders for path in runs_below(folder)}, key=age)
     if not paths:
         named = ", ".join(map(str, folders))
         raise RunError(f"{named}: no runs. Name the folder that has them (exp_manager.exp_dir)")

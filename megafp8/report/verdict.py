@@ -179,7 +179,7 @@ def weakest_tensors(run: RunRecord) -> list[Signal]:
         if values[0]:
             means = [statistics.fmean(known) if known else 0.0 for known in values]
             found.append(Signal(name, *means))
-    return sorted(found, key=lambda signal: signal.snr_db)[:WORST_TENSORS]
+    return sorted(found, key=lambda signal: (signal.snr_db, signal.name))[:WORST_TENSORS]
 
 
 def _measure(line: Line, name: str, key: str) -> float | None:

@@ -40,6 +40,7 @@ class RunChoice:
     reason: str  # one line for the console
     lock: RunLock | None  # None on ranks that only learned of the choice
     identity_changed: bool = False  # the settings of a named run differ from its first ones
+    before: frozenset[str] = frozenset()  # the names in a new run's directory before it was chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything but the lock, which stays with the process that holds it."""
@@ -105,11 +106,12 @@ def checked_name(name: str) -> str:
 
 
 def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bool) -> RunChoice:
+    before = frozenset(os.listdir(path))
     lock = RunLock.acquire(path)
     try:
         if not _has_history(path):
             _record(path, identity, is_sweep)
-            return RunChoice(path, False, f"new run {path.name}", lock)
+            return RunChoice(path, False, f"new run {path.name}", lock, before=before)
         if not resume_if_exists:
             raise RunError(
                 f"{path} has a run already. Set exp_manager.resume_if_exists=true to continue "
@@ -251,8 +253,8 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
 def withdraw(choice: RunChoice) -> bool:
     """Delete the directory of a new run that was refused before its first step.
 
-    Only files that every run writes are deleted. The directory stays if it has other files. Return
-    whether the run was withdrawn.
+    Only files that every run writes are deleted, and none that was there before. The directory
+    stays if it has other files. Return whether the run was withdrawn.
     """
     if choice.continues or choice.lock is None:
         return False  # an earlier run, or another process, made the directory
@@ -265,7 +267,8 @@ def withdraw(choice: RunChoice) -> bool:
     try:
         for pattern in (*LOGS, *MADE_AT_THE_START):
             for file in path.glob(pattern):
-                file.unlink()
+                if file.name not in choice.before:
+                    file.unlink()
         if checkpoints.is_dir():
             checkpoints.rmdir()
         path.rmdir()

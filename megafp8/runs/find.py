@@ -30,7 +30,7 @@ def runs_below(folder: Path) -> list[Path]:
     if is_run(folder):
         return [folder]
     found = [path for path in folder.glob("*") if is_run(path)] if folder.is_dir() else []
-    return sorted(found, key=_age)
+    return sorted(found, key=age)
 
 
 def find_run(named: Path, *, with_checkpoint: bool = False) -> Path:
@@ -56,7 +56,8 @@ def find_run(named: Path, *, with_checkpoint: bool = False) -> Path:
     return runs[-1]
 
 
-def _age(path: Path) -> tuple[str, str]:
+def age(path: Path) -> tuple[str, str]:
+    """Return what sorts runs by the time when they were made, oldest first."""
     try:
         return str(read_json(path / RECORD_NAME).get("created") or ""), path.name
     except RunError:  # the record is missing or damaged: such a run counts as an old one

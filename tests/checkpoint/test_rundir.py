@@ -125,6 +125,18 @@ def test_named(tmp_path: Path) -> None:
     assert not is_locked(other.path)
 
 
+def test_a_refused_run_leaves_what_was_there(tmp_path: Path) -> None:
+    """A shell may write to a file of the run's own names, as in `… > console.log`."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "console.log").write_text("the error message")
+    choice = choose(tmp_path, "mine")
+    (tmp_path / "mine" / "events.jsonl").write_text("")
+    assert not choice.continues and rundir.withdraw(choice)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["console.log"]
+    again = choose(tmp_path, "new")
+    assert rundir.withdraw(again) and not (tmp_path / "new").exists()
+
+
 def test_named_without_a_record(tmp_path: Path) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (tmp_path / "copied" / "checkpoints" / "step_00000001").mkdir(parents=True)

@@ -45,6 +45,19 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert lines[2][:3] == ["runs/second", "finished", "110/110"]
 
 
+def test_runs_of_several_folders_are_in_the_order_of_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "NEWEST", 2)
+    for name, created in (("a/new", "3"), ("a/newer", "4"), ("b/old", "1"), ("b/older", "0")):
+        path = make_run(Path(name))
+        (path / "run.json").write_text(f'{{"status": "finished", "created": "{created}"}}')
+    assert runs.main(["a", "b", "a"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a/new", "a/newer", "2"]
+
+
 def test_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunError, match="latest: there is no run in runs"):
@@ -88,6 +101,15 @@ def test_a_failed_self_test_shows_the_last_lines(
     assert doctor.main(["--self-test"]) == 1
     said = capsys.readouterr().out
     assert "self-test: exit code 2 at 4 steps" in said and "model.hidden_size=101" in said
+
+
+def test_a_self_test_that_takes_too_long_is_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "SELF_TEST_SECONDS", 0.01)
+    monkeypatch.setattr(doctor, "findings", lambda disk: [doctor.Finding("a", "b")])
+    assert doctor.main(["--self-test"]) == 1
+    assert "self-test: 4 steps were not done after 0.01 s" in capsys.readouterr().out
 
 
 def test_inspect_says_how_to_measure_more(

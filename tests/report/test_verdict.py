@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,6 +208,42 @@ def test_worse_undecided_and_failed_runs(
     assert "the baseline's run ended with exit code 1" in capsys.readouterr().err
     monkeypatch.setattr(compare, "_run", lambda job, *, quiet: 75)
     assert compare.main(again) == 75
+
+
+def test_runs_of_other_configurations_do_not_count(
+    made: list[compare.Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["model.fp8=True", "--out", "out"]) == 0
+    count = len(made)
+    assert compare.main(["model.fp8=True", "model.fp8_margin=1", "--out", "out"]) == 2
+    assert "out: has runs of other configurations" in capsys.readouterr().err
+    assert len(made) == count
+    assert compare.main(["model.fp8=True", "model.fp8_margin=0", "--out", "out"]) == 0, "the same"
+    assert compare.main(["model.fp8=True"]) == compare.main(["model.fp8=True"]) == 0
+    assert len(list(Path("compare").iterdir())) == 1
+
+
+def test_ctrl_c_while_a_run_starts_is_an_interruption(
+    made: list[compare.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that has not begun to train cannot save, and ends with the signal's own code."""
+
+    def interrupted(job: compare.Job, *, quiet: bool) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 128 + signal.SIGINT
+
+    monkeypatch.setattr(compare, "_run", interrupted)
+    assert compare.main(["model.fp8=True", "--out", "out"]) == 75
+    assert not Path("out/report.html").exists()
+
+
+def test_a_mistake_is_no_verdict(
+    made: list[compare.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["model.fp8=True", "--out", "out"]) == 0
+    monkeypatch.setattr(compare, "_run", lambda job, *, quiet: 2 * (job.label == "given"))
+    assert compare.main(["model.fp8=True", "--out", "out"]) == 2
+    assert "the configuration's run ended with exit code 2" in capsys.readouterr().err
 
 
 def test_what_is_refused(made: list[compare.Job], capsys: pytest.CaptureFixture[str]) -> None:

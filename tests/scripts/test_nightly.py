@@ -68,6 +68,20 @@ def test_a_suite_that_cannot_run_is_a_row_and_by_name_a_failure(
     assert "apt-get install a-package" in capsys.readouterr().out
 
 
+def test_a_result_of_another_machine_is_not_replaced_by_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table.md"
+    arguments = ["--table", str(table), "--logs", str(tmp_path / "logs")]
+    suites(monkeypatch, Suite("gpu", "on a GPU", (*PYTHON, "print('3 passed in 0.10s')")))
+    monkeypatch.setattr(nightly, "_has_gpu", lambda: True)
+    assert main(arguments) == 0
+    there = read_table(table)
+    monkeypatch.setattr(nightly, "_has_gpu", lambda: False)
+    assert main(arguments) == 0 and read_table(table) == there
+    assert main([*arguments, "gpu"]) == 1 and read_table(table) == there
+
+
 def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["slrum"])

@@ -5,7 +5,6 @@ python -m megafp8.cli.migrate FILE [-o OUTPUT]
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,33 +15,27 @@ from megafp8.cli.migrate import accelerate, nemo
 from megafp8.cli.migrate.report import Migration, check_written, rewrite, write_beside
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
-from megafp8.errors import ExitCode, UserError
+from megafp8.errors import ExitCode
 
 
+@job.reports_errors
 def main(argv: Sequence[str]) -> int:
     """Write the new file and print the report.
 
     Returns 0 if the new file loads, and 2 if something must be decided or an error was printed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.migrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = job.command_parser("migrate", __doc__)
     parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML, which is not changed")
     parser.add_argument(
         "-o", "--output", type=Path, help="the new file (default: NAME.megafp8.yaml beside FILE)"
     )
     options = parser.parse_args(argv)
-    try:
-        migration = migrate(_read(options.file), options.file.name)
-        target = write_beside(options.file, migration.text(options.file.name), options.output)
-        if not migration.undecided and (problems := _problems_of(target)):
-            for problem in problems:
-                migration.decide(problem.key, problem.value, problem.reason, problem.hint)
-            rewrite(target, migration.text(options.file.name))
-    except UserError as error:
-        return job.report_error(error)
+    migration = migrate(_read(options.file), options.file.name)
+    target = write_beside(options.file, migration.text(options.file.name), options.output)
+    if not migration.undecided and (problems := _problems_of(target)):
+        for problem in problems:
+            migration.decide(problem.key, problem.value, problem.reason, problem.hint)
+        rewrite(target, migration.text(options.file.name))
     print(migration.report(), end="")
     print(f"written: {target}")
     if migration.undecided:
