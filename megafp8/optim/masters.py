@@ -263,8 +263,8 @@ def clip(
     together until their norm is `spec.clip_grad_norm`; clipping by value limits the magnitude of
     each element to it.
     """
-    limit = spec.clip_grad_norm or math.inf
+    limit, factor = spec.clip_grad_norm or math.inf, coefficient(norm, spec) / divisor
     for flat_grad in flat_grads:
-        flat_grad.mul_(coefficient(norm, spec) / divisor)
+        flat_grad.mul_(factor)
         if spec.clip_algorithm == "value" and limit < math.inf:
             flat_grad.clamp_(-limit, limit)

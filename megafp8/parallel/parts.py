@@ -325,8 +325,13 @@ def _heads(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:
 
 
 def _split_by_triton(qkv_BSF: torch.Tensor, sizes: HeadSizes, turn: Rotary) -> QKV | None:
-    """Return the heads, turned by one kernel each way, or None where no kernel runs."""
-    if torch.compiler.is_compiling() or not runs_triton(qkv_BSF.device):
+    """Return the heads, turned by one kernel each way, or None where no kernel runs.
+
+    The kernel computes in FP32, so that FP64 is left to torch.
+    """
+    if qkv_BSF.dtype == torch.float64 or not runs_triton(qkv_BSF.device):
+        return None
+    if torch.compiler.is_compiling():
         return None
     return QKV(*split_heads(qkv_BSF, _heads(qkv_BSF.shape[0], sizes, turn)))
 

@@ -58,8 +58,11 @@ class ChainOutput(NamedTuple):
 def can_run(links: Sequence[Link], consumer: Consumer | None = None) -> bool:
     """Whether every linear's input is cast by the norm or activation before it.
 
-    With a consumer, also whether it can cast the gradient of the last linear's output.
+    With a consumer, also whether it can cast the gradient of the last linear's output. A chain does
+    not call its linears as modules, so that none may have hooks, which a search for a NaN sets.
     """
+    if any(link.linear._forward_hooks for link in links):
+        return False
     with_first = torch.is_grad_enabled()
     quantizers = [link.linear.quantizer for link in links]
     if consumer is not None:

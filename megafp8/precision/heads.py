@@ -32,19 +32,20 @@ class Heads:
     def parts(self, output_TO: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries [B, H, S, E], keys and values [B, G, S, E]; values are a view."""
         query, key = self.num_heads * self.size, self.num_groups * self.size
-        q, k, v = (
-            part.view(self.batch, -1, part.shape[-1] // self.size, self.size).transpose(1, 2)
-            for part in output_TO.split((query, key, key), dim=-1)
-        )
+        q, k, v = self._split(output_TO, (query, key, key))
         if self.turn is None:
             return q, k, v
         turned = self._pack((q, k), nothing_but_plain(q.device), backward=False).plain
         assert turned is not None
-        q, k = (
-            part.view(self.batch, -1, part.shape[-1] // self.size, self.size).transpose(1, 2)
-            for part in turned.split((query, key), dim=-1)
-        )
+        q, k = self._split(turned, (query, key))
         return q, k, v
+
+    def _split(self, x_TF: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        """Return views [B, heads, S, E] of the columns of `x_TF`, `widths` each."""
+        return [
+            part.view(self.batch, -1, part.shape[-1] // self.size, self.size).transpose(1, 2)
+            for part in x_TF.split(list(widths), dim=-1)
+        ]
 
     def cast_grads(self, grads: Sequence[torch.Tensor], into: CastInto) -> Produced:
         """Return the gradient [T, F] of the linear's output, given those of `parts`."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megafp8.models.loss import HeadLoss, plain_matmul, through_autograd
+from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.vocab import VocabParallelHeadLoss, local_rows, vocabulary_piece
+from megafp8.precision.kernels import triton_launch
 from megafp8.specs.data import IGNORE
 
 RANKS, CHUNK, VOCAB = 3, 7, 12
@@ -45,7 +47,7 @@ def run_ranks_in_turn(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> list[
         ranks = [Played("tp", RANKS, rank, others=others) for rank in range(RANKS)]
         results = [
             VocabParallelHeadLoss(tp, plain_matmul, through_autograd).loss_of_chunk(
-                logits_CV[:, tp.rank * share : (tp.rank + 1) * share], targets_C, True
+                logits_CV[:, tp.rank * share : (tp.rank + 1) * share].contiguous(), targets_C, True
             )
             for tp in ranks
         ]
@@ -55,8 +57,20 @@ def run_ranks_in_turn(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> list[
     return results
 
 
+@pytest.fixture(params=[False, True], ids=["torch", "kernel"])
+def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the loss comes from the Triton kernel, here in Triton's interpreter."""
+    if request.param:
+        pytest.importorskip("triton")
+        if triton_launch.unavailable(torch.device("cpu")) is not None:
+            pytest.skip("needs Triton's interpreter")
+        monkeypatch.setattr(vocab, "runs_triton", lambda device: True)
+    return bool(request.param)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
 @pytest.mark.parametrize("scale", [1.0, 300.0])
-def test_loss_and_gradient_equal_the_plain_ones(scale: float) -> None:
+def test_loss_and_gradient_equal_the_plain_ones(scale: float, by_kernel: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     logits_CV = torch.randn(CHUNK, VOCAB, generator=generator) * scale
     targets_C = torch.tensor([0, 3, 4, 11, IGNORE, 7, 8])
@@ -69,8 +83,9 @@ def test_loss_and_gradient_equal_the_plain_ones(scale: float) -> None:
     assert not found_CV[4].any(), "not counted"
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_logit_that_is_not_finite_is_not_lost(bad: float) -> None:
+def test_a_logit_that_is_not_finite_is_not_lost(bad: float, by_kernel: bool) -> None:
     logits_CV = torch.zeros(2, VOCAB)
     logits_CV[1, 5] = bad
     for loss, _ in run_ranks_in_turn(logits_CV, torch.tensor([1, 2])):

@@ -138,12 +138,11 @@ def _loss_kernel(
         tl.store(exponentials + token + one, total)
     if WITH_GRAD:
         dtype: tl.constexpr = logits.dtype.element_ty
-        factor = tl.where(target == ignore, 0.0, grad_scale)
         for begin in range(0, vocab, BLOCK):
             cols = begin + lanes
             inside = cols < vocab
             x = widened(tl.load(row + cols, mask=inside, other=0.0))
             grad = tl.exp(x - top) / total - tl.where(cols == target, 1.0, 0.0)
-            grad = tl.where(target == ignore, 0.0, grad * factor)
+            grad = tl.where(target == ignore, 0.0, grad * grad_scale)
             grad = rounded(grad, dtype, HARDWARE)
             tl.store(row + cols, narrowed(grad, dtype, HARDWARE), mask=inside)

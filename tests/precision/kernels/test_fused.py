@@ -19,14 +19,16 @@ from megafp8.precision import chain
 from megafp8.precision.cast import quantize
 from megafp8.precision.engine import EMULATED, Engine
 from megafp8.precision.kernels import triton_launch
+from megafp8.precision.linear import Linear
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs import Fp8Recipe, GPTSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.precision.kernels.test_engine import hopper
+from tests.ranks import run_ranks
 from tests.tiny import build_run, gpt_spec, microbatch
 
 pytest.importorskip("triton")
@@ -185,6 +187,35 @@ def test_what_cannot_be_fused_is_not(
     seen = Fusions(monkeypatch)
     train_step(state, [microbatch(0)])
     assert {name.rpartition(".")[2] for name in seen.names} == set(fused)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_run_chains(sequence_parallel: bool) -> None:
+    """Losses and gradients of two ranks are those of the same ranks on the ordinary path."""
+    parallel = ParallelSpec(devices_per_node=2, tp=2, sequence_parallel=sequence_parallel)
+    ranks = run_ranks(
+        "tests.precision.kernels.rank_chains:both_ways", 2, {"parallel": parallel, "model": GATED}
+    )
+    for rank in ranks:
+        assert rank["names"] == sorted(f"layers.0.{n}" for n in LINEARS if "proj" not in n)
+        assert rank["names apart"] == []
+        (losses, grads), (expected, their_grads) = rank["chains"], rank["apart"]
+        assert losses == pytest.approx(expected, rel=2e-4)
+        assert losses == ranks[0]["chains"][0]
+        for mine, theirs in zip(grads, their_grads, strict=True):
+            assert (mine - theirs).norm() <= 0.04 * theirs.norm()
+
+
+def test_hooks_see_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a NaN sets hooks on all modules, and names the first whose output has one."""
+    state, seen = state_of(hopper(), model=GATED), Fusions(monkeypatch)
+    state.model.eval()
+    called: list[str] = []
+    for name, module in state.model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+    evaluate(state, [microbatch(0)])
+    linears = [name for name, module in state.model.named_modules() if isinstance(module, Linear)]
+    assert len(linears) == len(LINEARS) and set(linears) <= set(called) and seen.names == []
 
 
 def test_on_a_cpu_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
