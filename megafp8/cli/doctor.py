@@ -30,7 +30,7 @@ PACKAGES = (
     ("transformer-engine", "model.fp8_backend=te on GPUs: NVIDIA's own kernels"),
     ("torchao", "model.fp8_backend=torchao: torchao's FP8 linears"),
     ("triton", "casts and scales of FP8 in GPU kernels of our own"),
-    ("apex", "nothing here: norms and the optimizer do not need it"),
+    ("apex", "Apex's kernel for model.optim.name=fused_adam on GPUs (built from NVIDIA's sources)"),
     ("tensorboard", "curves in TensorBoard"),
     ("wandb", "curves in Weights & Biases"),
     ("transformers", "named tokenizers, and a check of exported models"),

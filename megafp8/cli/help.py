@@ -425,16 +425,17 @@ def _together() -> Iterator[str]:
 
 def _condition(text: str) -> str:
     """Return a condition such as `a=1 or 2 for some linear` with only its settings as code."""
-    condition, is_for, rest = text.replace("None", "null").partition(" for ")
-    key, equals, values = condition.partition("=")
-    if not equals:
-        key, _, words = condition.partition(" ")
-        shown = f"`{key}` {words}"
-    else:
-        first, *others = re.split(r"(, | or )", values)
-        pairs = zip(others[::2], others[1::2], strict=True)
-        shown = f"`{key}={first}`" + "".join(f"{joint}`{other}`" for joint, other in pairs)
-    return f"{shown}{is_for}{rest}"
+    return " and ".join(map(_term, text.replace("None", "null").split(" and ")))
+
+
+def _term(text: str) -> str:
+    found = re.fullmatch(r"([\w.]+)=(\S+(?:(?:, | or )\S+)*)( for .*)?", text)
+    if found is None:  # words, in which settings stand
+        return re.sub(r"\b[a-z_]+(?:\.\w+)+(?:=\w+)?", lambda setting: f"`{setting[0]}`", text)
+    first, *others = re.split(r"(, | or )", found[2])
+    pairs = zip(others[::2], others[1::2], strict=True)
+    listed = "".join(f"{joint}`{other}`" for joint, other in pairs)
+    return f"`{found[1]}={first}`{listed}{found[3] or ''}"
 
 
 def _nemo() -> Iterator[str]:

@@ -85,7 +85,8 @@ FILES = "model.data.train_ds.file_names"
 _OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
 OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
 _FILES = Valid(
-    "a path, or a list of paths, of .jsonl, .json or .parquet; hf:NAME is a dataset of the Hub",
+    "a path, or a list of paths, of .jsonl, .ndjson, .json or .parquet, or of a folder that "
+    "datasets saved; hf:NAME is a dataset of the Hub",
     lambda value: value is None or file_list(value) is not None,
 )
 
