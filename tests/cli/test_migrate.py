@@ -215,15 +215,17 @@ def test_torchaos_gathering_is_about_fsdp() -> None:
         "mixed_precision: fp8\ndistributed_type: {}\n"
         "fp8_config: {{backend: AO, enable_fsdp_float8_all_gather: {}}}\n"
     )
-    for kind, value, is_fsdp in [
+    for kind, value, gathers in [
         ("MULTI_GPU", "true", False),
         ("FSDP", "true", True),
         ("FSDP", "false", False),
     ]:
         m = migrate(text.format(kind, value), "x")
-        assert m.out["model"].get("fsdp", False) is is_fsdp
+        model = m.out["model"]
+        assert model.get("enable_fsdp_float8_all_gather", False) is gathers
+        assert model.get("fsdp", False) is (kind == "FSDP")
         key = "fp8_config.enable_fsdp_float8_all_gather"
-        assert (key in keys_of(m.changes), key in keys_of(m.inert)) == (is_fsdp, not is_fsdp)
+        assert (key in keys_of(m.changes), key in keys_of(m.inert)) == (gathers, not gathers)
 
 
 @pytest.mark.parametrize(
@@ -340,151 +342,6 @@ def test_the_launchers_paths_must_be_decided(tmp_path: Path) -> None:
     paths = ["data_dir=/data", "base_results_dir=/results"]
     theirs = run_spec(*paths, gpu=True, config_dir=tmp_path, config_name="5b")
     assert run_spec(*paths, gpu=True, **where).resolved == theirs.resolved
-
-
-def accelerate(**more: Any) -> Migration:
-    """Return the translation of a file with these keys, which is not refused as a whole."""
-    return migrate(yaml.safe_dump({"mixed_precision": "bf16", "num_processes": 2, **more}), "x")
-
-
-@pytest.mark.parametrize(
-    ("prefix", "given", "strategy"),
-    [
-        ("fsdp_sharding_strategy", "FULL_SHARD", "full"),
-        ("fsdp_sharding_strategy", 2, "grad"),
-        ("fsdp_reshard_after_forward", True, "full"),
-        ("fsdp_reshard_after_forward", False, "grad"),
-        ("fsdp_reshard_after_forward", "HYBRID_SHARD", "full"),
-        ("fsdp_version", 2, "full"),
-    ],
-)
-def test_fsdps_strategies(prefix: str, given: object, strategy: str, tmp_path: Path) -> None:
-    m = accelerate(distributed_type="FSDP", fsdp_config={prefix: given})
-    assert not m.undecided
-    fsdp = run_spec(**write(tmp_path, m)).parallel.fsdp
-    assert fsdp is not None and fsdp.strategy == strategy
-    assert fsdp.grad_reduce_dtype == "bf16", "Accelerate's FSDP sums in the compute dtype"
-
-
-def test_fsdps_other_keys(tmp_path: Path) -> None:
-    """The keys that `accelerate config` 1.15 writes for FSDP2, with recomputation."""
-    section = {
-        "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False,
-        "fsdp_reshard_after_forward": True, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_transformer_layer_cls_to_wrap": "GPT2Block", "fsdp_version": 2,
-    }  # fmt: skip
-    m = accelerate(distributed_type="FSDP", fsdp_config=section)
-    named = keys_of([*m.changes, *m.inert])
-    assert not m.undecided and {f"fsdp_config.{key}" for key in section} <= named
-    recompute = run_spec(**write(tmp_path, m)).model.recompute
-    assert recompute is not None and recompute.granularity == "full"
-    offloads = accelerate(distributed_type="FSDP", fsdp_config={"fsdp_offload_params": True})
-    assert keys_of(offloads.undecided) == {"fsdp_config.fsdp_offload_params"}
-    several = accelerate(
-        distributed_type="FSDP", num_machines=2, num_processes=4,
-        fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD"},
-    )  # fmt: skip
-    assert several.out["model"]["fsdp_sharding_strategy"] == "hybrid"
-    plain = accelerate(distributed_type="FSDP", fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"})
-    assert "fsdp" not in plain.out.get("model", {})
-
-
-@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO"])
-def test_a_section_that_accelerate_does_not_read(kind: str) -> None:
-    sections = {"fsdp_config": {"fsdp_offload_params": True}, "deepspeed_config": {"zero_stage": 3}}
-    m = accelerate(distributed_type=kind, **sections)
-    assert not m.undecided and "fsdp" not in m.out.get("model", {})
-    assert f"distributed_type={kind} does not read it" in m.report()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeeds_stages(stage: int, tmp_path: Path) -> None:
-    section = {
-        "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "zero3_init_flag": False,
-        "offload_optimizer_device": "none", "offload_param_device": "none", "zero_stage": stage,
-    }  # fmt: skip
-    m = accelerate(distributed_type="DEEPSPEED", deepspeed_config=section)
-    assert not m.undecided
-    spec = run_spec(**write(tmp_path, m))
-    assert spec.optim.shards_states == (stage == 1) and spec.optim.clip_grad_norm == 0.5
-    strategy = None if spec.parallel.fsdp is None else spec.parallel.fsdp.strategy
-    assert strategy == {0: None, 1: None, 2: "grad", 3: "full"}[stage]
-    assert spec.train.num_microbatches(spec.parallel.dp) == 4
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("zero_stage", 4), ("offload_param_device", "cpu"), ("deepspeed_config_file", "ds.json"),
-        ("gradient_accumulation_steps", 0), ("zero_stages", 1),
-    ],
-)  # fmt: skip
-def test_what_deepspeed_asks_and_cannot_be_had(key: str, value: object) -> None:
-    m = accelerate(distributed_type="DEEPSPEED", deepspeed_config={key: value})
-    assert keys_of(m.undecided) == {f"deepspeed_config.{key}"}
-
-
-def test_megatrons_section(tmp_path: Path) -> None:
-    section = {
-        "gradient_clipping": 0.7, "num_micro_batches": 2, "pp_degree": 2, "tp_degree": 2,
-        "recompute_activations": True, "sequence_parallelism": True,
-        "use_distributed_optimizer": True,
-    }  # fmt: skip
-    section = {f"megatron_lm_{key}": value for key, value in section.items()}
-    m = accelerate(distributed_type="MEGATRON_LM", num_processes=8, megatron_lm_config=section)
-    assert not m.undecided
-    spec = run_spec(**write(tmp_path, m))
-    parallel = spec.parallel
-    assert (parallel.tp, parallel.pp, parallel.dp) == (2, 2, 2) and parallel.sequence_parallel
-    assert spec.optim.shards_states and spec.optim.clip_grad_norm == 0.7
-    assert spec.model.recompute is not None and spec.model.recompute.granularity == "selective"
-    assert spec.train.num_microbatches(parallel.dp) == 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "strategy"),
-    [({"tp_size": 2}, None), ({"dp_shard_size": 4}, "full"),
-     ({"dp_replicate_size": 2, "dp_shard_size": 4}, "hybrid")],
-)  # fmt: skip
-def test_parallel_sizes(sizes: dict[str, int], strategy: str | None, tmp_path: Path) -> None:
-    section = {f"parallelism_config_{key}": value for key, value in sizes.items()}
-    ranks = 8 if "dp_replicate_size" in sizes else 4
-    m = accelerate(
-        num_processes=ranks, num_machines=ranks // 4, parallelism_config=section,
-        gradient_accumulation_steps=1,
-    )  # fmt: skip
-    assert not m.undecided
-    spec = run_spec(**write(tmp_path, m))
-    assert spec.parallel.tp == sizes.get("tp_size", 1)
-    fsdp = None if spec.parallel.fsdp is None else spec.parallel.fsdp.strategy
-    assert fsdp == strategy
-
-
-def test_regional_compilation(tmp_path: Path) -> None:
-    section = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune",
-               "dynamo_use_regional_compilation": True}  # fmt: skip
-    m = accelerate(dynamo_config=section)
-    assert not m.undecided and run_spec(**write(tmp_path, m)).train.compile == "block"
-    assert keys_of(m.inert) >= {"dynamo_config.dynamo_mode"}
-    off = accelerate(dynamo_config={"dynamo_backend": "NO", "dynamo_use_dynamic": True})
-    assert not off.undecided and "compile" not in off.out.get("model", {})
-    other = accelerate(dynamo_config={"dynamo_backend": "TENSORRT"})
-    assert keys_of(other.undecided) == {"dynamo_config.dynamo_backend"}
-
-
-def test_ms_amp_on_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """FP8-LM's levels run on replicas; under FSDP, which they cannot have, the user chooses."""
-    file = tmp_path / "acc.yaml"
-    ranks = "mixed_precision: fp8\nnum_processes: 2\nfp8_config: {backend: MSAMP}\n"
-    file.write_text(ranks)
-    assert main([str(file)]) == 0
-    assert "model.optim.fp8_opt_level=O2" in capsys.readouterr().out
-    file.write_text(f"{ranks}distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n")
-    assert main([str(file), "-o", str(tmp_path / "fsdp.yaml")]) == 2
-    out = capsys.readouterr().out
-    assert not out.startswith("must be decided: nothing")
-    assert "model.optim.fp8_opt_level=O2" in out
 
 
 @pytest.mark.parametrize("text", ["", "- 1\n", "a: [", "!!python/object:os.system {}", "x"])

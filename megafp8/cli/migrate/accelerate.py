@@ -23,6 +23,8 @@ LAUNCH_ONLY = frozenset(
 )  # fmt: skip
 """Keys about how Accelerate starts a job; they do not change what is computed."""
 
+_COUNTS = {"num_processes": "ranks", "num_machines": "nodes"}
+
 _NAMES = {"te": "TE", "ao": "AO", "msamp": "MSAMP"}
 
 _SPELLINGS = {
@@ -42,10 +44,17 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
     for key, value in tree.items():
         if key == "mixed_precision":
             _mixed_precision(value, m)
+        elif key in _COUNTS and sections.whole_number(value) is None:
+            m.decide(key, value, f"is not a number of {_COUNTS[key]}", "Give 1 or more")
+        elif key == "num_processes" and (ranks := sections.per_node(tree)) is None:
+            reason = "is the number of ranks of all nodes, and num_machines is not a number"
+            m.decide(key, value, reason, "Give trainer.devices, the ranks of a node")
         elif key == "num_processes":
-            m.change(key, value, {"trainer.devices": _per_node(tree)})
+            m.change(key, value, {"trainer.devices": ranks})
         elif key == "num_machines":
             m.change(key, value, {"trainer.num_nodes": value})
+        elif key == "distributed_type" and sections.lacks_section(tree):
+            sections.without_section(value, tree, m)
         elif key == "use_cpu":
             if value:
                 m.change(key, value, {"trainer.accelerator": "cpu"})
@@ -91,13 +100,6 @@ def _mixed_precision(value: Any, m: Migration) -> None:
             "mixed_precision", value, "is not supported",
             "Set trainer.precision to bf16, 16 or 32",
         )  # fmt: skip
-
-
-def _per_node(tree: dict[str, Any]) -> Any:
-    processes, machines = tree.get("num_processes"), tree.get("num_machines", 1)
-    if isinstance(processes, int) and isinstance(machines, int) and machines > 0:
-        return max(1, processes // machines)
-    return processes
 
 
 def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:

@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.rules import unused
-from megafp8.config.schema import all_keys
-from megafp8.config.settings import UNDECIDED, flatten, setting_problem
+from megafp8.config.schema import all_keys, schema_tree
+from megafp8.config.settings import UNDECIDED, flatten, put_in, read_value
 from megafp8.config.values import plain
 
 
@@ -121,9 +121,10 @@ def check_written(m: Migration) -> None:
     written = {
         s.key: s for s in flatten("", m.out, "") if s.key in all_keys() and "${" not in str(s.value)
     }
-    problems = [problem for s in written.values() if (problem := setting_problem(s))]
+    tree = schema_tree()
+    problems = [problem for s in written.values() if (problem := put_in(tree, s, merge=False))]
     bad = {problem.key for problem in problems}
-    values = {s.key: s.value for s in written.values() if s.key not in bad}
+    values = {key: read_value(tree, key) for key in written if key not in bad}  # of the keys' types
     for found in list(unused(values)):
         if found.key in values:
             remove_from(m.out, found.key)

@@ -70,11 +70,53 @@ def accumulation(tree: Mapping[str, Any]) -> Handler:
             m.drop(path, value, "model.global_batch_size and model.micro_batch_size give it")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             m.decide(path, value, "is not a number of microbatches", "Give 1 or more")
+        elif (replicas := _replicas(tree)) is None:
+            m.decide(
+                path, value, "multiplies the batches of the replicas, and num_processes does not "
+                "say how many there are", "Give model.global_batch_size",
+            )  # fmt: skip
         else:
-            samples = _BATCH.format(value * _replicas(tree))
+            samples = _BATCH.format(value * replicas)
             m.change(path, value, {"model.global_batch_size": samples})
 
     return change
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a number of 1 or more as it is, and None for any other value."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_int and value > 0 else None
+
+
+def per_node(tree: Mapping[str, Any]) -> int | None:
+    """Return the number of ranks of a node; None if the file does not say it by whole numbers."""
+    processes = whole_number(tree.get("num_processes"))
+    machines = whole_number(tree.get("num_machines", 1))
+    if processes is None or machines is None:
+        return None
+    return max(1, processes // machines)
+
+
+def without_section(value: Any, tree: Mapping[str, Any], m: Migration) -> None:
+    """Translate `distributed_type` where it asks for a section that the file does not have.
+
+    FSDP then has Accelerate's defaults. What the other types do is in their sections alone.
+    """
+    section = next(name for name, kind in SECTIONS.items() if kind == str(value).upper())
+    if section == "fsdp_config":
+        m.drop("distributed_type", value, f"without {section}, FSDP has Accelerate's defaults")
+        _defaults_of_fsdp({}, tree, m)
+        return
+    m.decide(
+        "distributed_type", value, f"the file has no {section}, which says how the ranks share the "
+        "work", f"Write the settings of {section} under their names here (docs/parallelism.md)",
+    )  # fmt: skip
+
+
+def lacks_section(tree: Mapping[str, Any]) -> bool:
+    """Whether a file's `distributed_type` asks for a section that is missing or empty."""
+    kind = str(tree.get("distributed_type")).upper()
+    return any(kind == needed and not tree.get(name) for name, needed in SECTIONS.items())
 
 
 def _plain_name(section: str, key: str) -> str:
@@ -90,20 +132,26 @@ def _plain_name(section: str, key: str) -> str:
 def _size(tree: Mapping[str, Any], section: str, name: str) -> int:
     given = tree.get(section)
     for key, value in (given if isinstance(given, dict) else {}).items():
-        if _plain_name(section, str(key)) == name and isinstance(value, int) and value > 0:
-            return value
+        if _plain_name(section, str(key)) == name:
+            return whole_number(_read(value)) or 1
     return 1
 
 
-def _replicas(tree: Mapping[str, Any]) -> int:
-    processes = tree.get("num_processes", 1)
+def _read(value: Any) -> Any:
+    """Return a text of digits as its number, as Accelerate reads a section's numbers."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+def _replicas(tree: Mapping[str, Any]) -> int | None:
+    """Return the number of data-parallel replicas; None if the file does not say it."""
+    processes = whole_number(tree.get("num_processes", 1))
     shared = 1
     for section, name in (
         ("parallelism_config", "tp_size"), ("parallelism_config", "cp_size"),
         ("megatron_lm_config", "tp_degree"), ("megatron_lm_config", "pp_degree"),
     ):  # fmt: skip
         shared *= _size(tree, section, name)
-    return max(1, processes // shared) if isinstance(processes, int) else 1
+    return None if processes is None else max(1, processes // shared)
 
 
 # --- handlers of single keys ----------------------------------------------------------------------
@@ -243,13 +291,14 @@ _STAGES: dict[int, dict[str, Any]] = {
 
 
 def _zero_stage(path: str, value: Any, m: Migration) -> None:
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
+    value = _read(value)
+    stage = whole_number(value)
+    settings = _STAGES.get(stage or 0)
     if value == 0 and not isinstance(value, bool):
         m.drop(path, value, "nothing is sharded by default")
-    elif value in _STAGES and not isinstance(value, bool):
+    elif settings is not None:
         m.change(
-            path, value, _STAGES[value],
+            path, value, settings,
             note="gradients are summed in FP32; DeepSpeed's communication_data_type may be another",
         )  # fmt: skip
     else:
@@ -281,20 +330,27 @@ def _parallelism(section: Mapping[Any, Any], tree: Mapping[str, Any]) -> dict[st
     replicates = _size(tree, "parallelism_config", "dp_replicate_size") > 1
 
     def shards(path: str, value: Any, m: Migration) -> None:
-        if value == 1:
+        ranks = whole_number(_read(value))
+        local = per_node(tree) if "num_processes" in tree else ranks
+        if ranks is None:
+            m.decide(path, value, "is not a number of ranks", "Give 1 or more")
+        elif ranks == 1:
             m.drop(path, value, "weights are not sharded by default")
-            return
-        strategy = "hybrid" if replicates else "full"
-        chosen = {"model.fsdp": True, "model.fsdp_sharding_strategy": strategy}
-        machines = tree.get("num_machines", 1)
-        local = tree.get("num_processes", value) // (machines if isinstance(machines, int) else 1)
-        if replicates and value != local:
+        elif replicates and local is None:
+            m.decide(
+                path, value, "has replicas, and num_processes and num_machines do not say how many "
+                "ranks a node has", "Give model.fsdp=True with model.fsdp_sharding_strategy=hybrid "
+                "if each node has a replica",
+            )  # fmt: skip
+        elif replicates and ranks != local:
             m.decide(
                 path, value, f"shards over other groups than the {local} ranks of a node",
                 f"Give {local}, which is model.fsdp_sharding_strategy=hybrid, or 1",
             )  # fmt: skip
         else:
-            m.change(path, value, chosen)
+            strategy = "hybrid" if replicates else "full"
+            settings = {"model.fsdp": True, "model.fsdp_sharding_strategy": strategy}
+            m.change(path, value, settings)
 
     return {
         "tp_size": _to("model.tensor_model_parallel_size"),
