@@ -28,7 +28,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
-from megafp8.specs.precision import AutoBackend
+from megafp8.specs.precision import AttentionInFp8, AutoBackend
 
 KEY = "model.fp8_backend"
 
@@ -128,7 +128,7 @@ def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
         cpu.load(precision.te_version or cpu.DEFAULT_VERSION)
     if recipe is not None:
         try:
-            te_recipe.make(recipe, te_names.load().recipe)
+            te_recipe.make(recipe, te_names.load().recipe, attention_in_fp8(spec, device))
         except ValueError as error:
             return str(error)
     return None
@@ -168,7 +168,8 @@ def _native(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
 
 def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     names, recipe = te_names.load(), spec.precision.fp8
-    made = None if recipe is None else te_recipe.make(recipe, names.recipe)
+    attention = attention_in_fp8(spec, mesh.device)
+    made = None if recipe is None else te_recipe.make(recipe, names.recipe, attention)
     region = TeRegion(names, made, group_of(mesh.amax))
     scaling: TeScaling | TeEvents
     if recipe is not None and recipe.name == "delayed":
@@ -192,8 +193,17 @@ def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
         te_scaling=scaling if isinstance(scaling, TeScaling) else None,
         device=mesh.device,
         recipe=recipe,
+        attention_in_fp8=attention,
     )
     return Backend(parts, scaling)
+
+
+def attention_in_fp8(spec: RunSpec, device: torch.device) -> AttentionInFp8:
+    """Return what of attention Transformer Engine computes in FP8 here: on a GPU, what was asked.
+
+    It needs cuDNN's attention; a dry run counts attention in the compute dtype.
+    """
+    return spec.precision.attention_in_fp8 if device.type == "cuda" else "none"
 
 
 def _torchao(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:

@@ -187,7 +187,8 @@ GROUPS = (
         "model.fp8=True model.fp8_recipe=tensorwise model.fp8_backend=torchao",
         (
             "model.fp8_backend", "model.te_version", "model.transformer_engine",
-            "model.ub_tp_comm_overlap",
+            "model.ub_tp_comm_overlap", "model.fp8_dot_product_attention",
+            "model.fp8_multi_head_attention",
         ),
     ),
     Group(

@@ -312,9 +312,6 @@ _KEYS = (
     *(_key(f"model.cpu_offloading_{what}", True, "nothing is moved to the host's memory",
            passes=(True, False))
       for what in ("activations", "weights")),
-    *(_late(f"model.fp8_{what}_attention", False, "attention is never computed in FP8",
-            why=NO_EQUIVALENT)
-      for what in ("dot_product", "multi_head")),
     _key("model.use_emha", False, "attention is torch's scaled_dot_product_attention",
          why=NO_EQUIVALENT),
     _key("model.data.data_impl", "mmap",

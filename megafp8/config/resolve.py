@@ -63,6 +63,7 @@ from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import (
     GEMMS,
     HIGH_PRECISION,
+    AttentionInFp8,
     AutoBackend,
     GemmName,
     ModuleRule,
@@ -142,9 +143,6 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
     if values["trainer.accelerator"] == "cpu":
-        if values["model.ub_tp_comm_overlap"]:  # trainer.accelerator=auto has found no GPU
-            reason = "Transformer Engine's user buffers are on GPUs, and there is none here"
-            raise SettingError("model.ub_tp_comm_overlap", True, reason, "Leave it out")
         _refuse_on_cpu(values)
     elif values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
@@ -160,7 +158,10 @@ def _refuse_on_cpu(values: Mapping[str, Any]) -> None:
             raise SettingError(path, values[path], reason, "Leave it out")
 
 
+_NO_GPU = "and there is none here"  # as trainer.accelerator=auto has found
 _GPU_ONLY = {
+    "model.ub_tp_comm_overlap": f"Transformer Engine's user buffers are on GPUs, {_NO_GPU}",
+    "model.fp8_dot_product_attention": f"Transformer Engine's FP8 attention is on GPUs, {_NO_GPU}",
     "trainer.memory_snapshot_on_oom": "records CUDA's memory, and this run is on the CPU",
     "model.fp8_split_accumulator": "applies to FP8 tensor cores, and this run is on the CPU, where "
     "every sum is precise",
@@ -274,12 +275,19 @@ def _precision(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -
         compute=compute,
         te_version=model.te_version,
         user_buffers=model.ub_tp_comm_overlap,
+        attention_in_fp8=_attention_in_fp8(model),
         fp8=_fp8(model),
         half_weights=model.megatron_amp_O2,
         loss_scale=scale if compute == "fp16" else None,
         backend="native" if model.fp8_backend == "auto" else model.fp8_backend,  # type: ignore[arg-type]  # validated
         auto=_auto(trainer, model, resolved),
     )
+
+
+def _attention_in_fp8(model: Model) -> AttentionInFp8:
+    if not model.fp8_dot_product_attention:
+        return "none"
+    return "whole" if model.fp8_multi_head_attention else "core"
 
 
 def _auto(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> AutoBackend | None:

@@ -93,6 +93,7 @@ FEW_BITS = Condition(
 )
 FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
 FEW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
+FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
 HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
 ZERO_BUBBLE = Condition(
     f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
@@ -105,6 +106,7 @@ BACKEND, RECIPE, COMPILE = "model.fp8_backend", "model.fp8_recipe", "model.compi
 TP, CP = "model.tensor_model_parallel_size", "model.context_parallel_size"
 SP, PP = "model.sequence_parallel", "model.pipeline_model_parallel_size"
 FSDP, GATHER = "model.fsdp", "model.enable_fsdp_float8_all_gather"
+FP8_ATTENTION = "model.fp8_dot_product_attention"
 HEALTH, PARAMS = "model.fp8_health", "model.fp8_params"
 LEVEL = "model.optim.fp8_opt_level"
 OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
@@ -271,6 +273,17 @@ TOGETHER = (
         "{model.position_embedding_type} needs the positions of queries and keys, and keys are "
         "sent between ranks without theirs",
         f"Use model.position_embedding_type=rope, or {CP}=1",
+    ),
+    Row(
+        {FP8_ATTENTION: True}, {RECIPE: not_("delayed")},
+        "Transformer Engine has no FP8 attention for blockwise, and for tensorwise it gives the "
+        "scores delayed scales, whose rule no setting describes",
+        f"Use {RECIPE}=delayed, or leave {FP8_ATTENTION} out",
+    ),
+    Row(
+        {FP8_ATTENTION: True}, {PRECISION: FP32},
+        "cuDNN's attention in FP8 hands over tensors in BF16 or FP16",
+        f"Use {PRECISION}=bf16, or leave {FP8_ATTENTION} out",
     ),
     Row(
         {BACKEND: "te"}, {CP: above(1)},

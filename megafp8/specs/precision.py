@@ -10,6 +10,7 @@ FormatName = Literal["e4m3", "e5m2"]
 RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
 GemmName = Literal["output", "grad_input", "grad_weight"]
 BackendName = Literal["native", "te", "torchao"]
+AttentionInFp8 = Literal["none", "core", "whole"]
 ModulePrecision = RecipeName | Literal["high_precision"]
 
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
@@ -104,6 +105,9 @@ class PrecisionSpec:
     backend: BackendName = "native"  # what runs the layers
     auto: AutoBackend | None = None  # on a GPU, where no backend was named; None otherwise
     user_buffers: bool = False  # Transformer Engine's, which overlap messages with products
+    # Transformer Engine's attention: its products (`core`), and what the linears beside it hand
+    # over too (`whole`)
+    attention_in_fp8: AttentionInFp8 = "none"
     te_version: str | None = None  # whose Python runs on a CPU; None means the default version
     half_weights: bool = True
     loss_scale: LossScaleSpec | None = None  # for FP16 only

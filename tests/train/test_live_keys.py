@@ -292,6 +292,8 @@ EFFECTS: dict[str, Effect] = {
     "model.seed": Trains(7),
     "model.transformer_engine": Refused(False),
     "model.ub_tp_comm_overlap": Refused(True),
+    "model.fp8_dot_product_attention": Refused(True),
+    "model.fp8_multi_head_attention": Refused(True),
     "model.fp8": Trains(True, ("model.fp8=False", "model.fp8_amax_history_len=1024")),
     "model.fp8_e4m3": Trains(True),
     "model.fp8_hybrid": Refused(False),

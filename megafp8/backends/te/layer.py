@@ -16,6 +16,7 @@ from megafp8.backends.te.state import TeRegion
 from megafp8.models.attention import AttentionContext
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
+from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.grad_sink import GradSum
 from megafp8.specs.precision import GEMMS, GemmName, PlannedGemms
 
@@ -39,7 +40,7 @@ class TeLayer(nn.Module):
         self.streams, self.sequence_parallel = parts.streams, parts.sequence_parallel
         self.spec, self.tp_size, self.dtype = parts.spec, parts.tp.size, parts.dtype
         self.has_dropout = max(parts.spec.hidden_dropout, parts.spec.attention_dropout) > 0
-        self.count_attention_flops = parts.count_attention_flops
+        self.attention_dtype = DTYPE_NAMES[parts.dtype]  # of its products
         self.products = observe_products(region.names.extension)
         self.gathered: dict[str, Any] = {}  # with FSDP, what casts each of its FP8 weights
         self.sink = parts.sink
@@ -140,13 +141,14 @@ class TeLayer(nn.Module):
         """
         seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
         causal = 2 * x_BSD.shape[0] * seq * seq * self.spec.query_size // self.tp_size
-        self.count_attention_flops(causal)
+        self.counter.add(self.attention_dtype, "attention", causal)
         if out_BSD.requires_grad:
 
             def begin_backward(grad: torch.Tensor) -> None:
                 self.products.counter = self.counter
                 self.region.backward_ran.add(self.index)
-                self.count_attention_flops((3 if is_recomputed else 2) * causal)
+                again = (3 if is_recomputed else 2) * causal
+                self.counter.add(self.attention_dtype, "attention", again)
 
             out_BSD.register_hook(begin_backward)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megafp8.backends.te.layer import HeadDropout, TeLayer
-from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling
+from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
 from megafp8.backends.te.tensors import is_quantized
 from megafp8.backends.te.weights import (
     forget_staged_amax,
@@ -23,9 +23,12 @@ from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
 from megafp8.parallel.parts import Given, NativeParts, both
+from megafp8.precision.scaling import Direction
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
-from megafp8.specs.precision import HIGH_PRECISION
+from megafp8.specs.precision import HIGH_PRECISION, AttentionInFp8
+
+Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 
 # Transformer Engine's parameters by our logical names, less `layers.N.`. A fused one goes by the
 # first of its pieces: query, key and value; gate and up.
@@ -52,6 +55,31 @@ LINEARS = (
     ("mlp.fc1", "layernorm_mlp", 1, 2),
     ("mlp.fc2", "layernorm_mlp", 2, 2),
 )
+# (part of our names, module, tensors by (our name, direction, column)), by what is in FP8. The
+# columns of its core are those of Transformer Engine's cpp_extensions/fused_attn.py.
+_CORE: tuple[Part, ...] = (
+    (
+        "core",
+        "self_attention.core_attention",
+        (
+            ("qkv", "forward", "GEMM1_OUTPUT"),
+            ("output", "forward", "GEMM2_INPUT"),
+            ("scores", "forward", "GEMM3_OUTPUT"),
+            ("grad_qkv", "backward", "GRAD_OUTPUT1"),
+            ("grad_output", "backward", "GRAD_INPUT2"),
+            ("grad_scores", "backward", "GRAD_INPUT3"),
+        ),
+    ),
+)
+_BESIDE: tuple[Part, ...] = (
+    ("qkv", "self_attention.layernorm_qkv", (("output", "forward", "GEMM1_OUTPUT"),)),
+    ("projection", "self_attention.proj", (("grad_input", "backward", "GRAD_INPUT1"),)),
+)
+ATTENTION_TENSORS: dict[AttentionInFp8, tuple[Part, ...]] = {
+    "none": (),
+    "core": _CORE,
+    "whole": _CORE + _BESIDE,
+}
 WEIGHTS = ("weight", "weight", "fc1_weight", "fc2_weight")  # of these linears, in their modules
 ACTIVATIONS: dict[Activation, str] = {
     "gelu-tanh": "gelu",
@@ -95,6 +123,19 @@ def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
     return sorted(found, reverse=True)
 
 
+def tensors_of_attention(asked: AttentionInFp8, layer: nn.Module, index: int) -> Iterator[TeTensor]:
+    """Yield the tensors of attention that have scales of their own where it runs in FP8.
+
+    Transformer Engine uses columns for them that are named after products, of which attention
+    counts as three.
+    """
+    for part, path, columns in ATTENTION_TENSORS[asked]:
+        module = layer.get_submodule(path)
+        for role, direction, column in columns:
+            name = f"layers.{index}.attention.{part}.{role}"
+            yield TeTensor(name, module, direction, column, num_gemms=3 if part == "core" else 1)
+
+
 def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
     """Whether the recipe keeps the linear `name` out of FP8."""
     return recipe.precision_of(name) == HIGH_PRECISION
@@ -115,10 +156,12 @@ class TransformerEngineParts(NativeParts):
         device: torch.device,
         recipe: Fp8Recipe | None,
         user_buffers: bool = False,
+        attention_in_fp8: AttentionInFp8 = "none",
     ) -> None:
         super().__init__(given)
         self.region, self.te_scaling, self.device = region, te_scaling, device
         self.recipe, self.user_buffers = recipe, user_buffers
+        self.attention_in_fp8 = attention_in_fp8
 
     @property
     def context_spec(self) -> GPTSpec:
@@ -186,8 +229,12 @@ class TransformerEngineParts(NativeParts):
                 module = layer.get_submodule(path)
                 gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
                 self.te_scaling.register(gemm, index)
+            for tensor in tensors_of_attention(self.attention_in_fp8, layer, index):
+                self.te_scaling.register_tensor(tensor, index)
         slopes = self.alibi_slopes
         made = TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
+        if in_fp8 and self.attention_in_fp8 != "none":
+            made.attention_dtype = "fp8"
         if self.sums_in_products:
             made.summed_in_products = [layer.get_parameter(path) for path in self._weights(layer)]
         if weights_in_fp8 and self.gathers_weights:

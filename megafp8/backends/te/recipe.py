@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName
+from megafp8.specs.precision import GEMMS, HIGH_PRECISION, AttentionInFp8, GemmName
 
 CLASSES = {
     "delayed": "DelayedScaling",
@@ -65,10 +65,11 @@ def why_not(recipe: Fp8Recipe) -> str | None:
     return None
 
 
-def make(recipe: Fp8Recipe, module: Any) -> Any:
+def make(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> Any:
     """Return the recipe object, made of the classes in `module`.
 
-    `module` is transformer_engine.common.recipe. Every argument is read back from the object.
+    `module` is transformer_engine.common.recipe; `attention` says what of attention is in FP8.
+    Every argument is read back from the object.
 
     Raises:
         ValueError: This version of Transformer Engine lacks what the recipe needs.
@@ -79,7 +80,7 @@ def make(recipe: Fp8Recipe, module: Any) -> Any:
     cls = getattr(module, name, None)
     if cls is None:
         raise ValueError(f"this version of Transformer Engine has no {name}")
-    wanted = _arguments(recipe, module, set(cls.__dataclass_fields__))
+    wanted = _arguments(recipe, module, set(cls.__dataclass_fields__), attention)
     missing = sorted(set(wanted) - set(cls.__dataclass_fields__))
     if missing:
         raise ValueError(f"{name} of this version of Transformer Engine has no {missing[0]}")
@@ -94,7 +95,9 @@ def make(recipe: Fp8Recipe, module: Any) -> Any:
     return made
 
 
-def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any]:
+def _arguments(
+    recipe: Fp8Recipe, module: Any, known: set[str], attention: AttentionInFp8
+) -> dict[str, Any]:
     """Return every argument that decides about numbers, also those that equal the default."""
     formats = module.Format
     e4m3_alone = recipe.backward_format == "e4m3"
@@ -110,9 +113,11 @@ def _arguments(recipe: Fp8Recipe, module: Any, known: set[str]) -> dict[str, Any
         for place, key in ACCUMULATION.items():
             is_fast = place in recipe.fast_accumulation
             found[key] = module.MMParams(use_split_accumulator=not is_fast)
+    if attention != "none":
+        found |= {"fp8_dpa": True, "fp8_mha": attention == "whole"}
     optional: dict[str, Any] = {
-        "fp8_dpa": False,
-        "fp8_mha": False,
+        "fp8_dpa": attention != "none",
+        "fp8_mha": attention == "whole",
         "backward_override": None,
         "use_power_2_scales": recipe.power_2_scale,
         "use_f32_scales": not recipe.power_2_scale,
@@ -154,7 +159,7 @@ VARIABLES = (
     Variable(
         "NVTE_DPA_FP8_RECIPE",
         lambda recipe: recipe is not None,
-        "chooses a recipe for FP8 attention, and attention runs in high precision here",
+        "chooses another recipe for FP8 attention, or none, than the settings",
         "Unset it",
     ),
     Variable(

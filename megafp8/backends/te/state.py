@@ -33,6 +33,17 @@ class TeGemm:
     num_gemms: int  # the number of GEMMs in the whole module
 
 
+@dataclass(frozen=True)
+class TeTensor:
+    """Name a tensor of attention in FP8, and its column in the scaling tensors of a module."""
+
+    name: str  # layers.0.attention.core.scores
+    module: Any
+    direction: Direction
+    column: str  # as Transformer Engine names it
+    num_gemms: int
+
+
 class TeRegion:
     """Open and close the FP8 region, and say to layers whether to cast their weights.
 
@@ -169,18 +180,30 @@ class TeScaling(ScalingState):
             ),
         ]
         for role, direction, column in columns:
-            slot = self._own(direction).register(f"{gemm.name}.{role}")
-            self._slots.append((slot, gemm.module, direction, column))
+            self._add(f"{gemm.name}.{role}", gemm.module, direction, column)
             self._rows[direction].append((layer, role == "weight"))
-        self._prepare(gemm)
+        self._prepare(gemm.module, gemm.num_gemms)
 
-    def _prepare(self, gemm: TeGemm) -> None:
+    def register_tensor(self, tensor: TeTensor, layer: int) -> None:
+        """Add a row for a tensor of attention in `layer`."""
+        names = self.region.names
+        index = names.forward_index if tensor.direction == "forward" else names.backward_index
+        column = int(getattr(index, tensor.column))
+        self._add(tensor.name, tensor.module, tensor.direction, column)
+        self._rows[tensor.direction].append((layer, False))
+        self._prepare(tensor.module, tensor.num_gemms)
+
+    def _add(self, name: str, module: Any, direction: Direction, column: int) -> None:
+        slot = self._own(direction).register(name)
+        self._slots.append((slot, module, direction, column))
+
+    def _prepare(self, module: Any, num_gemms: int) -> None:
         """Allocate the module's scaling tensors, as its first forward pass would."""
-        meta = gemm.module.fp8_meta
+        meta = module.fp8_meta
         if "scaling_fwd" not in meta:
-            meta["num_gemms"] = gemm.num_gemms
+            meta["num_gemms"] = num_gemms
             meta["recipe"] = self.region.recipe
-            gemm.module.init_fp8_meta_tensors(self.region.recipe)
+            module.init_fp8_meta_tensors(self.region.recipe)
 
     def _own(self, direction: Direction) -> ScaleTable:
         return self.forward if direction == "forward" else self.backward

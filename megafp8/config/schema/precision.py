@@ -41,6 +41,7 @@ REPLICAS = Need(
     lambda v: ranks_beside(v, *SIZES) != 1,
     "Leave it out; there is one replica, and more trainer.devices make more replicas",
 )
+IN_TE_S_FP8 = both(FP8, both(needs("model.fp8_backend", "te"), ON_GPUS))
 FIRST_LAST = needs("model.first_last_layers_bf16", True)
 MEASURES = needs("model.fp8_health", "full")
 
@@ -296,6 +297,20 @@ class Precision:
             needs("model.fp8_backend", "te"),
             both(needs("model.sequence_parallel", True), ON_GPUS),
         ),
+    )
+    fp8_dot_product_attention: bool = key(
+        False,
+        "On a GPU, let Transformer Engine compute the products of attention in FP8 "
+        "(`fp8_dpa` of its recipe), with cuDNN. This has not run on a GPU yet.",
+        kind="model",
+        needs=IN_TE_S_FP8,
+    )
+    fp8_multi_head_attention: bool = key(
+        False,
+        "On a GPU, let Transformer Engine's QKV linear and output projection exchange FP8 tensors "
+        "with attention (`fp8_mha` of its recipe). This has not run on a GPU yet.",
+        kind="model",
+        needs=both(IN_TE_S_FP8, needs("model.fp8_dot_product_attention", True)),
     )
     enable_fsdp_float8_all_gather: bool = key(
         False,

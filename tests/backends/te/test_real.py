@@ -28,7 +28,9 @@ VERSIONS = [
 ]
 
 
-@pytest.mark.parametrize("file", ["real_calls.py", "real_layers.py", "real_training.py"])
+@pytest.mark.parametrize(
+    "file", ["real_attention.py", "real_calls.py", "real_layers.py", "real_training.py"]
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_in_its_own_process(version: str, file: str) -> None:
     """Warnings are errors there as here, and no test is skipped for another reason than that the

@@ -1,0 +1,143 @@
+"""The scales of Transformer Engine's attention in FP8, without the kernels that compute it.
+
+Attention itself runs in high precision here, as a CPU has no such kernels. Its scales and histories
+are allocated, updated and saved by the same Python as on a GPU; the tests put amaxes into them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.backends import choose
+from megafp8.backends.te import recipe as te_recipe
+from megafp8.backends.te.names import load
+from megafp8.specs.precision import AttentionInFp8
+from megafp8.train import state_dict
+from megafp8.train.saver import Saver
+from megafp8.train.state import TrainState
+from tests.backends.te.real import DELAYED, recipes, run_of, step, te
+
+MANAGER = te.module.base.FP8GlobalStateManager
+FUSED: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
+# Our name, and Transformer Engine's own constant for the column.
+CORE = {
+    "forward": {"qkv": "META_QKV", "output": "META_O", "scores": "META_S"},
+    "backward": {"grad_qkv": "META_DQKV", "grad_output": "META_DO", "grad_scores": "META_DP"},
+}
+KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+def run_with(attention: AttentionInFp8, monkeypatch: pytest.MonkeyPatch) -> TrainState:
+    """A run whose attention has scales, and whose recipe object does not ask for its kernels."""
+    MANAGER.reset()
+    make = te_recipe.make
+    with monkeypatch.context() as patch:
+        patch.setattr(choose, "attention_in_fp8", lambda spec, device: attention)
+        patch.setattr(te_recipe, "make", lambda recipe, module, asked: make(recipe, module))
+        return run_of("te", DELAYED)
+
+
+def core(state: TrainState, layer: int = 0) -> Any:
+    return state.model.get_submodule(f"layers.{layer}.layer.self_attention.core_attention")
+
+
+def names_of(state: TrainState) -> set[str]:
+    tables = state.scaling.tables
+    return {f"{direction}/{name}" for direction in KEYS for name in tables[direction].names}  # type: ignore[index]
+
+
+def test_the_recipe_object_asks_for_it() -> None:
+    wanted: dict[AttentionInFp8, tuple[bool, bool]] = {
+        "none": (False, False), "core": (True, False), "whole": (True, True),
+    }  # fmt: skip
+    for attention, flags in wanted.items():
+        made = te_recipe.make(DELAYED, recipes, attention)
+        assert (made.fp8_dpa, made.fp8_mha) == flags
+
+
+def test_each_tensor_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, with_core, whole = (
+        names_of(run_with(asked, monkeypatch)) for asked in ("none", "core", "whole")
+    )
+    of_core = {
+        f"{direction}/layers.{layer}.attention.core.{role}"
+        for direction, roles in CORE.items()
+        for role in roles
+        for layer in range(2)
+    }
+    beside = {("forward", "qkv.output"), ("backward", "projection.grad_input")}
+    assert with_core - plain == of_core
+    assert whole - with_core == {
+        f"{direction}/layers.{layer}.attention.{name}"
+        for direction, name in beside
+        for layer in range(2)
+    }
+
+
+def test_amaxes_of_attention_reach_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Transformer Engine's own update, in the columns that its own constants name. The largest
+    number of E4M3 is 448, that of E5M2 57344."""
+    state = run_with("core", monkeypatch)
+    largest = {"forward": 448.0, "backward": 57344.0}
+    staged = {}
+    for direction, roles in CORE.items():
+        for place, (role, constant) in enumerate(roles.items()):
+            meta = core(state).fp8_meta[KEYS[direction]]
+            staged[direction, role] = amax = 2.0 ** (place + 1)
+            meta.amax_history[0, int(getattr(FUSED, constant))] = amax
+    step(state, 0)
+    for (direction, role), amax in staged.items():
+        table = state.scaling.tables[direction]  # type: ignore[index]
+        row = table.names.index(f"layers.0.attention.core.{role}")
+        assert table.history[row].max() == amax
+        assert table.quant_scale[row] == largest[direction] / amax
+        assert table.num_updates[row] == 2  # of two microbatches
+        other = table.names.index(f"layers.1.attention.core.{role}")
+        assert table.history[other].max() == 0 and table.quant_scale[other] == 1
+
+
+def test_scales_of_attention_are_in_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each used column comes back, of scales and histories; those that no tensor uses do not."""
+    saved = run_with("whole", monkeypatch)
+    step(saved, 0)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        for key in KEYS.values():
+            meta = core(saved, layer).fp8_meta[key]
+            meta.scale.copy_(torch.rand(meta.scale.shape, generator=generator))
+            meta.amax_history.copy_(torch.rand(meta.amax_history.shape, generator=generator))
+            meta.amax_history[0] = 0  # nothing is staged when a step has ended
+    path = Saver(tmp_path, 2, {"config": {}, "data_fingerprint": ""}).save(saved)
+    loaded = run_with("whole", monkeypatch)
+
+    def no_notice(text: str) -> None:
+        raise AssertionError(text)
+
+    state_dict.load(path, loaded, no_notice)
+    for layer in range(2):
+        for direction, roles in CORE.items():
+            columns = [int(getattr(FUSED, constant)) for constant in roles.values()]
+            wanted, found = (core(s, layer).fp8_meta[KEYS[direction]] for s in (saved, loaded))
+            assert torch.equal(found.scale[columns], wanted.scale[columns])
+            assert torch.equal(found.amax_history[:, columns], wanted.amax_history[:, columns])
+            assert (found.scale[columns] != 1).all()
+    of_linear = load().forward_index.GEMM1_OUTPUT
+    module = saved.model.get_submodule("layers.0.layer.self_attention.layernorm_qkv")
+    assert module.fp8_meta["scaling_fwd"].scale[int(of_linear)] == 1  # no kernel wrote an amax
+
+
+def test_products_of_attention_count_as_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for asked in ("none", "core"):
+        state = run_with(asked, monkeypatch)  # type: ignore[arg-type]
+        step(state, 0)
+        flops = state.counter.flops
+        found[asked] = {dtype: n for (dtype, place), n in flops.items() if place == "attention"}
+    assert found["core"] == {"fp8": found["none"]["fp32"]}
