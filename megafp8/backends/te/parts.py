@@ -111,6 +111,14 @@ def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
     return None
 
 
+def casts_gathered_weights_always(layer: nn.Module) -> bool:
+    """Whether this version casts weights that FSDP gathers in each pass, and keeps no FP8 copy.
+
+    2.20 does, forward and backward, and 2.12 does not. Its modules have a property for it then.
+    """
+    return hasattr(type(layer.get_submodule("layernorm_mlp")), "is_fsdp2")
+
+
 def names_in_layer(index: int) -> list[str]:
     """Return the logical names of the linears of layer `index`."""
     return [f"layers.{index}.{name}" for name, *_ in LINEARS]
@@ -237,6 +245,8 @@ class TransformerEngineParts(NativeParts):
             made.attention_dtype = "fp8"
         if self.sums_in_products:
             made.summed_in_products = [layer.get_parameter(path) for path in self._weights(layer)]
+        if self.gathers_weights and not weights_in_fp8 and casts_gathered_weights_always(layer):
+            self.region.cast_always.add(index)
         if weights_in_fp8 and self.gathers_weights:
             made.gathered = to_be_gathered(layer, self._weights(layer), names, self.dtype)
         return made

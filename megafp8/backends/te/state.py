@@ -53,13 +53,15 @@ class TeRegion:
 
     `cast` has the layers whose weights were cast in this step, `forward_ran` those that have run in
     this region, with whether they cast weights, and `backward_ran` those whose backward pass has
-    begun since the last one that was counted.
+    begun since the last one that was counted. The layers in `cast_always` cast their weights in
+    each pass, whatever `is_first_microbatch` says.
     """
 
     def __init__(self, names: TeNames, recipe: object | None, group: object) -> None:
         self.names, self.recipe, self.group = names, recipe, group
         self.in_fp8 = recipe is not None
         self.cast: set[int] = set()
+        self.cast_always: set[int] = set()
         self.forward_ran: dict[int, bool] = {}
         self.backward_ran: set[int] = set()
         self._caches = False  # whether weights are cast once in a step; else where they are used
@@ -88,7 +90,7 @@ class TeRegion:
             return False
         is_first = layer not in self.cast
         self.cast.add(layer)
-        self.forward_ran[layer] = is_first
+        self.forward_ran[layer] = is_first or layer in self.cast_always
         return is_first
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,6 +243,24 @@ def fsdp(rank: Rank, steps: int) -> dict[str, Any]:
             mesh = join(parallel)
             spec = _sharded_spec(recipe, compute, parallel, **changes)
             found[f"{name} {precision}"] = _sharded(spec, mesh, rank, steps)
+    return found
+
+
+def casts(rank: Rank, version: str) -> dict[str, tuple[float, float, float]]:
+    """By what holds the weights and the number of microbatches: the first step's loss, and of a
+    weight the number of updates that were counted and of amaxes in its history."""
+    os.environ["MEGAFP8_TESTED_TE"] = version
+    from tests.backends.te.real import DELAYED, step
+
+    found = {}
+    for count in (1, 2):
+        for name, sharded in (("replicas", None), ("FSDP", FsdpSpec())):
+            parallel = ParallelSpec(devices_per_node=rank.size, fsdp=sharded)
+            mesh = join(parallel)
+            state = build(_sharded_spec(DELAYED, "fp32", parallel, **LLAMA), mesh)
+            loss = step(state, 0, replica=rank.index, replicas=rank.size, count=count).loss
+            _, updates, *history = rows_of(state)["forward/layers.0.attention.qkv.weight"].tolist()
+            found[f"{name}, {count}"] = loss, updates, sum(amax > 0 for amax in history)
     return found
 
 

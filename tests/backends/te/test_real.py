@@ -169,6 +169,21 @@ def test_fsdp_is_replicas() -> None:
                 torch.testing.assert_close(tensor, state[key], rtol=table_rel, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("version", "casts"), [(DEFAULT_VERSION, 1), pytest.param("2.20.2", 2, marks=pytest.mark.slow)]
+)
+def test_gathered_weights_are_cast_as_often_as_is_counted(version: str, casts: int) -> None:
+    """2.20 casts a weight that FSDP gathers in every microbatch, with the scale of that moment, and
+    2.12 once a step as with replicas. So the first loss is that of replicas, bit for bit, with one
+    microbatch a step in both versions, and with two in 2.12 up to FP32's rounding alone."""
+    need_sources(version)
+    for found in run_ranks("tests.backends.te.rank_work:casts", 2, {"version": version}):
+        assert found["FSDP, 1"] == found["replicas, 1"]
+        (loss, *counted), (wanted, *of_replicas) = found["FSDP, 2"], found["replicas, 2"]
+        assert counted == [casts, casts] and of_replicas == [1, 1]
+        assert (loss == pytest.approx(wanted, rel=1e-6)) is (casts == 1)
+
+
 def test_a_run_continues_in_every_other_layout(tmp_path: Path) -> None:
     """Two pipeline stages save after two steps; tensor parallelism, ZeRO-1, FSDP and stages again
     each load what the last one has saved: the same scales and histories all the way, and the next
