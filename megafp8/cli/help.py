@@ -139,9 +139,10 @@ GROUPS = (
     ),
     Group(
         "Memory and speed",
-        "Recomputation of activations, compilation and garbage collection.",
+        "Recomputation of activations, compilation, CUDA graphs and garbage collection.",
         "model.activations_checkpoint_granularity=selective model.compile=block",
-        ("model.activations_checkpoint_*", "model.compile", "model.gc_interval"),
+        ("model.activations_checkpoint_*", "model.compile", "model.enable_cuda_graph",
+         "model.gc_interval"),
     ),
     Group(
         "Precision without FP8",

@@ -384,8 +384,6 @@ _KEYS = (
     _late("model.cross_entropy_loss_fusion", False, KERNELS, free=ANY_FLAG),
     _late("model.use_te_rng_tracker", False, "dropout's numbers follow from model.seed",
           free=ANY_FLAG),
-    _late("model.enable_cuda_graph", False, "no CUDA graphs are captured; they change times only",
-          free=ANY_FLAG),
     _late("model.defer_embedding_wgrad_compute", False,
           "model.pipeline_schedule determines when weight gradients are computed", free=ANY_FLAG),
     _late("model.wgrad_deferral_limit", 0,

@@ -107,6 +107,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
             rampup=_rampup(model),
             compile=model.compile,  # type: ignore[arg-type]  # validated
+            cuda_graph=model.enable_cuda_graph,
             overfit_batches=trainer.overfit_batches,
             num_sanity_val_steps=trainer.num_sanity_val_steps,
             fast_dev_run=bool(trainer.fast_dev_run),

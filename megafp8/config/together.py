@@ -107,6 +107,7 @@ TP, CP = "model.tensor_model_parallel_size", "model.context_parallel_size"
 SP, PP = "model.sequence_parallel", "model.pipeline_model_parallel_size"
 FSDP, GATHER = "model.fsdp", "model.enable_fsdp_float8_all_gather"
 FP8_ATTENTION = "model.fp8_dot_product_attention"
+GRAPH = "model.enable_cuda_graph"
 HEALTH, PARAMS = "model.fp8_health", "model.fp8_params"
 LEVEL = "model.optim.fp8_opt_level"
 OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
@@ -116,6 +117,12 @@ ALL_IN_FP8 = (
     "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
     "first forward pass"
 )
+NO_GRAPH = f"or leave {GRAPH} out"
+DRAWN = (
+    "the host seeds torch's generator for each mask of dropout, and a graph would draw one mask "
+    "again and again"
+)
+CAPTURED = "messages between ranks inside a graph have not been shown to be right"
 NO_LEVEL = "leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out"
 IN_FEW_BITS = "gradients, weights and moments in few bits (FP8-LM) have been built for"
 OUTSIDE_FP16 = "weights that were sent in FP8 can be outside FP16's range"
@@ -344,6 +351,56 @@ TOGETHER = (
         {FSDP: True}, {"model.optim.grad_sync_dtype": not_("fp32")},
         f"with {FSDP}=True, FSDP sums the gradients and has its own dtype for the sums",
         "Use model.fsdp_grad_reduce_dtype",
+    ),
+    # --- CUDA graphs ---------------------------------------------------------------------------
+    *(
+        Row({GRAPH: True}, {key: above(0)}, DRAWN, f"Use {key}=0, {NO_GRAPH}")
+        for key in ("model.hidden_dropout", "model.attention_dropout", "model.ffn_dropout")
+    ),
+    Row(
+        {GRAPH: True}, {PRECISION: FP16},
+        "FP16's loss scale is a number of the host, and a graph would keep the one it was captured "
+        "with",
+        f"Use trainer.precision=bf16, {NO_GRAPH}",
+    ),
+    Row(
+        {GRAPH: True}, {"model.position_embedding_type": "alibi"},
+        "the slopes of {model.position_embedding_type} are copied from the host in each pass, "
+        "which a graph cannot capture",
+        f"Use model.position_embedding_type=rope, {NO_GRAPH}",
+    ),
+    Row(
+        {GRAPH: True}, {FSDP: True},
+        "FSDP gathers weights into new memory for each use, and a graph reads fixed addresses",
+        f"Use model.optim.name=distributed_fused_adam, {NO_GRAPH}",
+    ),
+    Row(
+        {GRAPH: True}, {PP: above(1)},
+        "a graph holds both passes of one microbatch, and a pipeline's schedule has several "
+        "microbatches in flight",
+        f"Use {PP}=1, {NO_GRAPH}",
+    ),
+    *(
+        Row({GRAPH: True}, {key: above(1)}, CAPTURED, f"Use {key}=1, {NO_GRAPH}", UNPROVEN)
+        for key in (TP, CP)
+    ),
+    Row(
+        {GRAPH: True}, {BACKEND: one_of("te", "torchao")},
+        "the layers of {model.fp8_backend} have not been shown to keep their tensors in place",
+        f"Use model.fp8_backend=native, {NO_GRAPH}",
+        UNPROVEN,
+    ),
+    Row(
+        {GRAPH: True}, {COMPILE: not_("off")},
+        "capturing layers that torch compiles has not been shown to be right",
+        f"Use model.compile=off, {NO_GRAPH}",
+        UNPROVEN,
+    ),
+    Row(
+        {GRAPH: True}, {LEVEL: FEW_BITS},
+        "capturing sums of gradients in few bits (FP8-LM) has not been shown to be right",
+        f"Leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out, {NO_GRAPH}",
+        UNPROVEN,
     ),
     # --- FP8-LM: gradients, master weights and moments in few bits -----------------------------
     Row(

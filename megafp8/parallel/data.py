@@ -109,6 +109,7 @@ class GradReducer:
         BF16 halves the bytes that are sent and rounds each addend.
         """
         self.axis, self.dtype = axis, dtype
+        self.at_the_end = False  # reduce nothing before `finish`
         self.buckets: list[GradBucket] = []
         self._bucket_of: dict[nn.Parameter, GradBucket] = {}
         self._plans: dict[int, _Plan] = {}  # the plan for each number of microbatches
@@ -138,6 +139,8 @@ class GradReducer:
         """Note that a gradient of `param` has been added; reduce its bucket if it was the last
         one.
         """
+        if self.at_the_end:
+            return
         if self._num_microbatches not in self._plans:
             self._seen.append(param)
             return

@@ -189,6 +189,8 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     gpu = products + count * passes
     launches = count * sum(_launches(spec, layer) for layer in layers) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
+    if spec.train.cuda_graph:
+        host = 0.0  # a graph starts all kernels of a microbatch at once
     return StepTime(
         linears=count * linears,
         head=count * head / bf16,

@@ -142,6 +142,15 @@ class MainGradSink:
             self.main_grads[param].zero_()
         self._untouched.clear()
 
+    @property
+    def untouched(self) -> frozenset[nn.Parameter]:
+        """Return the parameters that have got no gradient in this step."""
+        return frozenset(self._untouched)
+
+    def leave_untouched(self, params: Iterable[nn.Parameter]) -> None:
+        """Take all other parameters as having a gradient: a CUDA graph has added it."""
+        self._untouched.intersection_update(params)
+
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
         if weight not in self.main_grads:

@@ -134,6 +134,9 @@ class ScaleTable:
         num_nonfinite  [tensors] int64      updates that met a NaN or an infinity
 
     All but the last two are FP32. `dequant_scale` [tensors] is derived from `quant_scale`.
+
+    With `keeps_addresses` these tensors stay where they are and updates write into them, as a CUDA
+    graph needs it that reads them.
     """
 
     history, quant_scale = _Settled(), _Settled()
@@ -143,6 +146,7 @@ class ScaleTable:
         self._under_way: tuple[torch.Tensor, Pending] | None = None  # amaxes and their reduction
         self._reciprocals: _Reciprocals | None = None
         self._zeros: torch.Tensor | None = None  # staged amaxes of earlier, which a kernel zeroed
+        self.keeps_addresses = False
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
@@ -185,6 +189,10 @@ class ScaleTable:
             known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
         return known.dequant_scale
 
+    def forget_reciprocals(self) -> None:
+        """Compute `dequant_scale` again at its next use, into a new tensor."""
+        self._reciprocals = None
+
     def update(self, start_reduce_max: StartReduceMax | None) -> None:
         """Reduce the staged amaxes, roll them into the histories and recompute the scales.
 
@@ -193,14 +201,23 @@ class ScaleTable:
         if not self.names:
             return
         self.settle()
-        zeros, self._zeros = self._zeros, None
-        if zeros is None or zeros.shape != self.amax.shape or zeros.device != self.amax.device:
-            zeros = torch.zeros_like(self.amax)
-        staged, self.amax = self.amax, zeros
+        staged = self._take_staged()
         if start_reduce_max is None:
             self._roll(staged)
         else:
             self._under_way = (staged, start_reduce_max(staged))
+
+    def _take_staged(self) -> torch.Tensor:
+        """Return the staged amaxes, and begin with zeros."""
+        if self.keeps_addresses:
+            staged = self.amax.clone()
+            self.amax.zero_()
+            return staged
+        zeros, self._zeros = self._zeros, None
+        if zeros is None or zeros.shape != self.amax.shape or zeros.device != self.amax.device:
+            zeros = torch.zeros_like(self.amax)
+        staged, self.amax = self.amax, zeros
+        return staged
 
     def settle(self) -> None:
         """Wait for the update under way, if there is one, and finish it."""
@@ -222,21 +239,30 @@ class ScaleTable:
             window_amax = staged
         if self.history.shape[1] > 0:
             rolled = torch.cat((self.history[:, 1:], staged[:, None]), dim=1)
-            self.history = torch.where(occurred[:, None], rolled, self.history)
+            self._set("history", torch.where(occurred[:, None], rolled, self.history))
         target = torch.full_like(window_amax, self.fmt.max * 2.0**-self.recipe.margin)
         # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
         fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
         is_due = occurred & (self.num_updates % self.recipe.interval == 0)
-        self.quant_scale = torch.where(is_due, fresh, self.quant_scale)
+        self._set("quant_scale", torch.where(is_due, fresh, self.quant_scale))
         self.num_updates += occurred
+
+    def _set(self, field: str, value: torch.Tensor) -> None:
+        """Give a field its new value: a new tensor, or the same one with `keeps_addresses`."""
+        if self.keeps_addresses:
+            getattr(self, field).copy_(value)
+        else:
+            setattr(self, field, value)
 
     def _roll_in_one_launch(self, staged: torch.Tensor) -> None:
         from megafp8.precision.kernels.triton_scales import update_scales
 
         fields = {**self.tensors(), "amax": staged}
-        self.quant_scale, reciprocals = update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
-        self._reciprocals = _Reciprocals.of(self.quant_scale, reciprocals)
-        self._zeros = staged
+        quant_scale, reciprocals = update_scales(**fields, recipe=self.recipe, fmt=self.fmt)
+        self._set("quant_scale", quant_scale)
+        if not self.keeps_addresses:
+            self._reciprocals = _Reciprocals.of(quant_scale, reciprocals)
+            self._zeros = staged
 
 
 class ScalingState:
@@ -253,7 +279,8 @@ class ScalingState:
     Only `delayed` has rows in the tables; the other recipes keep nothing between microbatches.
     `engine` is the device's way to run casts and products, chosen by `to`. `start_reduce_max`
     starts the MAX of amaxes over the ranks that share them, unless the recipe has `reduce_amax`
-    off.
+    off. With `keeps_addresses` the tables are updated in place; then `end_forward` comes after the
+    backward pass, which may still read the scales of the forward pass.
     """
 
     def __init__(self, recipe: Fp8Recipe, start_reduce_max: StartReduceMax | None = None) -> None:
@@ -278,6 +305,15 @@ class ScalingState:
         self._engine = self.forward.engine = self.backward.engine = engine
 
     @property
+    def keeps_addresses(self) -> bool:
+        """Whether everything that outlives a step stays where it is in memory."""
+        return self.forward.keeps_addresses
+
+    @keeps_addresses.setter
+    def keeps_addresses(self, keeps: bool) -> None:
+        self.forward.keeps_addresses = self.backward.keeps_addresses = keeps
+
+    @property
     def tables(self) -> dict[Direction, ScaleTable]:
         """Return the table of each direction."""
         return {"forward": self.forward, "backward": self.backward}
@@ -292,6 +328,10 @@ class ScalingState:
         """Begin microbatch `index` of a step; index 0 makes cached FP8 weights stale."""
         if index == 0:
             self.weights_version += 1
+        if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
+            for table in self.tables.values():
+                table.settle()
+                table.forget_reciprocals()
 
     def end_forward(self) -> None:
         """Update the forward table, after a microbatch's forward pass."""

@@ -112,6 +112,15 @@ class CachedFp8:
         self._kept: Operands | None = None
         self._version = -1
 
+    @property
+    def kept(self) -> Operands | None:
+        """Return the FP8 copy of the newest cast; None before the first."""
+        return self._kept
+
+    def keep(self, copy: Operands | None) -> None:
+        """Take `copy` as the present FP8 copy: a CUDA graph has cast the weight into it."""
+        self._kept, self._version = copy, self._quantizer.state.weights_version
+
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
         """Return the FP8 copy, which is made at its first use after `weights_version` changed."""
         version = self._quantizer.state.weights_version
@@ -168,6 +177,20 @@ class StoredFp8:
         self._remake: Callable[[torch.Tensor, torch.Tensor], Fp8Tensor] | None = None
         self._dequant_scale: torch.Tensor | None = None
 
+    @property
+    def dequant_scale(self) -> torch.Tensor | None:
+        """Return the scale of the stored payload; None before the first `store`."""
+        return self._dequant_scale
+
+    def _set_dequant_scale(self, scale: torch.Tensor) -> None:
+        """Keep the scale of a new payload, in the same memory where addresses must not change."""
+        if not self._quantizer.state.keeps_addresses:
+            self._dequant_scale = scale
+        elif self._dequant_scale is None:
+            self._dequant_scale = scale.clone()
+        else:
+            self._dequant_scale.copy_(scale)
+
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
         """Return the stored FP8 weight, or its values in `work` while FP8 is switched off."""
         assert self._remake is not None and self._dequant_scale is not None, "nothing is stored yet"
@@ -185,7 +208,8 @@ class StoredFp8:
         """
         value = self._quantizer.store(master_OI.to(self.compute_dtype))
         self.payload_OI.data.copy_(value.payload)
-        self._remake, self._dequant_scale = value.factory(), value.dequant_scale
+        self._remake = value.factory()
+        self._set_dequant_scale(value.dequant_scale)
 
     @torch.no_grad()
     def store_parts(
@@ -202,7 +226,7 @@ class StoredFp8:
             stored = agreed.quantized(part)
             place.copy_(stored.payload)
             self._quantizer.observe_part(part, stored)
-        self._dequant_scale = agreed.dequant_scale
+        self._set_dequant_scale(agreed.dequant_scale)
         self._remake = Fp8Tensor(self.payload_OI.data, agreed.dequant_scale, agreed.fmt).factory()
 
 

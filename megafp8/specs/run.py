@@ -126,6 +126,8 @@ class TrainSpec:
         "off"  # by torch.compile; `block` compiles a transformer layer
     )
 
+    cuda_graph: bool = False  # capture a microbatch's passes as CUDA graphs
+
     def logs_at(self, step: int) -> bool:
         """Whether step `step`, counted from 1, has a line of metrics.
 

@@ -31,6 +31,7 @@ from megafp8.precision.weights import StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
+from megafp8.train.graphs import MicrobatchGraphs
 from megafp8.train.state import TrainState
 
 
@@ -42,6 +43,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     sinks = make_sinks(spec, mesh)
     backend = choose.make(spec, mesh, streams, sinks.outer, counter)
     model = make_model(spec, mesh, backend)
+    graphs = make_graphs(spec, mesh, model, backend.scaling, sinks, counter)
     compiled = None
     if spec.train.compile == "block":
         compiled = compile_layers(model, mesh.device, is_sharded=spec.parallel.fsdp is not None)
@@ -64,7 +66,29 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         pipeline=make_pipeline(spec, mesh, model, backend.scaling, streams, sinks.deferring),
         loss_scale=None if scale is None else LossScale(scale),
         compiled=compiled,
+        graphs=graphs,
     )
+
+
+def make_graphs(
+    spec: RunSpec,
+    mesh: Mesh,
+    model: GPT | PipelinedGPT,
+    scaling: ScalingState | NoScaling,
+    sinks: Sinks,
+    counter: GemmCounter,
+) -> MicrobatchGraphs | None:
+    """Return what captures microbatches, or None. It is made before anything stores FP8 weights.
+
+    Gradients are then reduced after the last replay, and not while it runs.
+    """
+    if not spec.train.cuda_graph:
+        return None
+    if isinstance(scaling, ScalingState):
+        scaling.keeps_addresses = True
+    if sinks.reducer is not None:
+        sinks.reducer.at_the_end = True
+    return MicrobatchGraphs(model, scaling, sinks.main, counter, mesh.device)
 
 
 def make_optimizer(spec: RunSpec, masters: Masters) -> AdamW:

@@ -16,6 +16,7 @@ from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.train.compile import CompileCounter
+from megafp8.train.graphs import MicrobatchGraphs
 
 
 @dataclass
@@ -41,3 +42,4 @@ class TrainState:
     num_skipped: int = 0  # steps whose gradients were not finite
     loss_scale: LossScale | None = None  # None unless the run computes in FP16
     compiled: CompileCounter | None = None  # None unless torch compiles the layers
+    graphs: MicrobatchGraphs | None = None  # None unless microbatches are captured as CUDA graphs

@@ -124,13 +124,19 @@ def forward_backward(
         num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
         state.sink.end_step()
         return loss_sum, num_tokens
+    if state.graphs is not None:
+        state.graphs.begin_step()
     for index, microbatch in enumerate(microbatches):
         batch = local_batch(microbatch, state.mesh)
         state.streams.begin_microbatch(state.step + 1, global_indices[index])
         state.scaling.begin_microbatch(index)
-        loss = state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
-        state.scaling.end_forward()
-        loss.backward()
+        if state.graphs is not None:
+            loss = state.graphs.run(batch, is_first=index == 0)
+            state.scaling.end_forward()
+        else:
+            loss = state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
+            state.scaling.end_forward()
+            loss.backward()
         state.scaling.end_backward()
         loss_sum += loss.detach()
         num_tokens += (batch.targets_BS >= 0).sum()

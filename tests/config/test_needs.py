@@ -70,6 +70,7 @@ OFF = {
     "model.transformer_block_type": "post_ln",
     "model.optim.sched.name": "WarmupHoldPolicy",
     "model.data.train_ds.file_names": ["mine.jsonl"],
+    "trainer.accelerator": "cpu",
 }
 """What switches off the keys that have an effect in the default job."""
 BESIDE = {"model.transformer_engine": {"trainer.accelerator": "cpu"}}

@@ -313,6 +313,9 @@ EFFECTS: dict[str, Effect] = {
     "model.compile": ShownBy(
         "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
     ),
+    "model.enable_cuda_graph": ShownBy(
+        "tests/train/test_graphs.py::test_recorded_steps_have_the_bits_of_others"
+    ),
     "model.enable_fsdp_float8_all_gather": ShownBy(
         "tests/parallel/test_fsdp.py::test_torchaos_weights_cross_in_fp8"
     ),

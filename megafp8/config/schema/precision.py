@@ -324,3 +324,11 @@ class Precision:
         kind="layout",
         valid=one_of("off", "block"),
     )
+    enable_cuda_graph: bool = key(
+        False,
+        "On a GPU, capture the forward and backward pass of a microbatch as a CUDA graph, so that "
+        "the host starts it at once. Steps that measure FP8 health run without it. It takes the "
+        "memory of a microbatch's activations a second time. Unproven: it has not run on a GPU.",
+        kind="layout",
+        needs=ON_GPUS,
+    )

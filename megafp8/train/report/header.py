@@ -24,6 +24,7 @@ from megafp8.precision.formats import DTYPE_NAMES, DTYPES
 from megafp8.precision.gemm import wide_dtype
 from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec, TrainSpec
+from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
 from megafp8.train.state import TrainState
 
@@ -64,9 +65,20 @@ def describe(
         f"learning rate: {spec.optim.schedule.name}",
         *shares_of(spec, state),
         *storage_of(spec, state),
+        *graphs_of(state),
         *smoke_options(spec),
         *_fp8_share(spec, state, share),
         f"peak for MFU: {peak.text(fp8=share is not None)}",
+    ]
+
+
+def graphs_of(state: TrainState) -> list[str]:
+    """Return a line about CUDA graphs, for a run that captures them."""
+    if state.graphs is None:
+        return []
+    return [
+        "CUDA graphs: forward and backward pass of a microbatch, after "
+        f"{plural(WARMUP_STEPS, 'step')}; unproven: no GPU has run this yet"
     ]
 
 

@@ -27,11 +27,14 @@ from megafp8.models.loss import HeadLoss
 from megafp8.parallel import parts, vocab
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.pipeline import Batch
 from megafp8.plan import time
 from megafp8.precision import scaling
 from megafp8.precision.engine import LAYOUTS, Engine
 from megafp8.precision.kernels import triton_launch
+from megafp8.precision.scaling import ScalingState
 from megafp8.train.build import build
+from megafp8.train.state import TrainState
 
 META = torch.device("meta")
 BATCH, SEQUENCE, HIDDEN = 4, 2048, 4096
@@ -190,8 +193,8 @@ def fused_rms_norm(tally: Tally) -> Callable[..., torch.Tensor]:
     return lambda x, shape, weight, epsilon: Fused.apply(x, weight)
 
 
-def second_microbatch(settings: tuple[str, ...], tally: Tally) -> dict[str, int]:
-    """Run a layer twice and count the second time; returns the FP8 FLOPs by what ran them."""
+def state_of(settings: tuple[str, ...]) -> TrainState:
+    """Return the state of a model with one layer, on meta."""
     cfg = load([
         "model.num_layers=1", f"model.hidden_size={HIDDEN}", f"model.ffn_hidden_size={4 * HIDDEN}",
         f"model.num_attention_heads={HIDDEN // 128}", f"model.encoder_seq_length={SEQUENCE}",
@@ -202,7 +205,13 @@ def second_microbatch(settings: tuple[str, ...], tally: Tally) -> dict[str, int]
     spec = resolve(cfg, lambda: True)
     spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=128))
     with META:
-        state = build(spec, single_rank(META))
+        return build(spec, single_rank(META))
+
+
+def second_microbatch(settings: tuple[str, ...], tally: Tally) -> dict[str, int]:
+    """Run a layer twice and count the second time; returns the FP8 FLOPs by what ran them."""
+    state = state_of(settings)
+    with META:
         shape = (BATCH, SEQUENCE, HIDDEN)
         x = torch.empty(shape, dtype=torch.bfloat16).requires_grad_()
         grad = torch.empty(shape, dtype=torch.bfloat16)
@@ -281,3 +290,67 @@ def test_launches_and_bytes_of_the_head(
     )
     assert sum(tally.launches.values()) == launches, what
     assert of_logits / (tokens * num_rows) == pytest.approx(bytes_of_logit, abs=0.1)
+
+
+def whole_step(state: TrainState, tally: Tally, num_microbatches: int) -> None:
+    """Run a step's microbatches as `forward_backward` does, and end the step as its update does.
+
+    `train_step` reads the loss once on the host, which meta tensors refuse; so it is not called.
+    Before each microbatch all scales are read, as by a validation.
+    """
+    assert state.graphs is not None
+    shape = (BATCH, SEQUENCE)
+    batch = Batch(*(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(2)))
+    state.sink.begin_step()
+    for index in range(num_microbatches):
+        for table in state.scaling.tables.values():
+            assert table.dequant_scale.device == META
+        state.scaling.begin_microbatch(index)
+        state.graphs._fits({"tokens_BS": batch.tokens_BS, "targets_BS": batch.targets_BS})
+        with tally:
+            state.graphs._forward_backward(state.graphs._inputs)
+        state.scaling.end_forward()
+        state.scaling.end_backward()
+    state.sink.end_step()
+    state.masters.write_back()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_a_captured_step_waits_for_nothing_and_nothing_moves(
+    shape: str, recipe: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding, layer, head and loss, on the paths of a GPU.
+
+    A number that the host reads, and a tensor of the host that a kernel would read, fail here. All
+    that a graph reads or writes and that outlives it keeps its memory. Each pass computes the
+    reciprocals of the scales itself, since those that others have computed are not updated.
+    """
+    monkeypatch.setattr(vocab, "runs_triton", lambda device: True)
+    settings = (*RECIPES[recipe], *(LLAMA if shape == "llama" else GPT))
+    state = state_of((*settings, "model.enable_cuda_graph=True"))
+    assert state.graphs is not None
+    places = []
+    for _ in range(3):
+        whole_step(state, tally, num_microbatches=2)
+        lasting = state.graphs.lasting()
+        places.append({name: tensor.untyped_storage()._cdata for name, tensor in lasting})
+    assert places[0] == places[1] == places[2]
+    if isinstance(state.scaling, ScalingState) and state.scaling.recipe.name == "delayed":
+        of_rope = 3 * 2 * (shape == "llama")
+        assert tally.launches["reciprocal"] - of_rope == 3 * 2 * 2, "steps, microbatches, tables"
+    assert len(places[0]) >= 18 and tally.launches["_scaled_mm"] == (recipe != "bf16") * 72
+
+
+@pytest.mark.parametrize("bug", ["reads a number", "copies from the host"])
+def test_a_planted_wait_is_seen(bug: str, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of((*FP8, *GPT, "model.enable_cuda_graph=True"))
+
+    def spoil(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        if bug == "reads a number":
+            return output * output.sum().item()
+        return output * torch.ones(output.shape[-1])
+
+    state.model.final_norm.register_forward_hook(spoil)
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError)):
+        whole_step(state, tally, num_microbatches=1)
