@@ -9,8 +9,9 @@ The order of the operations, each of them in FP32:
     p''      = p' - (m' / (sqrt(v') * (1 / sqrt(1 - beta2^t)) + eps)) * (lr / (1 - beta1^t))
 
 The update reads the fresh moments, from before they are stored. Constants are computed in FP64 and
-rounded once. On CPUs one C kernel makes one pass over memory, and a second one over a parameter of
-which a scale changes; elsewhere torch operations compute the same bits.
+rounded once. On CPUs a C kernel makes one pass over memory, and a second one over a parameter of
+which a scale changes; Triton kernels do the same on GPUs. Elsewhere, and where a kernel turns out
+to have other bits, torch operations compute the update.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
+from megafp8.precision.engine import runs_triton
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.kernels.compile import library
 from megafp8.precision.scaled import Dither, ScaledTensor, StoredInC
+from megafp8.specs.optim import StorageName
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,13 @@ class Constants:
     def decay(self) -> float:
         """Return the weight's factor (AdamW), or its share in the gradient (Adam)."""
         return self.weight_decay if self.is_l2 else 1 - self.lr * self.weight_decay
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Return the numbers that the kernels take, in the order of `struct adam`."""
+        beta1, beta2 = self.betas
+        betas = (beta1, 1 - beta1, beta2, 1 - beta2)
+        return *betas, self.inverse_root, self.eps, self.step_size, self.decay
 
 
 @dataclass(frozen=True)
@@ -87,18 +98,51 @@ def update(
 
     `backup` is memory of `backup_bytes` (uint8) that several updates may share.
     """
-    on_cpu = tensors.param.payload.device.type == "cpu"
-    if on_cpu and _kernel_reproduces_torch():
+    kinds = _kinds(tensors)
+    device = tensors.param.payload.device
+    if device.type == "cpu" and _kernel_reproduces_torch():
         update_c(tensors, constants, dithers, backup)
+    elif runs_triton(device) and _triton_reproduces_torch(
+        device, kinds, constants.is_l2, dithers != NO_DITHERS
+    ):
+        update_triton(tensors, constants, dithers, backup)
     else:
         update_torch(tensors, constants, dithers)
 
 
-def kernel_name(device: torch.device) -> str:
-    """Return what `update` runs on a device, for the log."""
+def keeps_backup(device: torch.device) -> bool:
+    """Whether what `update` runs on a device may need a backup."""
+    return device.type == "cpu" or runs_triton(device)
+
+
+def kernel_name(
+    device: torch.device,
+    updated: Iterable[Tensors] = (),
+    *,
+    is_l2: bool = False,
+    stochastic: bool = False,
+) -> str:
+    """Return what `update` runs on a device for tensors like `updated`, for the log."""
     if device.type == "cpu" and _kernel_reproduces_torch():
         return "our C kernel over stored tensors"
-    return "torch operations over stored tensors"
+    if not runs_triton(device):
+        return "torch operations over stored tensors"
+    kinds = sorted({_kinds(tensors) for tensors in updated})
+    wrong = [k for k in kinds if not _triton_reproduces_torch(device, k, is_l2, stochastic)]
+    name = "our Triton kernel over stored tensors"
+    if wrong:
+        names = ", ".join("-".join(kind) for kind in wrong)
+        name += f" (torch operations for {names}, where the kernel has other bits)"
+    return name
+
+
+Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
+"""The formats of parameter, moments and gradient."""
+
+
+def _kinds(tensors: Tensors) -> Kinds:
+    param, exp_avg, exp_avg_sq = (stored.fmt.name for stored in tensors.written)
+    return param, exp_avg, exp_avg_sq, tensors.grad.fmt.name
 
 
 def update_torch(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
@@ -143,10 +187,18 @@ class _AdamInC(ctypes.Structure):
 
 
 def backup_bytes(tensors: Tensors) -> int:
-    """Return how many bytes the C kernel needs to keep what a step overwrites."""
+    """Return how many bytes the kernels need to keep what a step overwrites."""
+    return sum(_aligned(stored.payload.nbytes) for stored in _kept(tensors))
+
+
+def _kept(tensors: Tensors) -> list[ScaledTensor]:
+    """Return what is kept: not FP32 moments, as what is written is the fresh moment itself."""
     param, *moments = tensors.written
-    kept = [param, *(moment for moment in moments if moment.fmt.name != "fp32")]
-    return sum(stored.payload.nbytes for stored in kept)
+    return [param, *(moment for moment in moments if moment.fmt.name != "fp32")]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16  # the longest access of a GPU's thread
 
 
 def update_c(
@@ -156,9 +208,8 @@ def update_c(
     backup: torch.Tensor | None = None,
 ) -> None:
     """Run `update` with the C kernel, which there must be."""
-    lib, c = library().lib, constants
+    lib = library().lib
     assert lib is not None, library().note
-    beta1, beta2 = c.betas
     if backup is None or backup.numel() < backup_bytes(tensors):
         backup = torch.empty(backup_bytes(tensors), dtype=torch.uint8)
     written = zip(tensors.written, dithers, strict=True)
@@ -166,38 +217,85 @@ def update_c(
         *(stored.in_c(dither) for stored, dither in written),
         tensors.grad.in_c(),
         tensors.param.payload.numel(),
-        *(beta1, 1 - beta1, beta2, 1 - beta2),
-        *(c.inverse_root, c.eps, c.step_size, c.decay),
-        int(c.is_l2),
+        *constants.factors,
+        int(constants.is_l2),
         torch.get_num_threads(),
         backup.data_ptr(),
     )
     lib.megafp8_scaled_adam(ctypes.byref(asked))
 
 
+def update_triton(
+    tensors: Tensors,
+    constants: Constants,
+    dithers: Dithers = NO_DITHERS,
+    backup: torch.Tensor | None = None,
+) -> None:
+    """Run `update` with the Triton kernels, where they can run."""
+    from megafp8.precision.kernels.triton_adam import adam
+
+    if backup is None or backup.numel() < backup_bytes(tensors):
+        backup = torch.empty(
+            backup_bytes(tensors), dtype=torch.uint8, device=tensors.param.payload.device
+        )
+    kept, begin = [], 0
+    for stored in tensors.written:
+        payload, size = stored.payload, stored.payload.nbytes
+        if not any(stored is other for other in _kept(tensors)):
+            kept.append(payload)
+            continue
+        kept.append(backup[begin : begin + size].view(payload.dtype))
+        begin += _aligned(size)
+    adam(tensors.written, tensors.grad, constants.factors, dithers, kept, is_l2=constants.is_l2)
+
+
 @functools.cache
 def _kernel_reproduces_torch() -> bool:
-    """Whether there is a C kernel, and two of its updates have the bits of torch's operations."""
+    """Whether there is a C kernel, and updates by it have the bits of torch's operations."""
     if library().lib is None:
         return False
+    names: tuple[tuple[StorageName, StorageName, StorageName], ...]
+    names = (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
     return all(
-        _same(names, is_l2, stochastic)
-        for names in (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
+        _same(kinds, is_l2, stochastic)
+        for kinds in names
         for is_l2 in (False, True)
         for stochastic in (False, True)
     )
 
 
-def _same(names: tuple[str, str, str], is_l2: bool, stochastic: bool) -> bool:
-    start = torch.linspace(-1, 1, 4099) ** 3  # no multiple of a vector's length
+@functools.cache
+def _triton_reproduces_torch(
+    device: torch.device, kinds: Kinds, is_l2: bool, stochastic: bool
+) -> bool:
+    """Whether updates by the Triton kernels have the bits of torch's operations on this device."""
+    return _same(kinds[:3], is_l2, stochastic, kinds[3], update_triton, device)
+
+
+def _same(
+    names: tuple[StorageName, StorageName, StorageName],
+    is_l2: bool,
+    stochastic: bool,
+    grad_name: StorageName = "fp8",
+    kernel: Callable[[Tensors, Constants, Dithers], None] = update_c,
+    device: torch.device | None = None,
+) -> bool:
+    """Whether three updates by `kernel` have the bits of torch's; the scales change in the first.
+
+    In the third one, scales that the second chose stay right.
+    """
+    # No multiple of an AVX-512 vector's length, or of a Triton program's but of its widest access.
+    size = 4099 if kernel is update_c else 4112
+    start = torch.linspace(-1, 1, size, device=device) ** 3
     dithers: Dithers = (Dither(3), Dither(5), Dither(7)) if stochastic else NO_DITHERS
     found: list[list[torch.Tensor]] = []
-    for run in (update_c, update_torch):
-        formats = [STORAGE_FORMATS[name] for name in names]  # type: ignore[index]
+    for run in (kernel, update_torch):
+        formats = [STORAGE_FORMATS[name] for name in names]
         written = [ScaledTensor.of(start, formats[0])]
-        written += [ScaledTensor.zeros(start.shape, fmt) for fmt in formats[1:]]
-        for number in (1, 2):
-            grad = ScaledTensor.of(number * start.square() - 0.3, STORAGE_FORMATS["fp8"])
+        written += [ScaledTensor.zeros(start.shape, fmt, device) for fmt in formats[1:]]
+        for number in (1, 2, 3):
+            values = min(number, 2) * start.square() - 0.3
+            grad = ScaledTensor.of(values, STORAGE_FORMATS[grad_name])
             tensors = Tensors(written[0], written[1], written[2], grad)
             run(tensors, Constants(0.01, (0.9, 0.98), 1e-8, 0.1, is_l2, number), dithers)
         found.append([t.values() for t in written])

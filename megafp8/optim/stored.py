@@ -23,6 +23,7 @@ from megafp8.optim.scaled_adam import (
     Dithers,
     Tensors,
     backup_bytes,
+    keeps_backup,
     kernel_name,
     update,
 )
@@ -246,7 +247,12 @@ class StoredAdamW(AdamW):
             moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[n], device) for n in names]
             self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
         self._kernel, name = choose_kernel(spec, masters.device)
-        self.kernel_name = kernel_name(masters.device)
+        self.kernel_name = kernel_name(
+            masters.device,
+            self._stored.values(),
+            is_l2=spec.name == "adam",
+            stochastic=storage.stochastic_rounding,
+        )
         self._torch = None
         if plain := groups[True] + groups[False]:
             self.kernel_name += f"; where all is FP32, {name}"
@@ -270,8 +276,9 @@ class StoredAdamW(AdamW):
             with self.masters.lend_grads():
                 self._torch.step()
         largest = max(map(backup_bytes, self._stored.values()), default=0)
-        on_cpu = self.masters.device.type == "cpu"
-        backup = torch.empty(largest, dtype=torch.uint8) if on_cpu else None  # for this step alone
+        device, backup = self.masters.device, None
+        if keeps_backup(device):  # for this step alone
+            backup = torch.empty(largest, dtype=torch.uint8, device=device)
         for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
             if (tensors := self._stored.get(master)) is not None:
                 decay = spec.weight_decay if segment.param.dim() > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Adam over stored tensors: the slow specification, bit for bit, in C and in torch."""
+"""Adam over stored tensors: the slow specification, bit for bit, in C, in torch and in Triton."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.kernels.compile import library
+from megafp8.precision.kernels.triton_launch import unavailable
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs.optim import StorageName
 from tests.spec import scaled as spec
@@ -28,11 +29,17 @@ KINDS: list[tuple[StorageName, ...]] = [  # parameter, exp_avg, exp_avg_sq, grad
 ]
 
 
-@pytest.fixture(params=["C", "torch"])
-def update(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=["C", "torch", "Triton"])
+def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "C" and library().lib is None:
         pytest.skip(library().note)
-    return {"C": scaled_adam.update_c, "torch": scaled_adam.update_torch}[request.param]
+    if request.param == "Triton":
+        if (why := unavailable(torch.device("cpu"))) is not None:
+            pytest.skip(why)
+        name = "megafp8.precision.kernels.triton_adam.BLOCK"
+        monkeypatch.setattr(name, 256)  # the tests' tensors are small
+    ways = (scaled_adam.update_c, scaled_adam.update_torch, scaled_adam.update_triton)
+    return dict(zip(("C", "torch", "Triton"), ways, strict=True))[request.param]
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kinds))
@@ -181,3 +188,12 @@ def test_the_kernel_is_used_here() -> None:
     if library().lib is None:
         pytest.skip(library().note)
     assert scaled_adam._kernel_reproduces_torch()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", KINDS[:-1], ids=lambda kinds: "-".join(kinds))
+@pytest.mark.parametrize("is_l2", [False, True], ids=["adamw", "adam"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_triton_is_used_on_a_gpu(kinds: Any, is_l2: bool, stochastic: bool) -> None:
+    device = torch.device("cuda")
+    assert scaled_adam._triton_reproduces_torch(device, kinds, is_l2, stochastic)

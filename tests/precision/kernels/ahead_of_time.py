@@ -35,7 +35,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block, CUDA C guide
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu")
-_ARITHMETIC = r"\b((?:cvt|div|rcp|sqrt|rsqrt)\.[\w.]+)"
+_ARITHMETIC = r"\b((?:cvt|div|rcp|sqrt|rsqrt|fma)\.[\w.]+|\w+(?:\.\w+)*\.ftz\.[\w.]+)"
 _SCALAR = re.compile(r"\b((?:LDG|STG)(?:\.\w+)*\.[US](?:8|16)(?:\.\w+)*)")
 
 
@@ -88,14 +88,16 @@ class Compilations:
             return compiled
 
         JITFunction.run = run  # type: ignore[method-assign]
-        from megafp8.precision.kernels import triton_current, triton_loss, triton_norm, triton_tile
-
-        for module in (
+        from megafp8.precision.kernels import (
+            triton_adam,
             triton_current,
             triton_loss,
             triton_norm,
             triton_tile,
-        ):  # what the target does, not this machine
+        )
+
+        for module in (triton_adam, triton_current, triton_loss, triton_norm, triton_tile):
+            # what the target does, not this machine
             module.casts_in_hardware = lambda device: capability >= 89  # type: ignore[attr-defined]
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -276,11 +278,49 @@ def call_updates(found: Compilations) -> None:
         update_scales(**table.tensors(), recipe=recipe, fmt=E4M3)
 
 
+ADAM = (  # formats of parameter, moments and gradient; stochastic rounding; Adam with L2
+    (("fp16", "fp32", "fp32", "fp8"), False, False),  # O1
+    (("fp16", "fp8", "fp16", "fp8"), False, False),  # O2, O3
+    (("fp16", "fp8", "fp16", "fp8"), True, True),
+    (("fp32", "fp8", "fp16", "fp32"), False, False),  # embeddings, norms and biases at O2 and O3
+)
+MORE_ADAM = (  # parts that are switched alone
+    (("bf16", "fp8", "fp16", "fp8"), True, False),
+    (("fp8", "fp8", "fp16", "fp8"), False, True),
+    (("fp16", "fp8", "fp8_e5m2", "fp8"), True, False),
+    (("fp32", "bf16", "bf16", "fp32"), False, False),
+)
+
+
+def call_adam(found: Compilations, *, all_kinds: bool) -> None:
+    """Update a weight of 512 x 512 by Adam; with `all_kinds` also one of an odd size."""
+    from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Tensors, update_triton
+    from megafp8.precision.formats import STORAGE_FORMATS
+    from megafp8.precision.scaled import Dither, ScaledTensor
+
+    shapes = ((512, 512), (33, 50)) if all_kinds else ((512, 512),)
+    for names, stochastic, is_l2 in (*ADAM, *MORE_ADAM) if all_kinds else ADAM:
+        for shape in shapes:
+            found.is_odd = shape[1] % 16 > 0
+            name, rounding = "Adam" if is_l2 else "AdamW", ", stochastic" if stochastic else ""
+            found.call = f"{name} over {' '.join(names)}{rounding} {list(shape)}"
+            tensors = [ScaledTensor.zeros(shape, STORAGE_FORMATS[kind]) for kind in names]
+            dithers = (Dither(1), Dither(2), Dither(3)) if stochastic else NO_DITHERS
+            constants = Constants(0.01, (0.9, 0.95), 1e-8, 0.1, is_l2, 1)
+            update_triton(Tensors(*tensors), constants, dithers)
+
+
 def main(capability: str, *cases: str) -> None:
-    """Print one JSON object with a row for each binary; a case is ROWSxCOLS:PART,PART."""
+    """Print one JSON object with a row for each binary.
+
+    A case is ROWSxCOLS:PART,PART, or `adam` or `all_adam` for the optimizer over stored tensors.
+    """
     found = Compilations(int(capability))
     call_updates(found)
     for case in cases:
+        if case in ("adam", "all_adam"):
+            call_adam(found, all_kinds=case == "all_adam")
+            continue
         shape, _, parts = case.partition(":")
         rows, cols = map(int, shape.split("x"))
         call_all(found, rows, cols, tuple(parts.split(",")) if parts else (*NORMS, *ACTIVATIONS))

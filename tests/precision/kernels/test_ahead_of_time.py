@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 ODD = "33x50:swiglu"  # nothing is a multiple of 16
 E4M3, E5M2 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"
 BF16 = {"cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32"}
+HALF = {"cvt.rn.f16x2.f32", "cvt.rn.f16.f32", "cvt.rn.f16x2.e4m3x2"}
 MEAN = {"cvt.rn.f32.s32", "div.full.f32", "sqrt.approx.ftz.f32", "sqrt.approx.f32"}
 
 # The roundings that a kernel may compile to. FP8 casts and scales are bit for bit the
@@ -44,9 +46,13 @@ ROUNDINGS: dict[str, set[str]] = {
     "_row_means_kernel": MEAN,
     "_tile_backward_kernel": BF16,
 }
+ADAM = ("_adam_kernel", "_adam_again_kernel")
+RANDOM = {"cvt.rn.f32.s32", "cvt.rn.f32.u32"}  # random numbers and steps, which are exact
+ROUNDINGS |= dict.fromkeys(ADAM, {"div.rn.f32", "sqrt.rn.f32", E4M3, *HALF, *BF16, *RANDOM})
 BY_SIGMOID = ("swiglu", "gelu_tanh")
 CASTS = {"_cast_kernel", "_line_cast_kernel", "_normalize_kernel", "_heads_kernel"}
-WARPS = {**dict.fromkeys(CASTS, 24), "_block_cast_kernel": 8}
+FP8_CASTS = {*CASTS, "_block_cast_kernel"}
+WARPS = {**dict.fromkeys((*CASTS, *ADAM), 24), "_block_cast_kernel": 8}
 
 # Kernels that read or write 1 or 2 bytes at a time at shapes of presets, and why.
 SCALAR = {"_loss_kernel": "one logit a token, that of its target"}
@@ -95,9 +101,11 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
             if call.startswith("cast of"):  # the tensor itself, which is not rounded to BF16
                 allowed -= BF16
             assert roundings <= allowed, what
-            if kernel in WARPS and "backward" not in call and "turned heads [" not in call:
+            if kernel in FP8_CASTS and "backward" not in call and "turned heads [" not in call:
                 wanted = E5M2 if "gradient" in call else E4M3
                 assert {E4M3, E5M2} & roundings == {wanted}, what
+        if kernel in ADAM:  # each operation is rounded by itself, and no subnormal is lost
+            assert not any(re.search(r"fma\.|\.ftz", name) for name in row["arithmetic"]), what
         assert row["shared"] <= row["shared_limit"], what
         if is_odd:
             continue
@@ -116,7 +124,7 @@ def check_all(rows: list[dict[str, Any]], *, hardware: bool = True) -> None:
 
 @pytest.mark.timeout(900)
 def test_two_presets_and_an_odd_shape_on_hopper() -> None:
-    rows = compiled(90, *TWO, ODD)
+    rows = compiled(90, *TWO, ODD, "adam")
     check_all(rows)
     missing = ROUNDINGS.keys() - {row["kernel"] for row in rows}
     assert missing == {"_row_means_kernel", "_tile_backward_kernel"}, "those of rows above 8192"
@@ -126,7 +134,7 @@ def test_two_presets_and_an_odd_shape_on_hopper() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_every_preset(capability: int) -> None:
-    rows = compiled(capability, *ALL, "33x50")
+    rows = compiled(capability, *ALL, "33x50", "all_adam")
     check_all(rows)
     assert {row["kernel"] for row in rows} == ROUNDINGS.keys()
 
@@ -134,11 +142,12 @@ def test_every_preset(capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ampere_which_rounds_to_fp8_with_integers() -> None:
-    rows = compiled(80, *TWO, ODD)
+    rows = compiled(80, *TWO, ODD, "all_adam")
     roundings = {name for row in rows for name in row["arithmetic"]}
     assert not {E4M3, E5M2} & roundings
     for row in rows:
         assert row["shared"] <= row["shared_limit"], row
+    check_all([row for row in rows if row["kernel"] in ADAM], hardware=False)
 
 
 def test_resident_warps_follow_the_limits_of_an_sm() -> None:
