@@ -238,7 +238,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "mfu_of_bf16_peak": model_flops_utilization(spec, seconds, plan.hardware),
         "days": (tokens or float(spec.train.max_steps) * tokens_per_step(spec)) / speed / 86400,
         "bf16_step_seconds": None if plan.bf16 is None else plan.bf16.total,
-        "fp8_over_bf16": None if plan.bf16 is None else plan.bf16.total / seconds,
+        "fp8_over_bf16": plan.fp8_over_bf16,
         "layouts": [
             {
                 "overrides": layout.overrides(),

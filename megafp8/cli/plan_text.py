@@ -61,6 +61,16 @@ class Plan:
         """Whether the largest rank needs at most the usable part of the memory."""
         return self.largest.total <= USABLE * self.hardware.memory_bytes
 
+    @property
+    def fp8_over_bf16(self) -> float | None:
+        """Return the predicted speed in FP8 over that in BF16.
+
+        It is None for a run in BF16, and under FP8-LM, whose own passes have no predicted time.
+        """
+        if self.bf16 is None or not self.spec.optim.storage.is_plain:
+            return None
+        return self.bf16.total / self.time.total
+
 
 def describe(plan: Plan, vocab_size: int | None, tokens: float | None) -> Iterator[str]:
     """Return the lines of the plan."""
@@ -194,14 +204,20 @@ def time_table(plan: Plan, tokens: float | None) -> Iterator[str]:
 
 def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
     """Return whether FP8 pays, and why it does not pay more."""
-    ratio = bf16.total / plan.time.total
     assert plan.bf16_bytes is not None
     more = plan.largest.total - plan.bf16_bytes
-    word = "pays" if ratio >= 1.1 else "pays little" if ratio > 1 else "does not pay"
-    yield (
-        f"FP8 {word} here: {ratio:.2f} times BF16's speed (a prediction), "
+    memory = (
         f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory on the largest rank"
     )
+    ratio = plan.fp8_over_bf16
+    if ratio is None:
+        yield (
+            f"FP8-LM: {memory}. Whether it is faster than BF16 is not predicted: the times leave "
+            "out what it takes to store gradients, weights and moments in few bits"
+        )
+        return
+    word = "pays" if ratio >= 1.1 else "pays little" if ratio > 1 else "does not pay"
+    yield f"FP8 {word} here: {ratio:.2f} times BF16's speed (a prediction), {memory}"
     for reason in why_fp8_pays_little(plan.spec, bf16, plan.time):
         yield f"  what stays: {reason}"
 
@@ -211,6 +227,11 @@ def assumptions(plan: Plan) -> Iterator[str]:
     rates = ", ".join(f"{f.name} {getattr(Achieved(), f.name):g}" for f in fields(Achieved))
     yield f"Peaks: {plan.hardware.source}. Assumed fractions of them: {rates}."
     yield backend_note(plan.spec)
+    if not plan.spec.optim.storage.is_plain:
+        yield (
+            "FP8-LM: the update, and the sums of gradients over microbatches, are counted as those "
+            "of FP32 states; their own passes take longer."
+        )
     yield (
         "Bytes are those of tensors, without what the allocator and libraries take. No time here "
         "has been measured on a GPU."

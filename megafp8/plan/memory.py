@@ -15,6 +15,7 @@ from megafp8.plan.shape import (
     FP32,
     Linear,
     Parameter,
+    RankShape,
     compute_itemsize,
     deal_whole,
     flat_buckets,
@@ -23,9 +24,13 @@ from megafp8.plan.shape import (
     num_microbatches,
     num_stages,
     rank_shape,
+    recomputes,
     residual_itemsize,
+    sent_in_fp8,
     sequence_shards,
     shard_ranks,
+    stored_buckets,
+    stored_itemsize,
     tokens_of,
 )
 from megafp8.specs import RunSpec
@@ -64,7 +69,7 @@ class StepBytes:
     in_flight: int  # kept by all microbatches that the schedule has begun, at its worst moment
     weight_copies: int  # FP8 copies of weights, in two orientations for tensor cores
     workspace: int  # alive only while one layer or the head runs
-    gathered: int  # whole weights of two layers, while FSDP runs them
+    gathered: int  # whole weights that FSDP holds: two layers', and those outside layers
 
     @property
     def peak(self) -> int:
@@ -106,7 +111,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int) -> RankMemory:
             in_flight=_in_flight_bytes(spec, pipeline_rank, kept),
             weight_copies=_weight_copies(spec, shape.linears),
             workspace=max(_workspace_bytes(spec, stage) for stage in shape.stages),
-            gathered=_gathered_bytes(spec, shape.layers),
+            gathered=_gathered_bytes(spec, shape),
         ),
     )
 
@@ -164,17 +169,14 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
     storage = spec.optim.storage
     ranks = spec.parallel.dp * spec.parallel.cp if spec.optim.shards_states else 1
     owners = deal_whole(params, ranks)
-    weights = gradients = 0
+    gradients = 0
     masters, moments = [0] * ranks, [0] * ranks
     for param, owner in zip(params, owners, strict=True):
         is_stored = param.is_linear and storage.main_params != "fp32"
         itemsize = ITEM_BYTES[storage.main_params]
-        if is_stored and param.itemsize > 1:
-            weights += param.elements * itemsize
-        else:
-            weights += param.elements * param.itemsize
-            if param.itemsize != FP32:
-                masters[owner] += param.elements * (itemsize if is_stored else FP32)
+        is_own_master = is_stored and param.itemsize > 1
+        if param.itemsize != FP32 and not is_own_master:
+            masters[owner] += param.elements * (itemsize if is_stored else FP32)
         in_few_bits = param.is_linear and not storage.sums_in_fp32
         if in_few_bits and storage.main_grads != "fp32":
             gradients += param.elements * ITEM_BYTES[storage.main_grads] + FP32  # and the scale
@@ -185,12 +187,21 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
             moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
     most = max(range(ranks), key=lambda rank: masters[rank] + moments[rank])
     return HeldBytes(
-        weights=weights,
+        weights=_stored_weights(spec, params),
         masters=masters[most],
         moments=moments[most],
         gradients=gradients,
         scaling=scaling,
     )
+
+
+def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
+    """Return the bytes of all weights under FP8-LM; ZeRO pads those of the linears."""
+    if not spec.optim.shards_states:
+        return sum(stored_itemsize(spec, param) * param.elements for param in params)
+    rest = (param.elements * param.itemsize for param in params if not param.is_linear)
+    buckets = stored_buckets(spec, params)
+    return sum(rest) + sum(bucket.elements * bucket.itemsize for bucket in buckets)
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
@@ -244,14 +255,15 @@ def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
     return kept
 
 
-def _layer_bytes(spec: RunSpec, layer: int) -> int:
-    """Return what one layer keeps between its forward and its backward pass."""
+def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
+    """Return what one layer keeps between its forward and its backward pass.
+
+    Without `keeps_core` backward recomputes attention.
+    """
     model, tp = spec.model, spec.parallel.tp
     qkv, projection, fc1, fc2 = linears_of_layer(spec, layer)
     tokens, between = tokens_of(spec), tokens_of(spec) // sequence_shards(spec)
     size = compute_itemsize(spec)
-    recompute = spec.model.recompute
-    keeps_core = recompute is None or recompute.granularity != "selective"
     kept = 2 * _norm_bytes(spec)
     kept += _input_bytes(spec, qkv, between) + _input_bytes(spec, fc1, between)
     kept += _attention_bytes(spec, keeps_core=keeps_core)
@@ -294,14 +306,14 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
 
 def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
     recompute = spec.model.recompute
-    if recompute is None or recompute.granularity == "selective":
-        yield from (_layer_bytes(spec, layer) for layer in layers)
-    elif recompute.method == "uniform":
+    if recompute is not None and (recompute.granularity, recompute.method) == ("full", "uniform"):
         yield -(-len(layers) // recompute.num_layers) * _layer_input_bytes(spec)
-    else:
-        for place, layer in enumerate(layers):
-            is_recomputed = place < recompute.num_layers
-            yield _layer_input_bytes(spec) if is_recomputed else _layer_bytes(spec, layer)
+        return
+    for place, layer in enumerate(layers):
+        if recomputes(spec, "full", place):
+            yield _layer_input_bytes(spec)
+        else:
+            yield _layer_bytes(spec, layer, keeps_core=not recomputes(spec, "selective", place))
 
 
 def _head_chunk(spec: RunSpec) -> int:
@@ -323,20 +335,24 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
 
     The moments are: the last chunk of the head's forward pass, the head's backward pass, where its
     gradients are multiplied by the loss's, and the backward pass through FC2 and the activation of
-    a layer.
+    a layer. A GPU's kernel writes the gradient of the logits over them.
     """
     moments = [_layer_workspace(spec, layers_of(spec, stage))]
     if stage == num_stages(spec) - 1:
         vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
-        size, chunk = compute_itemsize(spec), _head_chunk(spec)
-        logits = chunk * vocab * (size + FP32 + (size if size != FP32 else 0))
+        chunk = _head_chunk(spec)
+        logits = chunk * vocab * compute_itemsize(spec)
         part = vocab * hidden * FP32 if tokens_of(spec) > chunk else 0
         moments += [logits + part, _head_gradient_bytes(spec)]
     return max(moments)
 
 
 def _layer_workspace(spec: RunSpec, layers: range) -> int:
-    """Return what the backward pass of one layer needs beyond what it keeps."""
+    """Return what the backward pass of one layer needs beyond what it keeps.
+
+    It may need a recomputed layer whole. The method `block` recomputes the first layers of a stage.
+    Their backward passes come last, when the bytes that the other layers kept are free again.
+    """
     if not layers:
         return 0
     model, tokens = spec.model, tokens_of(spec)
@@ -345,11 +361,12 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     residual = 2 * _layer_input_bytes(spec)
     activation = tokens * size * (fc2.in_features + fc1.out_features)
     casts = 2 * tokens * fc1.out_features if fc1.in_fp8 else 0
-    work = residual + activation + casts
+    work = residual + activation + casts + _whole_gradients(spec, layers[0])
     recompute = model.recompute
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
-        work += min(group, len(layers)) * _layer_bytes(spec, layers[0])
+        if recompute.method == "uniform" or len(layers) <= recompute.num_layers:
+            work += min(group, len(layers)) * _layer_bytes(spec, layers[0])
     return work
 
 
@@ -368,14 +385,35 @@ def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
     return sum(2 * linear.weight_elements for linear in linears if linear.in_fp8)
 
 
-def _gathered_bytes(spec: RunSpec, layers: Sequence[int]) -> int:
-    """Return FSDP's whole weights of two layers: one that runs and one that is being gathered."""
+def _gathered_bytes(spec: RunSpec, shape: RankShape) -> int:
+    """Return the whole weights that FSDP holds at once.
+
+    They are those of two layers, one that runs and one that is being gathered, and throughout a
+    microbatch those outside layers: FSDP's root module keeps what it has gathered. A weight that is
+    sent in FP8 has its bytes and, for autograd, a tensor of the compute dtype besides.
+    """
     fsdp = spec.parallel.fsdp
-    if fsdp is None or not layers:
+    if fsdp is None:
         return 0
-    size = compute_itemsize(spec)
-    layer = sum(linear.weight_elements * size for linear in linears_of_layer(spec, layers[0]))
-    return layer * (len(layers) if fsdp.strategy == "grad" else min(2, len(layers)))
+    size, num_layers = compute_itemsize(spec), len(shape.layers)
+    root = sum(size * param.elements for param in shape.params if not param.in_layer)
+    layers = sum(
+        param.elements * (size + sent_in_fp8(spec, param))
+        for param in shape.params
+        if param.in_layer
+    )
+    if fsdp.strategy == "grad" or num_layers <= 2:
+        return root + layers
+    return root + 2 * layers // num_layers
+
+
+def _whole_gradients(spec: RunSpec, layer: int) -> int:
+    """Return a layer's gradients before FSDP scatters them: its own, and those that are sent."""
+    fsdp = spec.parallel.fsdp
+    if fsdp is None:
+        return 0
+    weights = sum(linear.weight_elements for linear in linears_of_layer(spec, layer))
+    return weights * (compute_itemsize(spec) + ITEM_BYTES[fsdp.grad_reduce_dtype])
 
 
 def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:

@@ -241,20 +241,71 @@ def shard_ranks(spec: RunSpec) -> int:
     return replicas
 
 
-def recomputed_fraction(spec: RunSpec) -> float:
-    """Return the fraction of layers whose whole forward pass is repeated in backward."""
-    return layers_with_recomputation(spec, "full")
+def recomputed_fraction(spec: RunSpec, stages: Sequence[int] | None = None) -> float:
+    """Return the fraction of layers whose whole forward pass is repeated in backward.
+
+    The layers are those of the given stages, or of the whole model.
+    """
+    return layers_with_recomputation(spec, "full", stages)
 
 
-def layers_with_recomputation(spec: RunSpec, granularity: str) -> float:
-    """Return the fraction of layers of which backward recomputes `selective` or `full` parts."""
+def layers_with_recomputation(
+    spec: RunSpec, granularity: str, stages: Sequence[int] | None = None
+) -> float:
+    """Return the fraction of layers of which backward recomputes `selective` or `full` parts.
+
+    The layers are those of the given stages, or of the whole model.
+    """
+    chosen = range(num_stages(spec)) if stages is None else stages
+    layers = [layers_of(spec, stage) for stage in chosen]
+    repeated = sum(
+        recomputes(spec, granularity, place) for own in layers for place in range(len(own))
+    )
+    return repeated / max(1, sum(map(len, layers)))
+
+
+def recomputes(spec: RunSpec, granularity: str, place: int) -> bool:
+    """Whether backward recomputes `selective` or `full` parts of a stage's layer at `place`.
+
+    The method `block` recomputes the first layers of each stage alone.
+    """
     recompute = spec.model.recompute
     if recompute is None or recompute.granularity != granularity:
-        return 0.0
-    if recompute.method == "uniform":
-        return 1.0
-    stages = (len(layers_of(spec, stage)) for stage in range(num_stages(spec)))
-    return sum(min(recompute.num_layers, layers) for layers in stages) / spec.model.num_layers
+        return False
+    return recompute.method == "uniform" or place < recompute.num_layers
+
+
+def stored_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucket]:
+    """Return the flat tensors in which FP8-LM's ZeRO gathers the linears' weights.
+
+    There is one for each size of an element. All ranks' ranges of it are as large as the largest
+    one, and each weight begins at a multiple of `ALIGNMENT` elements (`optim/stored_zero.py`).
+    """
+    ranks = shard_ranks(spec)
+    held: dict[int, list[int]] = {}
+    for param, owner in zip(params, deal_whole(params, ranks), strict=True):
+        if param.is_linear:
+            ranges = held.setdefault(stored_itemsize(spec, param), [0] * ranks)
+            ranges[owner] += rounded_up(param.elements, ALIGNMENT)
+    return [FlatBucket(ranks * max(ranges), itemsize) for itemsize, ranges in held.items()]
+
+
+def stored_itemsize(spec: RunSpec, param: Parameter) -> int:
+    """Return the bytes of an element of a weight that FP8-LM stores.
+
+    A linear's weight is its own master there, unless it is in FP8 or masters are FP32.
+    """
+    main = spec.optim.storage.main_params
+    is_own_master = param.is_linear and param.itemsize > 1 and main != "fp32"
+    return ITEM_BYTES[main] if is_own_master else param.itemsize
+
+
+def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
+    """Whether replicas send each other this parameter as FP8 bytes."""
+    recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
+    if recipe is None or param.linear is None or not param.linear.in_fp8:
+        return False
+    return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
 
 
 def deal_whole(params: Sequence[Parameter], ranks: int) -> list[int]:
@@ -262,7 +313,8 @@ def deal_whole(params: Sequence[Parameter], ranks: int) -> list[int]:
     held, owners = [0] * ranks, [0] * len(params)
     for kind in (True, False):
         rows = [row for row, param in enumerate(params) if param.is_linear == kind]
-        dealt = owners_of([params[row].elements for row in rows], held)
+        tied = [place for place, row in enumerate(rows) if params[row].is_tied_end]  # are rank 0's
+        dealt = owners_of([params[row].elements for row in rows], held, tied)
         for row, owner in zip(rows, dealt, strict=True):
             owners[row] = owner
     return owners

@@ -11,7 +11,7 @@ in the next pass of the same direction. No message has a latency.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     Linear,
+    layers_with_recomputation,
     num_microbatches,
     rank_shape,
     recomputed_fraction,
@@ -32,10 +33,13 @@ from megafp8.specs.optim import StorageSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.specs.precision import ModulePrecision
 
-OPTIMIZER_BYTES = 42
-"""Bytes that a step's norm, AdamW and write-back move for each parameter that a rank updates on a
-GPU: the norm reads gradients of 4 bytes; torch's fused AdamW reads 16 and writes 16, as it clips
-the gradients too; the write-back reads 4 and writes 2."""
+OPTIMIZER_BYTES = 36
+"""Bytes that a step's norm and AdamW move for each parameter that a rank updates on a GPU: the norm
+reads gradients of 4 bytes; torch's fused AdamW reads 16 and writes 16, as it clips the gradients
+too. FP8-LM's passes over states in few bits are not modelled and count as these."""
+WRITE_BACK_BYTES = 6
+"""Bytes that rounding an FP32 master into its weight moves: it reads 4 and writes 2. FSDP has no
+such pass, as its parameters are the masters."""
 LAUNCHES: dict[str, dict[ModulePrecision, int]] = {
     "gpt": {
         "high_precision": 39,
@@ -72,6 +76,8 @@ CAST_BYTES: dict[ModulePrecision, int] = {
 }
 """Bytes an element that the cast of a weight moves: it reads BF16 and writes FP8 in both
 orientations, and some recipes read the weight first for its amaxes (docs/performance.md)."""
+REPLICAS: tuple[AxisName, ...] = ("data", "nodes")
+"""The mesh axes of messages between replicas."""
 COPY_BYTES = 6
 """Bytes an element of a gradient that FSDP copies from BF16 to FP32."""
 TRANSPOSE_BYTES = 2
@@ -103,7 +109,7 @@ class StepTime:
     tensor_parallel: float  # messages between tensor- and context-parallel ranks, not hidden
     stages: float  # messages between pipeline stages, not hidden, and of the tied embedding
     optimizer: float
-    gradients: float  # messages between replicas that the backward pass does not hide
+    gradients: float  # messages between replicas, of gradients or weights, not hidden
     bubble: float  # waiting in the pipeline
     host: float  # what the host's launches add where they take longer than the GPU's work
 
@@ -144,7 +150,7 @@ def without_fp8(spec: RunSpec) -> RunSpec:
 
 def _passes_of(time: StepTime) -> float:
     """Return the seconds of all microbatches' passes, for whose first and last ones ranks wait."""
-    compute = time.linears + time.head + time.attention + time.passes
+    compute = time.linears + time.head + time.attention + time.passes + time.weights
     return compute + time.tensor_parallel + time.stages + time.host
 
 
@@ -163,30 +169,31 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     shape = rank_shape(spec, rank)
     model, parallel = spec.model, spec.parallel
     count, tokens = num_microbatches(spec), tokens_of(spec)
-    again = recomputed_fraction(spec)
+    again = recomputed_fraction(spec, shape.stages)
+    again_core = layers_with_recomputation(spec, "selective", shape.stages)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
     fp8 = hardware.fp8_tflops * 1e12 * achieved.fp8
     memory = hardware.memory_gb_s * 1e9 * achieved.memory
     linears = sum(_linear_time(spec, linear, tokens, bf16, fp8, again) for linear in shape.linears)
     core = 4 * tokens * spec.data.seq_length / 2 * model.query_size / parallel.tp
-    is_selective = model.recompute is not None and model.recompute.granularity == "selective"
-    repeats = 3.5 + (1.0 if is_selective else again)  # backward has 5 products where forward has 2
-    attention = core * len(shape.layers) * repeats
+    repeats = 3.5 + again + again_core  # backward has 5 products where forward has 2
+    attention = count * core * len(shape.layers) * repeats
+    attention /= hardware.bf16_tflops * 1e12 * achieved.attention
     head = 6 * tokens * model.hidden_size * model.vocab_size / parallel.tp * shape.has_last
     width = tokens * model.hidden_size
     layers = list(zip(*[iter(shape.linears)] * 4, strict=True))
     bytes_of_layers = sum(_pass_bytes(spec, layer) for layer in layers)
     passes = width * bytes_of_layers * (1 + again / 3) / memory
     weights = _weight_bytes(spec, shape.linears) / memory
-    seconds: dict[AxisName, float] = defaultdict(float)
+    seconds: dict[tuple[AxisName, bool], float] = defaultdict(float)
     for message in rank_traffic(spec, rank):
-        seconds[message.axis] += _seconds(message, parallel.devices_per_node, hardware, achieved)
-    hidden = seconds["data"] + seconds["nodes"]
+        took = _seconds(message, parallel.devices_per_node, hardware, achieved)
+        seconds[message.axis, message.after_update] += took
     own = sum(param.elements for param in shape.params)
+    update = OPTIMIZER_BYTES + (WRITE_BACK_BYTES if parallel.fsdp is None else 0)
     if spec.optim.shards_states or parallel.fsdp is not None:
-        own //= parallel.dp * parallel.cp
-    products = count * (linears + attention / (hardware.bf16_tflops * 1e12 * achieved.attention))
-    gpu = products + count * passes
+        own //= shard_ranks(spec)
+    gpu = count * (linears + passes) + attention
     launches = count * sum(_launches(spec, layer) for layer in layers) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
     if spec.train.cuda_graph:
@@ -194,16 +201,29 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     return StepTime(
         linears=count * linears,
         head=count * head / bf16,
-        attention=count * attention / (hardware.bf16_tflops * 1e12 * achieved.attention),
+        attention=attention,
         passes=count * passes,
         weights=weights,
-        tensor_parallel=seconds["tp"] + seconds["cp"],
-        stages=seconds["pp"] + seconds["tied"],
-        optimizer=OPTIMIZER_BYTES * own / memory,
-        gradients=max(0.0, hidden - gpu * 2 / 3),
+        tensor_parallel=seconds["tp", False] + seconds["cp", False],
+        stages=seconds["pp", False] + seconds["tied", False],
+        optimizer=update * own / memory,
+        gradients=_not_hidden(spec, seconds, gpu),
         bubble=0.0,
         host=max(0.0, host - gpu),
     )
+
+
+def _not_hidden(spec: RunSpec, seconds: Mapping[tuple[AxisName, bool], float], gpu: float) -> float:
+    """Return the seconds for which a rank waits for other replicas.
+
+    Without FSDP a bucket is sent once its last gradient of a step was added, so beside the last
+    microbatch's backward pass, and updated weights are waited for. FSDP sends in all microbatches.
+    `gpu` are the seconds of all microbatches' passes, of which backward takes two thirds.
+    """
+    count = 1 if spec.parallel.fsdp is not None else num_microbatches(spec)
+    sums = sum(seconds.get((axis, False), 0.0) for axis in REPLICAS)
+    written = sum(seconds.get((axis, True), 0.0) for axis in REPLICAS)
+    return max(0.0, sums - gpu * 2 / 3 / count) + written
 
 
 def _linear_time(

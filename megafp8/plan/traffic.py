@@ -7,18 +7,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megafp8.plan.shape import (
     ALIGNMENT,
     FP32,
     Linear,
-    Parameter,
     RankShape,
     compute_itemsize,
     deal_whole,
     flat_buckets,
+    layers_with_recomputation,
     linears_of_layer,
     num_microbatches,
     num_stages,
@@ -26,8 +26,10 @@ from megafp8.plan.shape import (
     recomputed_fraction,
     residual_itemsize,
     rounded_up,
+    sent_in_fp8,
     sequence_shards,
     shard_ranks,
+    stored_buckets,
     tokens_of,
 )
 from megafp8.specs import RunSpec
@@ -47,6 +49,7 @@ class Message:
     handed: int  # bytes
     num_ranks: int  # of the group
     stride: int = 1  # the difference of the numbers of neighbours in the group
+    after_update: bool = False  # whether it brings updated weights, for which the ranks wait
 
     @property
     def on_wire(self) -> float:
@@ -92,12 +95,12 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     size = compute_itemsize(spec)
     whole = tokens * spec.model.hidden_size * size  # a microbatch's activations
-    passes = 1 + recomputed_fraction(spec)
+    passes = 1 + recomputed_fraction(spec, shape.stages)
     layers = [linears_of_layer(spec, layer) for layer in shape.layers]
 
     def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
-            axis="tp", operation=operation, what=what, handed=int(handed * count), num_ranks=tp
+            axis="tp", operation=operation, what=what, handed=round(handed * count), num_ranks=tp
         )
 
     if shape.has_last:
@@ -140,14 +143,15 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     pairs = 2 * tokens_of(spec) * spec.model.kv_size // spec.parallel.tp
     turns = (cp - 1) * len(shape.layers) * num_microbatches(spec)
-    passes = 2 + recomputed_fraction(spec)
+    selective = layers_with_recomputation(spec, "selective", shape.stages)  # sends them again, too
+    passes = 2 + recomputed_fraction(spec, shape.stages) + selective
     sizes = {"keys and values": passes * compute_itemsize(spec), "their gradients": FP32}
     for what, itemsize in sizes.items():
         yield Message(
             axis="cp",
             operation="send",
             what=what,
-            handed=int(turns * pairs * itemsize),
+            handed=round(turns * pairs * itemsize),
             num_ranks=cp,
             stride=spec.parallel.tp,
         )
@@ -192,6 +196,11 @@ def _pipeline_rank_of(spec: RunSpec, stage: int) -> int:
     return spec.parallel.pipeline.rank_of(stage, spec.parallel.pp)
 
 
+def _written(message: Message) -> Message:
+    """Return a message as one of updated weights, which no backward pass hides."""
+    return replace(message, after_update=True)
+
+
 def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     parallel = spec.parallel
     replicas = parallel.dp * parallel.cp
@@ -206,7 +215,7 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             axis="data",
             operation=operation,
             what=what,
-            handed=int(handed),
+            handed=round(handed),
             num_ranks=replicas,
             stride=parallel.tp,
         )
@@ -219,9 +228,9 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         padded = sum(bucket.elements for bucket in buckets)
         weights = sum(bucket.elements * bucket.itemsize for bucket in buckets)
         yield message("reduce_scatter", "gradients", padded * itemsize)
-        yield message("all_gather", "updated weights", weights / replicas)
-        in_fp8 = sum(_is_sent_in_fp8(spec, param) for param in shape.params)
-        yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
+        yield _written(message("all_gather", "updated weights", weights / replicas))
+        in_fp8 = sum(sent_in_fp8(spec, param) for param in shape.params)
+        yield _written(message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8))
     else:
         elements = sum(param.elements for param in shape.params)
         yield message("all_reduce", "gradients", elements * itemsize)
@@ -254,27 +263,18 @@ def _stored(
         yield message("all_reduce", "gradients", plain * itemsize)
         return
     yield message("all_to_all", "gradients", plain * itemsize)
-    held, counts = [0] * replicas, [0] * replicas
+    kept = FP32 * sum(param.itemsize == 1 for param in linears)
+    yield _written(message("all_reduce", "amaxes of weights in FP8", kept))
+    counts = [0] * replicas
     for param, owner in zip(shape.params, deal_whole(shape.params, replicas), strict=True):
-        held[owner] += param.elements * param.is_linear
-        counts[owner] += param.is_linear
-    size = next((param.itemsize for param in linears), 0)
-    if size == 1:
-        yield message("all_reduce", "amaxes of weights in FP8", scalars)
-    elif storage.main_params != "fp32":  # a weight is its own master
-        size = ITEM_BYTES[storage.main_params]
-        yield message("all_gather", "scales of weights", FP32 * max(counts))
-    yield message("all_gather", "updated weights of linears", max(held) * size)
+        is_own_master = param.is_linear and param.itemsize > 1 and storage.main_params != "fp32"
+        counts[owner] += is_own_master
+    yield _written(message("all_gather", "scales of weights", FP32 * max(counts)))
+    buckets = stored_buckets(spec, shape.params)
+    sent = sum(bucket.elements * bucket.itemsize for bucket in buckets) / replicas
+    yield _written(message("all_gather", "updated weights of linears", sent))
     rest = sum(param.elements * param.itemsize for param in shape.params if not param.is_linear)
-    yield message("broadcast", "updated weights of the rest", rest)
-
-
-def _is_sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
-    """Whether replicas send each other this parameter as FP8 bytes."""
-    recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
-    if recipe is None or param.linear is None or not param.linear.in_fp8:
-        return False
-    return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
+    yield _written(message("broadcast", "updated weights of the rest", rest))
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -284,7 +284,7 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     ranks, count = shard_ranks(spec), num_microbatches(spec)
     gathered = shard = in_fp8 = 0
     for param in shape.params:
-        own, is_in_fp8 = param.shard_elements(ranks), _is_sent_in_fp8(spec, param)
+        own, is_in_fp8 = param.shard_elements(ranks), sent_in_fp8(spec, param)
         times = 2 if param.in_layer and fsdp.strategy != "grad" else 1
         gathered += times * own * (1 if is_in_fp8 else compute_itemsize(spec))
         shard, in_fp8 = shard + own, in_fp8 + is_in_fp8
@@ -328,16 +328,16 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
     if parallel.tp == 1:
         return
-    times = 0.0
+    times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
     for linear in shape.linears:
         if linear.precision == "tensorwise":
             of_input = parallel.sequence_parallel or not linear.is_column
             of_grad = parallel.sequence_parallel or linear.is_column
-            times += 1 + count * (of_input * (1 + recomputed_fraction(spec)) + of_grad)
+            times += 1 + count * (of_input * passes + of_grad)
     yield Message(
         axis="tp",
         operation="all_reduce",
         what="amaxes of tensorwise scaling",
-        handed=int(FP32 * times),
+        handed=round(FP32 * times),
         num_ranks=parallel.tp,
     )

@@ -28,6 +28,16 @@ def test_a_plan_shows_memory_messages_time_and_a_verdict(
     assert "No time here has been measured on a GPU." in out
 
 
+def test_fp8_lm_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its passes over states in few bits have no predicted time."""
+    assert main([*JOB, "model.optim.fp8_opt_level=O2"]) == 0
+    out = capsys.readouterr().out
+    assert "pays" not in out and "less memory on the largest rank. Whether it is faster" in out
+    assert "are counted as those of FP32 states" in out
+    assert main([*JOB, "model.optim.fp8_opt_level=O2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fp8_over_bf16"] is None
+
+
 def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -18,7 +18,7 @@ from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import ModuleRule
-from megafp8.train.dryrun import RankShare, rank_share
+from megafp8.train.dryrun import RankShare, held_bytes, rank_share, simulated
 from tests.parallel.matrix import LAYOUTS, ON_LLAMA
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
@@ -81,6 +81,13 @@ def pipeline(schedule: str, stages: int = 1) -> PipelineSpec:
     return PipelineSpec(schedule=schedule, stages_per_rank=stages)  # type: ignore[arg-type]
 
 
+def wide_head(**choices: Any) -> RunSpec:
+    """Return a job in which the head's logits take most of the working memory."""
+    narrow = {"hidden_size": 64, "ffn_hidden_size": 256, "num_layers": 1, "vocab_size": 8192}
+    spec = job(shape=narrow, **choices)
+    return replace(spec, train=replace(spec.train, micro_batch_size=4))
+
+
 JOBS: dict[str, RunSpec] = {
     "bf16": job(),
     "fp32": job(compute="fp32"),
@@ -100,6 +107,17 @@ JOBS: dict[str, RunSpec] = {
     "zero": job(ranks=4, fp8=IN_FP8_ALONE, optim=ZERO),
     "FP8-LM, O1": job(fp8=DELAYED, optim=optim_spec(storage=O1)),
     "FP8-LM, O3": job(fp8=IN_FP8_ALONE, optim=optim_spec(storage=O3)),
+    "tensorwise": job(fp8=Fp8Recipe(name="tensorwise")),
+    "a wide head": wide_head(),
+    "a wide head, tp 2": wide_head(ranks=2, tp=2),
+    "selective, first layers": job(fp8=DELAYED, shape=recompute("selective", "block", 1)),
+    "pp 2, uneven, block": job(
+        ranks=2,
+        pp=2,
+        pipeline=PipelineSpec(layout=(1, 3)),
+        fp8=DELAYED,
+        shape=recompute("full", "block", 2),
+    ),
     "selective": job(fp8=DELAYED, shape=recompute("selective")),
     "full": job(fp8=DELAYED, shape=recompute("full", num_layers=2)),
     "block": job(fp8=DELAYED, shape=recompute("full", "block", 2)),
@@ -120,7 +138,17 @@ OF_MATRIX = {
     if layout.fsdp is None and not name.endswith(ON_LLAMA)
 }
 JOBS |= OF_MATRIX
-QUICK = ("FP8-LM, O3", "fp8", "llama", "tp 2, sequence", "zero", "full", "pp 4, V")
+QUICK = (
+    "FP8-LM, O3",
+    "fp8",
+    "llama",
+    "tp 2, sequence",
+    "zero",
+    "full",
+    "pp 4, V",
+    "selective, first layers",
+    "a wide head",
+)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +157,8 @@ QUICK = ("FP8-LM, O3", "fp8", "llama", "tp 2, sequence", "zero", "full", "pp 4, 
 def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
     """What is held and kept to the byte, but for padding; the whole within 5 %.
 
-    The working memory is an estimate: on the meta device a dry run counts the emulation of products
-    and a log-softmax in two steps, which GPUs do not need.
+    The working memory is an estimate: on the meta device a dry run counts the emulation of
+    products, which GPUs do not need.
     """
     spec = JOBS[name]
     each = spec.parallel.world_size // spec.parallel.pp
@@ -165,10 +193,38 @@ def test_fsdp_divides_weights_gradients_and_moments() -> None:
     spec = replace(whole, parallel=replace(whole.parallel, fsdp=FsdpSpec()))
     plan = rank_memory(spec, 0)
     assert plan.held.total == pytest.approx(16 * elements / 4, rel=1e-3)
-    layer = 12 * 256 * 256 * 2
-    assert plan.step.gathered == 2 * layer
+    weights, vectors = 12 * 256 * 256, (9 + 4) * 256  # of a layer: biases and norms are vectors
+    outside = 2 * (1024 + 256 + 2) * 256  # embedding, positions and final norm, kept in BF16
+    assert plan.step.gathered == 2 * 2 * (weights + vectors) + outside
     kept = replace(spec, parallel=replace(spec.parallel, fsdp=FsdpSpec(strategy="grad")))
-    assert rank_memory(kept, 0).step.gathered == 4 * layer
+    assert rank_memory(kept, 0).step.gathered == 4 * 2 * (weights + vectors) + outside
+    fp8 = rank_memory(replace(spec, precision=job(fp8=IN_FP8_ALONE).precision), 0)
+    assert fp8.step.gathered == plan.step.gathered + 2 * weights  # the bytes, beside BF16 tensors
+    in_bf16 = FsdpSpec(grad_reduce_dtype="bf16")
+    less = rank_memory(replace(spec, parallel=replace(spec.parallel, fsdp=in_bf16)), 0)
+    without = rank_memory(whole, 0).step.workspace
+    assert plan.step.workspace - without == (2 + 4) * weights  # a layer's gradients, twice
+    assert less.step.workspace - without == (2 + 2) * weights
+
+
+@pytest.mark.parametrize("storage", ["O2", "O3"])
+def test_fp8_lms_zero_pads_the_linears_weights(storage: str) -> None:
+    """12 weights of unequal sizes on 5 ranks; every rank's dry run has the plan's weights."""
+    fp8, few = (IN_FP8_ALONE, O3) if storage == "O3" else (DELAYED, O3)
+    optim = optim_spec(name=ZERO.name, storage=few)
+    uneven = job(ranks=5, fp8=fp8, optim=optim, shape={"num_layers": 3, "ffn_hidden_size": 1000})
+    spec = replace(uneven, train=replace(uneven.train, global_batch_size=10))
+    plan = rank_memory(spec, 0).held
+    counted = []
+    for rank in range(5):
+        with simulated(spec, rank) as state:
+            counted.append(held_bytes(state, spec))
+    assert {held.weights for held in counted} == {plan.weights}
+    elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
+    assert plan.weights > 1.05 * elements * (1 if storage == "O3" else 2)
+    most = max(counted, key=lambda held: held.masters + held.moments)
+    assert (plan.masters, plan.moments) == (most.masters, most.moments)
+    assert plan.gradients == pytest.approx(most.gradients, rel=0.001)
 
 
 def test_the_plan_knows_how_zero_1_pads() -> None:

@@ -107,6 +107,7 @@ def test_the_bubble_of_1f1b_is_the_pipelines_filling() -> None:
     spec = job(ranks=4, pp=4)
     time = step_time(spec, H200, NO_HOST)
     passes = time.linears + time.head + time.attention + time.passes + time.stages
+    passes += time.weights  # casts and sums of gradients, which are in the passes, too
     assert time.bubble == pytest.approx(passes * 3 / 16, rel=1e-9)
 
 
@@ -260,6 +261,85 @@ def test_recomputed_layers_start_their_forward_kernels_again() -> None:
     full = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
     again = replace(spec, model=replace(spec.model, recompute=full))
     assert step_time(again, H200).total > 1.2 * step_time(spec, H200).total
+
+
+SLOW = replace(H200, node_gb_s=1.0, network_gb_s=1.0)
+
+
+def replicas_wait(spec: RunSpec, hardware: Any) -> tuple[float, float, float]:
+    """Return the predicted seconds of waiting, of sums of gradients and of updated weights."""
+    messages = [m for m in plan_time.rank_traffic(spec, 0) if m.axis == "data"]
+    took = {m: plan_time._seconds(m, 8, hardware, Achieved()) for m in messages}
+    written = sum(seconds for m, seconds in took.items() if m.after_update)
+    waits = step_time(spec, hardware, NO_HOST).gradients
+    return waits, sum(took.values()) - written, written
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_only_the_last_microbatch_hides_sums_of_gradients(batch: int) -> None:
+    """A bucket is sent once its last gradient of the step was added (`parallel/data.py`)."""
+    spec = job(1, batch=batch, ranks=8)
+    waits, sums, written = replicas_wait(spec, SLOW)
+    time = step_time(spec, SLOW, NO_HOST)
+    each = (time.linears + time.attention + time.passes) / (batch / 8)
+    assert written == 0 and waits == pytest.approx(sums - each * 2 / 3)
+    fast = replace(SLOW, node_gb_s=1e6)
+    assert step_time(spec, fast, NO_HOST).gradients == 0
+
+
+@pytest.mark.parametrize("storage", [StorageSpec(), StorageSpec(main_grads="fp8")])
+def test_updated_weights_are_waited_for(storage: StorageSpec) -> None:
+    """ZeRO-1 gathers them after the update, so nothing hides them, however fast sums are."""
+    zero = optim_spec(name="distributed_fused_adam", storage=storage)
+    spec = replace(job(ranks=8), optim=zero)
+    waits, sums, written = replicas_wait(spec, replace(H200, bf16_tflops=1e-3, fp8_tflops=1e-3))
+    assert waits == written > 0 and sums > 0
+    weights = {m.what for m in plan_time.rank_traffic(spec, 0) if m.after_update}
+    assert all("weights" in what for what in weights)
+
+
+def test_fsdps_messages_run_beside_all_microbatches() -> None:
+    spec = job(1, batch=64, ranks=8)
+    sharded = replace(spec, parallel=replace(spec.parallel, fsdp=FsdpSpec()))
+    waits, sums, written = replicas_wait(sharded, SLOW)
+    time = step_time(sharded, SLOW, NO_HOST)
+    hidden = (time.linears + time.attention + time.passes) * 2 / 3
+    assert written == 0 and waits == pytest.approx(sums - hidden)
+
+
+def test_a_rank_updates_its_shard_alone() -> None:
+    """FSDP's parameters are the masters: 36 bytes each, and 42 elsewhere. Hybrid shards a node."""
+    spec = replace(job(ranks=4, num_nodes=2), optim=optim_spec(name="distributed_fused_adam"))
+    elements = sum(param.elements for param in rank_shape(spec, 0).params)
+    memory = H200.memory_gb_s * 1e9 * NO_HOST.memory
+
+    def update(parallel: ParallelSpec) -> float:
+        return step_time(replace(spec, parallel=parallel), H200, NO_HOST).optimizer * memory
+
+    assert update(spec.parallel) == pytest.approx(42 * elements / 8)
+    full = replace(spec.parallel, fsdp=FsdpSpec())
+    assert update(full) == pytest.approx(36 * elements / 8)
+    hybrid = replace(spec.parallel, fsdp=FsdpSpec(strategy="hybrid"))
+    assert update(hybrid) == pytest.approx(36 * elements / 4)
+
+
+@pytest.mark.parametrize(("rank", "products"), [(0, 4.5), (1, 3.5 + 2 / 6)])
+def test_only_layers_that_recompute_attention_compute_it_again(rank: int, products: float) -> None:
+    """Stages of two and of six layers; the first two of each recompute attention."""
+    recompute = RecomputeSpec(granularity="selective", method="block", num_layers=2)
+    spec = job(ranks=2, pp=2, pipeline=PipelineSpec(layout=(2, 6)))
+    again = replace(spec, model=replace(spec.model, recompute=recompute))
+    times = [plan_time._rank_time(s, rank, H200, NO_HOST).attention for s in (again, spec)]
+    assert times[0] / times[1] == pytest.approx(products / 3.5)
+
+
+@pytest.mark.parametrize(("rank", "products"), [(0, 4.0), (1, 3 + 2 / 6)])
+def test_a_rank_repeats_the_products_of_its_own_layers(rank: int, products: float) -> None:
+    recompute = RecomputeSpec(granularity="full", method="block", num_layers=2)
+    spec = job(ranks=2, pp=2, pipeline=PipelineSpec(layout=(2, 6)))
+    again = replace(spec, model=replace(spec.model, recompute=recompute))
+    times = [plan_time._rank_time(s, rank, H200, NO_HOST).linears for s in (again, spec)]
+    assert times[0] / times[1] == pytest.approx(products / 3)
 
 
 def test_hybrid_sharding_gathers_within_a_node() -> None:
