@@ -230,7 +230,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if not plan.spec.optim.storage.is_plain:
         yield (
             "FP8-LM: the update, and the sums of gradients over microbatches, are counted as those "
-            "of FP32 states; their own passes take longer."
+            "of FP32 states; their own passes have no prediction yet."
         )
     yield (
         "Bytes are those of tensors, without what the allocator and libraries take. No time here "
