@@ -64,6 +64,7 @@ def import_model(model: Path, folder: Path) -> None:
     ends = config.get("eos_token_id")
     first = ends[0] if isinstance(ends, list) and ends else ends
     tree = {
+        "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
         **tree_of_spec(spec),
         "init_method_std": spec.init_method_std,
         "hidden_dropout": spec.hidden_dropout,
@@ -78,7 +79,7 @@ def import_model(model: Path, folder: Path) -> None:
     own = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
-        "model": {"encoder_seq_length": spec.max_position_embeddings, **tree},
+        "model": tree,
     }
     write_atomically(folder / CONFIG, yaml.safe_dump(own, sort_keys=False))
     print(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {checkpoint}")
@@ -91,6 +92,7 @@ def import_model(model: Path, folder: Path) -> None:
     )
     print(
         f"or fine-tune it with: python finetune_gpt.py restore_from_path={folder.absolute()} "
+        f"model.encoder_seq_length={spec.max_position_embeddings} "
         "model.data.train_ds.file_names=<questions and answers>.jsonl"
     )
 

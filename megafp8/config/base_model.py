@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megafp8.config.architecture import SHAPE_KEYS
-from megafp8.config.errors import COMMAND_LINE, Origin, SettingError
+from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer
+from megafp8.config.resume import flat
+from megafp8.config.schema import Config
 from megafp8.config.settings import Setting
+from megafp8.config.values import DEFAULT_EXP_DIR
 
 FILES = "model.data.train_ds.file_names"
-RESTORE, RESUME = "restore_from_path", "model.resume_from_checkpoint"
+STARTS = (
+    "restore_from_path",
+    "model.resume_from_checkpoint",
+    "exp_manager.resume_from_checkpoint",
+)
+"""The keys that name the model which fine-tuning starts from; the first that is given counts."""
+
+EXP_DIR, NAME = "exp_manager.exp_dir", "exp_manager.name"
+LOG_DIR = "exp_manager.explicit_log_dir"
 _TAKEN = (
     *SHAPE_KEYS,
     "encoder_seq_length",
@@ -23,37 +34,97 @@ _TAKEN = (
 )
 
 
-def base_layer(layers: Sequence[Layer]) -> Layer | None:
-    """Return the settings of the model that a fine-tuning job names; None for another job.
+def with_base(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers, and for a fine-tuning job one more: the shape of the model it starts from.
 
-    They are weaker than every file and option of the user.
+    That layer is stronger than the default job, and weaker than every file and option of the user.
 
     Raises:
         SettingError: The path has no checkpoint.
     """
-    given = {setting.key: setting.value for layer in layers for setting in layer.settings}
-    path = given.get(RESTORE) or given.get(RESUME)
-    if given.get(FILES) is None or not isinstance(path, str) or "${" in path:
+    base = _base_layer(layers)
+    if base is None:
+        return list(layers)
+    after = next((n for n, layer in enumerate(layers, start=1) if layer.origin == DEFAULT), 0)
+    return [*layers[:after], base, *layers[after:]]
+
+
+def folder_of_model(values: Mapping[str, Any]) -> str | None:
+    """Return the folder with the shape and the tokenizer of the model that a job starts from.
+
+    It is the path that the settings name. If there is no model any more, it is the job's own run,
+    which continues from its own checkpoint; for an unnamed job that is the newest unnamed run that
+    started from the same path.
+
+    Args:
+        values: The settings by their dotted paths; those about other things may be missing.
+
+    Returns:
+        The folder; None if the settings name no path, or neither place has a checkpoint.
+    """
+    start = next((values[key] for key in STARTS if values.get(key)), None)
+    if not isinstance(start, str) or not _is_path(start):
         return None
-    model = _recorded_model(Path(path).expanduser())
-    if model is None:
-        key = RESTORE if given.get(RESTORE) else RESUME
+    if _recorded(Path(start).expanduser()) is not None:
+        return start
+    own = values.get(LOG_DIR)
+    parent = values.get(EXP_DIR) or DEFAULT_EXP_DIR
+    if own is None and values.get(NAME) and _is_path(parent):
+        own = str(Path(parent) / str(values[NAME]))
+    if own is not None:
+        return own if _is_path(own) and _recorded(Path(own).expanduser()) is not None else None
+    runs = sorted(Path(parent).expanduser().glob("*"), reverse=True) if _is_path(parent) else []
+    return next((str(run) for run in runs if _is_unnamed_from(start, run)), None)
+
+
+def folder_of_tree(tree: Config) -> str:
+    """Return the folder with the tokenizer of the model that a fine-tuning job starts from.
+
+    It is the path that the settings name if no place has a checkpoint; opening it then fails.
+    """
+    manager, model = tree.exp_manager, tree.model
+    starts = (
+        tree.restore_from_path,
+        model.resume_from_checkpoint,
+        manager.resume_from_checkpoint,
+    )
+    own = {EXP_DIR: manager.exp_dir, NAME: manager.name, LOG_DIR: manager.explicit_log_dir}
+    named = next((path for path in starts if path), "")
+    return folder_of_model(dict(zip(STARTS, starts, strict=True)) | own) or named
+
+
+def _base_layer(layers: Sequence[Layer]) -> Layer | None:
+    """Return the settings of the model that a fine-tuning job names; None for another job."""
+    given = {setting.key: setting.value for layer in layers for setting in layer.settings}
+    key = next((key for key in STARTS if given.get(key)), None)
+    if given.get(FILES) is None or key is None or not _is_path(given[key]):
+        return None
+    folder = folder_of_model(given)
+    if folder is None:
         raise SettingError(
             key,
-            path,
+            given[key],
             "has no checkpoint that describes its model",
             "Give a run's directory, one of its checkpoints, or a directory that import_hf wrote",
         )
+    config = _recorded(Path(folder).expanduser())
+    model = config["model"] if config is not None else {}
     # What the model makes useless in a file is named and not refused, whoever wrote the file.
-    origin = Origin(f"the model in {path}", COMMAND_LINE.strength - 1)
+    origin = Origin(f"the model in {folder}", COMMAND_LINE.strength - 1)
     taken = {f"model.{name}": model[name] for name in _TAKEN if name in model}
     return Layer(origin, tuple(Setting(key, value, origin) for key, value in taken.items()))
 
 
-def _recorded_model(path: Path) -> dict[str, Any] | None:
-    """Return the `model` section of a checkpoint's settings, from its manifest alone.
+def _is_path(value: object) -> bool:
+    """Whether a value that a file or an option gives is a path, and not an interpolation."""
+    return isinstance(value, str) and "${" not in value
 
-    Whether the checkpoint is undamaged is checked when it is loaded.
+
+def _recorded(path: Path) -> dict[str, Any] | None:
+    """Return the settings that a checkpoint, or a run's checkpoint, records in its manifest.
+
+    They have a section `model`. None if there is no such checkpoint. Whether the checkpoint is
+    undamaged is checked when it is loaded.
     """
     for manifest in (
         path / "manifest.json",
@@ -61,9 +132,16 @@ def _recorded_model(path: Path) -> dict[str, Any] | None:
     ):
         try:
             tree = json.loads(manifest.read_text(encoding="utf-8"))
-            model = tree["meta"]["config"]["model"]
+            config = tree["meta"]["config"]
+            described = isinstance(config["model"], dict)
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if isinstance(model, dict):
-            return model
+        if described:
+            return dict(config)
     return None
+
+
+def _is_unnamed_from(start: str, run: Path) -> bool:
+    """Whether a folder is a run without a name, with a checkpoint, that started from a path."""
+    values = flat(_recorded(run) or {})
+    return values.get(NAME, "") is None and start in [values.get(key) for key in STARTS]

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.base_model import base_layer
+from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values
 from megafp8.config.errors import DEFAULT, Origin, SettingError, raise_if_any
 from megafp8.config.layers import (
@@ -129,11 +129,9 @@ def load_all(
         for layer, (settings, _) in zip(layers, translations, strict=True)
     ]
     try:
-        base = base_layer(layers)
+        layers = with_base(layers)
     except SettingError as problem:
         problems.append(problem)
-    else:
-        layers[1:1] = [] if base is None else [base]  # after the default job
     tree, origins, in_layers = merge(layers)
     problems += in_layers
     values, unreadable = read_values(tree, origins)

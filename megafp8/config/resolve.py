@@ -8,6 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.architecture import gpt_spec
+from megafp8.config.base_model import folder_of_tree
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.rules import effective
@@ -93,7 +94,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         precision=_precision(trainer, model, resolved),
         parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
-        data=_data(model, tree.restore_from_path),
+        data=_data(tree),
         train=TrainSpec(
             max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
             max_time_seconds=parse_interval_seconds(trainer.max_time),
@@ -358,11 +359,11 @@ def data_spec(cfg: DictConfig) -> DataSpec:
     """Return the data that a checked tree names, without a look at devices."""
     tree = OmegaConf.to_object(cfg)
     assert isinstance(tree, Config)
-    return _data(tree.model, tree.restore_from_path)
+    return _data(tree)
 
 
-def _data(model: Model, start: str | None) -> DataSpec:
-    data, tokenizer = model.data, model.tokenizer
+def _data(tree: Config) -> DataSpec:
+    model, data, tokenizer = tree.model, tree.model.data, tree.model.tokenizer
     return DataSpec(
         prefix=parse_data_prefix(data.data_prefix),
         cache_dir=model.data.index_mapping_dir,
@@ -384,12 +385,12 @@ def _data(model: Model, start: str | None) -> DataSpec:
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         validation_drop_last=data.validation_drop_last,
-        instructions=_instructions(model, start),
+        instructions=_instructions(tree),
     )
 
 
-def _instructions(model: Model, start: str | None) -> InstructionSpec | None:
-    data = model.data.train_ds
+def _instructions(tree: Config) -> InstructionSpec | None:
+    model, data = tree.model, tree.model.data.train_ds
     files = file_list(data.file_names)
     if files is None:
         return None
@@ -397,7 +398,7 @@ def _instructions(model: Model, start: str | None) -> InstructionSpec | None:
     return InstructionSpec(
         train_files=files,
         validation_files=file_list(model.data.validation_ds.file_names) or (),
-        model=start or model.resume_from_checkpoint or "",
+        model=folder_of_tree(tree),
         label_key=data.label_key,
         prompt_template=data.prompt_template,
         truncation_field=data.truncation_field,

@@ -227,7 +227,8 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
     """Return the fields of each example that the template reads, as texts.
 
     Raises:
-        DataError: A field is missing, is not a text, or the prompt or the answer is empty.
+        DataError: A field is missing, is not a text, or has half of a surrogate pair; or the prompt
+            or the answer is empty.
     """
     names = template_fields(spec.prompt_template)
     assert names is not None, "validated"
@@ -237,8 +238,11 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
         for name in names:
             value = example.fields.get(name)
             what = "the answer" if name == spec.label_key else "a field of the prompt"
-            if isinstance(value, str):
+            if isinstance(value, str) and _is_text(value):
                 texts[name] = value
+            elif isinstance(value, str):
+                reason = "has half of a surrogate pair, which is no character"
+                faults.add(f"text {name}", example, name, reason, "Write the whole character")
             elif value is None:
                 has = ", ".join(str(key) for key in example.fields) or "none"
                 key = "label_key and prompt_template" if what == "the answer" else "prompt_template"
@@ -264,6 +268,15 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
         found.append(texts)
     faults.raise_first()
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Whether all of a string are characters: JSON's escapes may give half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def tokenized(

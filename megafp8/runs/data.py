@@ -17,6 +17,7 @@ from megafp8.data.prepare import prepare
 from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
+from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import DataSpec
 
@@ -138,7 +139,8 @@ def _instructions(
 def _of_model(path: Path) -> Tokenizer:
     """Return the tokenizer of a run, of one of its checkpoints, or of an imported model."""
     path = path.expanduser().absolute()
-    for folder in (path, *path.parents[1:2]):
+    home = path.parents[1] if path.parent.name == CHECKPOINTS_DIR else path
+    for folder in dict.fromkeys((path, home)):
         if folder.is_dir() and (found := find_tokenizer(folder)) is not None:
             return found
     raise DataError(

@@ -102,6 +102,7 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
                 f"Set {d.key}={d.old}, or use restore_from_path, which reads the weights only",
             )
             for d in differences(config, spec.resolved)
+            if d.key != "restore_from_path"  # whose weights the checkpoint has trained further
         ]
     )
 

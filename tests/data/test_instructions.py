@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megafp8.data.examples import Tokenized, read_examples, tokenized
+from megafp8.data.examples import Tokenized, checked_fields, read_examples, tokenized
 from megafp8.data.instructions import PreparedInstructions, pack, prepare_instructions
 from megafp8.data.loader import validation_batches
 from megafp8.data.tokenize import JsonTokenizer, byte_tokenizer, train_tokenizer
@@ -71,6 +71,12 @@ def prepared(spec: DataSpec, tokenizer: JsonTokenizer) -> PreparedInstructions:
         ([GOOD[0], "", {"input": "a", "output": 3}], "line 3", ["is of type int, not a text"]),
         ([GOOD[0], {"input": "a", "output": " "}], "line 2", ["the answer is empty"]),
         ([GOOD[0], {"input": "", "output": "a"}], "line 2", ["prompt: is empty"]),
+        (
+            [GOOD[0], r'{"input": "a \ud83d", "output": "b"}', {"input": "a", "output": "\udc00"}],
+            "line 2",
+            ["input: has half of a surrogate pair", "Write the whole character"],
+        ),
+        ([GOOD[0], {"input": "a", "output": "b\ude00"}], "line 2", ["output: has half"]),
         ([{"output": "a"}] * 8, "line 1", ["input: is missing", "line 2", "and 2 more"]),
         (
             [GOOD[0], {"input": "a" * 60, "output": "b"}],
@@ -122,6 +128,12 @@ def test_a_missing_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b'{"input": "a"}\n\xff\xfe{\n')
     with pytest.raises(DataError, match="line 2: JSON"):
         read_examples(str(path))
+
+
+def test_both_halves_of_a_pair_are_one_character(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", r'{"input": "\ud83d\ude00", "output": "b"}')
+    fields = checked_fields(instructions(path), read_examples(str(path)))
+    assert fields == [{"input": "\N{GRINNING FACE}", "output": "b"}]
 
 
 def test_a_bad_line_among_many_is_found_fast(tmp_path: Path, tokenizer: JsonTokenizer) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import Done, Driver, Place, make_dataset
+from tests.data.test_instructions import write
+from tests.train.runs import Done, Driver, Finetuning, Place, make_dataset
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,12 @@ def undisturbed(
     done = place.run()
     assert done.code == 0, done.output
     return place, done
+
+
+@pytest.fixture
+def tuning(driver: Driver, undisturbed: tuple[Place, Done], tmp_path: Path) -> Finetuning:
+    write(
+        tmp_path / "mine.jsonl",
+        *({"input": f"def f{n}(x)", "output": f"Return {n % 3}."} for n in range(60)),
+    )
+    return Finetuning(driver, undisturbed[0].dir(), tmp_path)

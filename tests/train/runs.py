@@ -52,6 +52,7 @@ JOB = [
     "model.fp8_amax_history_len=8",
     "model.optim.sched.warmup_steps=2",
 ]
+FILES = "model.data.train_ds.file_names"
 TWO_RANKS = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 ENVIRONMENT.pop("RANK", None)
@@ -211,6 +212,31 @@ class Place:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         return int(json.loads(whole[-1])["step"]) if whole else 0
+
+
+class Finetuning(Place):
+    """Runs `finetune_gpt.py` from the model of another run."""
+
+    def argv(self, *more: str) -> list[str]:
+        """Return settings of a short job; the shape is the base model's."""
+        argv = [
+            "--config-name=finetune_gpt",
+            "trainer.accelerator=cpu",
+            "trainer.max_steps=6",
+            "trainer.log_every_n_steps=1",
+            "trainer.val_check_interval=3",
+            "trainer.limit_val_batches=1",
+            "exp_manager.create_tensorboard_logger=False",
+            "exp_manager.checkpoint_callback_params.every_n_train_steps=2",
+            "exp_manager.name=job",
+            "model.micro_batch_size=2",
+            "model.global_batch_size=4",
+            "model.optim.sched.warmup_steps=2",
+            "model.optim.lr=1e-2",
+            f"{FILES}={self.cwd / 'mine.jsonl'}",
+        ]
+        given = {word.partition("=")[0] for word in more}
+        return [word for word in argv if word.partition("=")[0] not in given] + list(more)
 
 
 def wait_until(condition: Any, what: str, seconds: float = 90.0) -> None:

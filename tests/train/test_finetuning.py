@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint.reader import Reader
-from megafp8.cli import export, import_hf
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.data.instructions import PackedExamples, PreparedInstructions, prepare_instructions
@@ -37,9 +36,8 @@ from tests.models.test_transformers import (
     rms_norm_in_its_dtype,
 )
 from tests.tiny import build_run, gpt_spec
-from tests.train.runs import ENVIRONMENT, ROOT, Done, Driver, Place
+from tests.train.runs import ENVIRONMENT, FILES, ROOT, Done, Finetuning, Place
 
-FILES = "model.data.train_ds.file_names"
 SEQ = 48
 
 
@@ -145,45 +143,12 @@ def test_microbatches_do_not_change_the_sum(tmp_path: Path, micro: int, counts: 
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-class Finetuning(Place):
-    """Runs `finetune_gpt.py` from the model of another run."""
-
-    def argv(self, *more: str) -> list[str]:
-        """Return settings of a short job; the shape is the base model's."""
-        argv = [
-            "--config-name=finetune_gpt",
-            "trainer.accelerator=cpu",
-            "trainer.max_steps=6",
-            "trainer.log_every_n_steps=1",
-            "trainer.val_check_interval=3",
-            "trainer.limit_val_batches=1",
-            "exp_manager.create_tensorboard_logger=False",
-            "exp_manager.checkpoint_callback_params.every_n_train_steps=2",
-            "exp_manager.name=job",
-            "model.micro_batch_size=2",
-            "model.global_batch_size=4",
-            "model.optim.sched.warmup_steps=2",
-            "model.optim.lr=1e-2",
-            f"{FILES}={self.cwd / 'mine.jsonl'}",
-        ]
-        given = {word.partition("=")[0] for word in more}
-        return [word for word in argv if word.partition("=")[0] not in given] + list(more)
-
-
-@pytest.fixture
-def tuning(driver: Driver, undisturbed: tuple[Place, Done], tmp_path: Path) -> Finetuning:
-    write(
-        tmp_path / "mine.jsonl",
-        *({"input": f"def f{n}(x)", "output": f"Return {n % 3}."} for n in range(60)),
-    )
-    return Finetuning(driver, undisturbed[0].dir(), tmp_path)
-
-
 def base(place: Finetuning) -> str:
     return f"restore_from_path={place.data}"
 
 
 def tensors(place: Place, name: str = "job", step: int = 6) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model in a checkpoint."""
     reader = Reader(place.checkpoint(step, name))
     return {name: reader.read(name) for name in reader.names() if name.startswith("model/")}
 
@@ -282,19 +247,6 @@ def test_a_killed_run_continues_bit_for_bit(tuning: Finetuning) -> None:
     assert refused.code == 2 and "trained on other data" in refused.output
 
 
-def test_an_imported_model_is_fine_tuned(tuning: Finetuning) -> None:
-    """A GPT-2 of transformers is read; the command that import_hf prints runs as it is."""
-    theirs, ours = tuning.cwd / "theirs", tuning.cwd / "ours"
-    assert export.main([str(tuning.data), str(theirs)]) == 0
-    assert import_hf.main([str(theirs), str(ours)]) == 0
-    done = tuning.run(
-        f"restore_from_path={ours}", "model.encoder_seq_length=32", "trainer.precision=32"
-    )
-    assert done.code == 0, done.output
-    losses = [row["loss"] for row in tuning.metrics() if "loss" in row]
-    assert losses[-1] < losses[0]
-
-
 # --- errors of the command ------------------------------------------------------------------------
 
 
@@ -366,20 +318,6 @@ def test_settings_that_do_not_fit(
         load(argv, config_name="finetune_gpt")
     for word in words:
         assert word in str(caught.value)
-
-
-def test_the_base_model_gives_the_shape(undisturbed: tuple[Place, Done]) -> None:
-    run = undisturbed[0].dir()
-    for path in (run, run / "checkpoints" / "step_00000012"):
-        argv = [f"{FILES}=mine.jsonl", f"restore_from_path={path}"]
-        cfg = load(argv, config_name="finetune_gpt")
-        assert (cfg.model.hidden_size, cfg.model.encoder_seq_length) == (64, 32)
-    spec = resolve(cfg, lambda: False)
-    assert spec.data.instructions is not None
-    assert spec.data.instructions.train_files == ("mine.jsonl",)
-    # Pretraining that starts from weights keeps its own shape, as before.
-    plain = load([f"restore_from_path={run}"])
-    assert plain.model.hidden_size == 256
 
 
 def test_examples_without_packing_need_no_masks(undisturbed: tuple[Place, Done]) -> None:

@@ -84,7 +84,7 @@ class Config:
         None,
         "Weights that a new run starts with: a run's directory, one of its checkpoints, or a "
         "folder that `megafp8.cli.import_hf` wrote. A run that already has a checkpoint continues "
-        "from its own and ignores this key.",
+        "from its own, also if this path is gone by then.",
         nemo=None,
         kind="model",
         valid=or_null(PATH),
