@@ -25,11 +25,13 @@ from megafp8.checkpoint.manifest import (
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.step_directories import step_of
 from megafp8.errors import CheckpointError
+from megafp8.precision.grouped import values_of
 from megafp8.specs.geometry import Box
 
 SCALES = "scales/"
 """`scales/NAME` is the factor (FP32) of the tensor NAME, if that is stored in few bits: 0-d, or a
-regular grid of factors, one for each part of the tensor."""
+regular grid of factors, one for each part of the tensor. With one dim more than the tensor it has
+the ranges of groups of a row (`precision.grouped`)."""
 _CHUNK_BYTES = 4 << 20
 
 
@@ -130,6 +132,7 @@ class _Copy(NamedTuple):
     placement: Placement
     overlap: Box
     factor: torch.Tensor | None  # of a tensor in few bits that is read as FP32
+    groups: torch.Tensor | None = None  # the same, where each group has a range of its own
 
 
 class Reader:
@@ -216,8 +219,14 @@ class Reader:
         is_decoded, covered = self.dtype(name) != tensor.dtype, 0
         for file_name, piece in self._pieces_of(name):
             if overlap := piece.box.overlap(wanted):
-                factor = self.factor(name, overlap) if is_decoded else None
-                by_file.setdefault(file_name, []).append(_Copy(piece, placement, overlap, factor))
+                factor = groups = None
+                if is_decoded and self.is_grouped(name):
+                    rows = overlap.slices_within(Box((0,) * tensor.dim(), placement.global_shape))
+                    groups = self.read(SCALES + name)[rows[:-1]]
+                elif is_decoded:
+                    factor = self.factor(name, overlap)
+                copy = _Copy(piece, placement, overlap, factor, groups)
+                by_file.setdefault(file_name, []).append(copy)
                 covered += overlap.volume
         assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
 
@@ -225,6 +234,12 @@ class Reader:
         """Whether a tensor that is stored in few bits is asked for in FP32, which holds it."""
         is_stored_so = SCALES + name in self._pieces or self.dtype(name) == torch.bfloat16
         return dtype == torch.float32 and is_stored_so
+
+    def is_grouped(self, name: str) -> bool:
+        """Whether a tensor is stored in groups with ranges of their own."""
+        if SCALES + name not in self._pieces:
+            return False
+        return len(self.global_shape(SCALES + name)) == len(self.global_shape(name)) + 1
 
     def factor(self, name: str, box: Box) -> torch.Tensor | None:
         """Return the factors of the elements in `box` of a tensor, in a shape that broadcasts.
@@ -243,11 +258,14 @@ class Reader:
     def _copy(self, path: Path, copies: list[_Copy]) -> None:
         try:
             with safe_open(str(path), framework="pt") as file:
-                for piece, placement, overlap, factor in copies:
+                for piece, placement, overlap, factor, groups in copies:
                     inside = overlap.slices_within(piece.box)
                     wanted = Box(placement.offset, tuple(placement.tensor.shape))
                     target = placement.tensor.detach()[overlap.slices_within(wanted)]
-                    target.copy_(file.get_slice(piece.key)[inside])
+                    stored = file.get_slice(piece.key)[inside]
+                    if groups is not None:
+                        stored = values_of(stored, groups, overlap.offset[-1])
+                    target.copy_(stored)
                     if factor is not None:
                         target.mul_(factor.to(target.device))
         except (SafetensorError, OSError) as error:

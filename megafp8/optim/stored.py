@@ -32,6 +32,7 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
 from megafp8.precision.formats import STORAGE_FORMATS
+from megafp8.precision.grouped import GroupedTensor
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs import OptimSpec, StorageSpec
 from megafp8.specs.optim import Fp8Reduction
@@ -239,12 +240,16 @@ class StoredAdamW(AdamW):
         )
         for segment, master, stored, grad in rows:
             few = not storage.linears_only or segment.param in masters.linears
-            names = (storage.exp_avg, storage.exp_avg_sq) if few else ("fp32", "fp32")
+            names = storage.moments_of(segment.param.dim()) if few else ("fp32", "fp32")
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
                 groups[segment.param.dim() > 1].append(master)
                 continue
             shape, device = segment.param.shape, masters.device
-            moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[n], device) for n in names]
+            kinds = [GroupedTensor if storage.is_grouped(name) else ScaledTensor for name in names]
+            moments = [
+                kind.zeros(shape, STORAGE_FORMATS[name], device)
+                for kind, name in zip(kinds, names, strict=True)
+            ]
             self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
         self._kernel, name = choose_kernel(spec, masters.device)
         self.kernel_name = kernel_name(
@@ -322,8 +327,10 @@ class StoredAdamW(AdamW):
         return found
 
     def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """Return the moments' payloads in the order of the masters."""
-        return [stored.payload for stored in self.stored_states(name)]
+        """Return the moments' payloads in the order of the masters, and groups' ranges after it."""
+        stored = self.stored_states(name)
+        ranges = [moment.groups for moment in stored if isinstance(moment, GroupedTensor)]
+        return [moment.payload for moment in stored] + ranges
 
 
 def groups_of(params: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:

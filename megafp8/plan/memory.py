@@ -34,7 +34,7 @@ from megafp8.plan.shape import (
     tokens_of,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.optim import GROUP_BYTES, ITEM_BYTES, MOMENT_GROUP
 from megafp8.specs.precision import BLOCK
 
 HEAD_CHUNK_TOKENS = 8192
@@ -184,7 +184,12 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
             gradients += param.elements * FP32
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
+            is_grouped = is_small and storage.is_grouped(moment)
+            if is_grouped and param.columns == 1:  # those of vectors are in FP32
+                is_grouped = is_small = False
             moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
+            if is_grouped:
+                moments[owner] += param.rows * -(-param.columns // MOMENT_GROUP) * GROUP_BYTES
     most = max(range(ranks), key=lambda rank: masters[rank] + moments[rank])
     return HeldBytes(
         weights=_stored_weights(spec, params),

@@ -101,6 +101,11 @@ class ScaledTensor:
         else:
             self.store(more.float() if is_first else self.values() + more.float())
 
+    @property
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that grow with the number of elements."""
+        return (self.payload,)
+
     def zero_(self) -> None:
         """Fill the tensor with zeros; the scale becomes 1."""
         self.payload.zero_()
@@ -143,6 +148,8 @@ class StoredInC(ctypes.Structure):
         ("key", ctypes.c_uint64),
         ("kind", ctypes.c_int32),
         ("stochastic", ctypes.c_int32),
+        ("groups", ctypes.c_void_p),
+        ("cols", ctypes.c_size_t),
     )
 
     @classmethod

@@ -3,7 +3,8 @@
     model/<name>                     FP32 master weights, logical tensors
     optimizer/<state>/<name>         AdamW's moments
     scales/<any of both>             the factor of a tensor that is stored in few bits, FP32; a grid
-                                     of factors where tensor-parallel ranks hold parts of it
+                                     of factors where tensor-parallel ranks hold parts of it, or
+                                     two numbers for each group of 128 elements of a row
     reduction/factor/<name>          the factor of FP8-LM's sum of a gradient in FP8, like a scale
     scaling/<direction>/<field>/<tensor>[/shards]
     rng/torch                        torch's default generator (our own generators have no state)
@@ -29,9 +30,11 @@ from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision.grouped import GroupedTensor, groups_shape
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs.geometry import Box, boxes_of_run
+from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.train.state import TrainState
 
 
@@ -199,8 +202,32 @@ def _pieces_of_segment(
     payload = tensor.payload if isinstance(tensor, ScaledTensor) else tensor
     for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
         yield placement
-        if isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
+        if isinstance(tensor, GroupedTensor):
+            yield _ranges_of(placement, tensor)
+        elif isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
             yield _scalar_of(SCALES + placement.name, placement, tensor.dequant_scale)
+
+
+def _ranges_of(piece: Placement, tensor: GroupedTensor) -> Placement:
+    """Return the placement of the ranges of the groups in a piece, which has whole rows.
+
+    A tensor-parallel rank's part of a row begins with a group, which is checked with the settings.
+    """
+    cols, part = tensor.payload.shape[-1], piece.tensor.shape[-1]
+    whole, begin = piece.global_shape[-1], piece.offset[-1]
+    assert part == cols and begin % MOMENT_GROUP == 0, piece.name
+    assert part % MOMENT_GROUP == 0 or part == whole, piece.name
+    local = piece.tensor.storage_offset() - tensor.payload.storage_offset()
+    flat = tensor.groups.view(-1, *tensor.groups.shape[-2:])
+    rows = piece.tensor.numel() // part
+    ranges = flat[local // cols : local // cols + rows]
+    return Placement(
+        SCALES + piece.name,
+        groups_shape(piece.global_shape),
+        (*piece.offset[:-1], begin // MOMENT_GROUP, 0),
+        ranges.view(groups_shape(piece.tensor.shape)),
+        piece.replica,
+    )
 
 
 def _scalar_of(name: str, piece: Placement, scalar: torch.Tensor) -> Placement:
@@ -231,6 +258,11 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
             if not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32":
                 same += pieces
+            elif isinstance(tensor, GroupedTensor):
+                if all(_has(reader, piece) for piece in pieces):
+                    same += pieces
+                else:
+                    others.append((prefix, segment, tensor))
             elif (factor := _common_factor(reader, pieces)) is not None:
                 same += [piece for piece in pieces if not piece.name.startswith(SCALES)]
                 tensor.dequant_scale.copy_(factor)
@@ -254,6 +286,14 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
         )
 
 
+def _has(reader: Reader, piece: Placement) -> bool:
+    """Whether the checkpoint has a tensor in the format and with the scales of `piece`."""
+    if piece.name not in reader.names():
+        return False
+    same_dtype = reader.dtype(piece.name) == piece.tensor.dtype
+    return same_dtype and reader.global_shape(piece.name) == piece.global_shape
+
+
 def _common_factor(reader: Reader, pieces: Sequence[Placement]) -> torch.Tensor | None:
     """Return the one factor (0-d) with which the checkpoint has these pieces of one tensor.
 
@@ -264,7 +304,7 @@ def _common_factor(reader: Reader, pieces: Sequence[Placement]) -> torch.Tensor 
     for piece in pieces:
         if piece.name.startswith(SCALES):
             continue
-        if reader.dtype(piece.name) != piece.tensor.dtype:
+        if reader.dtype(piece.name) != piece.tensor.dtype or reader.is_grouped(piece.name):
             return None
         factor = reader.factor(piece.name, Box(piece.offset, tuple(piece.tensor.shape)))
         factors.append(torch.ones(1) if factor is None else factor.flatten())

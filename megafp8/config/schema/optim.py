@@ -41,6 +41,9 @@ def _are_betas(value: list[float]) -> bool:
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 def _stores(*parts: str) -> Need:
     """Return the need for one of `parts` of the states to be stored below FP32."""
 
@@ -255,6 +258,19 @@ class Optim:
         kind="layout",
         valid=one_of("all", "linears"),
         needs=_stores("exp_avg", "exp_avg_sq"),
+    )
+    moments_scaling: str = key(
+        "tensor",
+        "How moments in FP8 are scaled: with one scale a `tensor`, or by `group` of 128 elements "
+        "of a row with range expansion, as COAT does it, for 8 bytes a group. Those of norms and "
+        "biases are then in FP32.",
+        kind="layout",
+        valid=one_of("tensor", "group"),
+        needs=Need(
+            "model.optim.exp_avg_dtype",
+            "model.optim.exp_avg_dtype in FP8, or model.optim.fp8_opt_level",
+            lambda v: any(storage_of(v)[part].startswith("fp8") for part in MOMENTS),
+        ),
     )
     main_grads_sum_dtype: str = key(
         "fp8",

@@ -15,7 +15,7 @@ from megafp8.hardware.peak import measured_tflops
 from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
-from megafp8.optim.stored import StoredMasters
+from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
@@ -24,6 +24,7 @@ from megafp8.precision.formats import DTYPE_NAMES, DTYPES
 from megafp8.precision.gemm import wide_dtype
 from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec, TrainSpec
+from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
 from megafp8.train.state import TrainState
@@ -169,11 +170,13 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
     if not isinstance(masters, StoredMasters):
         return []
     total = num_params = 0
-    moments = [state.optimizer.state_tensors(name) for name in STATES]
+    assert isinstance(state.optimizer, StoredAdamW)
+    moments = [state.optimizer.stored_states(name) for name in STATES]
     for row, segment in enumerate(masters.segments):
         if (param := segment.param) in masters.linears:
             held = [param, masters.masters[row], masters.grad_of[param].payload]
-            total += storage_bytes_of_views([*held, *(each[row] for each in moments)])
+            held += [tensor for each in moments for tensor in each[row].held]
+            total += storage_bytes_of_views(held)
             num_params += param.numel()
     grads = f"gradients of linears in {storage.main_grads}"
     grads += ", summed in fp32" if storage.sums_in_fp32 else ""
@@ -182,6 +185,7 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
         f"FP8-LM: {grads}, their masters in {storage.main_params}; "
         f"first moments{whose} in {storage.exp_avg}, second in {storage.exp_avg_sq}"
     )
+    line += f", by groups of {MOMENT_GROUP} in FP8" if storage.moments_by_group else ""
     line += ", rounded stochastically" if storage.stochastic_rounding else ""
     if masters.data.size > 1 and storage.main_grads != "fp32":
         how = {"fp32": "in FP32, sent as bytes"}.get(

@@ -159,9 +159,16 @@ def test_same_bits(
 
 def check_stored_tensors() -> None:
     """Steps of Adam over stored tensors, and sums of them, have the bits of torch's operations."""
-    steps = (("fp16", "fp8", "fp16"), ("fp16", "fp32", "fp32"), ("bf16", "fp8_e5m2", "fp8"))
+    steps = (
+        ("fp16", "fp8", "fp8"),
+        ("fp16", "fp8", "fp16"),
+        ("fp16", "fp32", "fp32"),
+        ("bf16", "fp8_e5m2", "fp8"),
+    )
     for names, is_l2, stochastic in itertools.product(steps, (False, True), (False, True)):
-        assert scaled_adam._same(names, is_l2, stochastic), (names, is_l2, stochastic)
+        for by_group in (False, "fp8" in names[1] and "fp8" in names[2]):
+            same = scaled_adam._same(names, is_l2, stochastic, by_group=by_group)
+            assert same, (names, is_l2, stochastic, by_group)
     generator = torch.Generator().manual_seed(5)
     for name, size in itertools.product(STORAGE_FORMATS, (0, 1, 15, 1041)):
         parts = [

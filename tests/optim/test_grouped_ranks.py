@@ -1,0 +1,135 @@
+"""Moments by groups of 128 on several ranks, in checkpoints, and in runs that scale otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.checkpoint.reader import SCALES, Reader
+from megafp8.optim.stored import StoredAdamW
+from megafp8.parallel.mesh import single_rank
+from megafp8.precision.grouped import GroupedTensor, values_of
+from megafp8.precision.scaled import ScaledTensor
+from megafp8.specs import ParallelSpec
+from megafp8.specs.geometry import Box
+from megafp8.train.saver import Saver
+from megafp8.train.state import TrainState
+from megafp8.train.state_dict import load
+from tests.optim.stored_work import after_steps
+from tests.optim.test_stored_ranks import SMALL, case, path_of, same_bits
+from tests.ranks import run_ranks
+from tests.tiny import gpt_spec
+
+BOTH = {"exp_avg": "fp8", "exp_avg_sq": "fp8", "moments_by_group": True}
+WIDE = gpt_spec(num_layers=1, hidden_size=256, ffn_hidden_size=512)
+CASES = {
+    "group": case("O2", storage=BOTH, model=WIDE),
+    "group, ZeRO": case("O2", storage=BOTH, model=WIDE, zero=True),
+    "group, tp": case("O2", storage=BOTH, model=WIDE, parallel=replace(SMALL, tp=2)),
+}
+
+
+def moments(state: TrainState) -> dict[str, ScaledTensor]:
+    assert isinstance(state.optimizer, StoredAdamW)
+    names = [segment.piece.name for segment in state.masters.segments]
+    return {
+        f"optimizer/{kind}/{name}": stored
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name, stored in zip(names, state.optimizer.stored_states(kind), strict=True)
+    }
+
+
+def test_layouts_and_their_checkpoints(tmp_path: Path) -> None:
+    """Two ranks: ZeRO has the bits of replicas; a checkpoint has the very groups of every layout,
+    continues bit for bit in its own, and is read by the others."""
+    arguments: dict[str, Any] = {"cases": CASES, "root": tmp_path, "saved": tuple(CASES)}
+    before = run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    for rank in before:
+        assert rank["group"].losses == rank["group, ZeRO"].losses
+        for name in CASES:
+            reader = Reader(path_of(tmp_path, name))
+            for piece in rank[name].moments:
+                kind = ("exp_avg", "exp_avg_sq")[int(piece.name[0])]
+                whole = reader.read_values(f"optimizer/{kind}/{piece.name[2:]}")
+                part = Box(piece.offset, tuple(piece.tensor.shape))
+                origin = Box((0,) * whole.dim(), tuple(whole.shape))
+                assert torch.equal(whole[part.slices_within(origin)], piece.tensor), piece.name
+    cut = "optimizer/exp_avg/layers.0.attention.proj.weight"
+    reader = Reader(path_of(tmp_path, "group, tp"))
+    names = [name for name in reader.names() if reader.is_grouped(name)]
+    assert names and all(reader.dtype(name) == torch.float8_e4m3fn for name in names), cut
+    assert any(reader.global_shape(SCALES + name)[1:] == (2, 2) for name in names)
+    loads = {
+        **{name: (path_of(tmp_path, name), CASES[name]) for name in CASES},
+        "to ZeRO": (path_of(tmp_path, "group"), CASES["group, ZeRO"]),
+        "to tp": (path_of(tmp_path, "group"), CASES["group, tp"]),
+        "from tp": (path_of(tmp_path, "group, tp"), CASES["group"]),
+    }
+    after = run_ranks(
+        "tests.optim.stored_work:train", 2, {"cases": {}, "loads": loads}, timeout=300
+    )
+    for rank, was in zip(after, before, strict=True):
+        for name in CASES:
+            assert rank[name].losses == was[f"{name}, continued"].losses, name
+            same_bits(rank[name].moments, was[f"{name}, continued"].moments)
+        assert rank["to ZeRO"].losses == was["group, continued"].losses
+        for name, source in (("to tp", "group"), ("from tp", "group, tp")):
+            expected = was[f"{source}, continued"].losses
+            assert rank[name].losses == pytest.approx(expected, rel=2e-2), name
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["one short group a row", "whole groups"])
+def test_other_scalings_convert_the_values(tmp_path: Path, wide: bool) -> None:
+    """Groups are read by a tensor's scale and by FP32, and the other way around: the values that
+    were stored are stored again by the run's own rule, and FP32 has them exactly."""
+    choices: dict[str, Any] = {"parallel": ParallelSpec(), "steps": 2}
+    if wide:
+        choices["model"] = WIDE
+    kinds = {
+        "group": case("O2", storage=BOTH, **choices),
+        "tensor": case("O2", **choices),
+        "fp32": case("O1", **choices),
+    }
+    steps = {}
+    for name, made in kinds.items():
+        state = made.build(single_rank())
+        after_steps(state, made, 2)
+        Saver(tmp_path / name, keep=1, meta={}).save(state)
+        steps[name] = path_of(tmp_path, name)
+    for source, target in (
+        ("group", "group"),
+        ("group", "tensor"),
+        ("group", "fp32"),
+        ("tensor", "group"),
+        ("fp32", "group"),
+    ):
+        state, said = kinds[target].build(single_rank()), []
+        load(steps[source], state, said.append)
+        reader = Reader(steps[source])
+        for name, stored in moments(state).items():
+            if ".query." in name or ".key." in name or ".value." in name or "qkv" in name:
+                continue  # one of three logical tensors
+            values = reader.read_values(name)
+            expected = type(stored).of(values, stored.fmt).values()
+            if source == target:
+                assert isinstance(stored, GroupedTensor) == (values.dim() > 1)
+                expected = values
+            assert torch.equal(stored.values(), expected), (source, target, name)
+            if reader.is_grouped(name):
+                payload, groups = reader.read(name), reader.read(SCALES + name)
+                assert torch.equal(values, values_of(payload, groups, 0))
+        assert bool(said) == (source != target and target != "fp32"), said
+
+
+def test_bytes_and_who_has_groups() -> None:
+    """Matrices have a byte an element and 8 for each group; norms and biases FP32 moments."""
+    state = case("O2", storage=BOTH, model=WIDE, parallel=ParallelSpec()).build(single_rank())
+    for name, stored in moments(state).items():
+        assert isinstance(stored, GroupedTensor) == (stored.payload.dim() == 2), name
+        held = sum(tensor.nbytes for tensor in stored.held)
+        each = 1 + 8 / 128 if stored.payload.dim() == 2 else 4
+        assert held == each * stored.payload.numel(), name
