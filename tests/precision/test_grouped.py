@@ -122,6 +122,14 @@ def test_a_bad_value_spoils_its_group_alone(name: StorageName, bad: float) -> No
     assert torch.equal(back.isnan(), expected)
 
 
+@both
+def test_magnitudes_below_the_smallest_normal_number_are_0(name: StorageName) -> None:
+    tiny = 2.0**-126
+    x = torch.tensor([[tiny, -tiny * 0.999, 3 * tiny, 1e-42, 0.0], [1e-39] * 5])
+    back = GroupedTensor.of(x, STORAGE_FORMATS[name]).values()
+    assert back.sign().tolist() == [[1, 0, 1, 0, 0], [0] * 5]
+
+
 def test_bytes() -> None:
     """A byte an element, and 8 bytes for each group of 128."""
     stored = GroupedTensor.zeros((256, 1024), STORAGE_FORMATS["fp8"])
