@@ -226,7 +226,8 @@ GROUPS = (
         (
             "model.optim.fp8_opt_level", "model.optim.main_*", "model.optim.exp_avg*",
             "model.optim.low_precision_moments_of", "model.optim.moments_scaling",
-            "model.optim.fp8_grad_reduction", "model.optim.stochastic_rounding",
+            "model.optim.fp8_grad_reduction", "model.optim.data_parallel_sharding_strategy",
+            "model.optim.shard_by", "model.optim.stochastic_rounding",
         ),
     ),
     Group(

@@ -324,6 +324,8 @@ def _optim(model: Model, trainer: Trainer) -> OptimSpec:
         clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]  # validated
         schedule=_schedule(optim.sched, trainer.max_steps, model.hidden_size),
         storage=_storage(optim),
+        shards_grads=optim.data_parallel_sharding_strategy == "optim_grads",
+        shard_by=optim.shard_by,  # type: ignore[arg-type]  # validated
     )
 
 

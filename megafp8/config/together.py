@@ -407,7 +407,8 @@ TOGETHER = (
         {LEVEL: FEW_BITS}, {FSDP: True},
         f"{IN_FEW_BITS} whole tensors, and FSDP shards FP32 ones",
         "Use model.optim.name=distributed_fused_adam, which shards the states in few bits "
-        f"(ZeRO-1), or {NO_LEVEL}",
+        "(ZeRO-1), with model.optim.data_parallel_sharding_strategy=optim_grads their gradients "
+        f"too (ZeRO-2), or {NO_LEVEL}",
     ),
     Row(
         {LEVEL: FEW_BITS}, {BACKEND: one_of("te", "torchao")},
@@ -421,6 +422,19 @@ TOGETHER = (
         "{model.compile} has not been shown to be right with weights that are stored in few bits",
         "Use model.compile=off, or model.optim.main_params_dtype=fp32",
         UNPROVEN,
+    ),
+    Row(
+        {"model.optim.main_grads_sum_dtype": "fp32"},
+        {"model.optim.data_parallel_sharding_strategy": "optim_grads"},
+        "sums in FP32 are whole on each rank until a step ends, so that no gradient can be freed",
+        "Leave model.optim.main_grads_sum_dtype out (fp8), or use "
+        "model.optim.data_parallel_sharding_strategy=optim",
+    ),
+    Row(
+        {"model.optim.moments_scaling": "group"},
+        {"model.optim.shard_by": one_of("elements", "auto")},
+        "a rank's elements would begin inside a group of a moment, apart from its range",
+        "Use model.optim.shard_by=tensors, or model.optim.moments_scaling=tensor",
     ),
     Row(
         {LEVEL: one_of("O1", "O2")}, {PARAMS: True},

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.precision.cast import amax_of
 from megafp8.precision.engine import runs_triton
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grouped import GroupedTensor
@@ -157,6 +158,16 @@ def _kinds(tensors: Tensors) -> Kinds:
 
 def update_torch(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
     """Run `update` with torch operations, which keep three FP32 tensors for a moment."""
+    for stored, values, dither in zip(
+        tensors.written, _fresh(tensors, constants), dithers, strict=True
+    ):
+        stored.store(values, dither)
+
+
+def _fresh(
+    tensors: Tensors, constants: Constants
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the new parameter and moments in FP32."""
     param, m, v, grad = (
         t.values() for t in (tensors.param, tensors.exp_avg, tensors.exp_avg_sq, tensors.grad)
     )
@@ -168,9 +179,49 @@ def update_torch(tensors: Tensors, constants: Constants, dithers: Dithers = NO_D
     m = m * beta1 + grad * (1 - beta1)
     v = v * beta2 + (grad * grad) * (1 - beta2)
     root = v.double().sqrt_().float()  # torch's FP32 root by MKL is not always correctly rounded
-    param = param - (m / (root * c.inverse_root + c.eps)) * c.step_size
-    for stored, values, dither in zip(tensors.written, (param, m, v), dithers, strict=True):
-        stored.store(values, dither)
+    return param - (m / (root * c.inverse_root + c.eps)) * c.step_size, m, v
+
+
+@torch.no_grad()
+def fresh_amaxes(tensors: Tensors, constants: Constants, amaxes: torch.Tensor) -> None:
+    """Write the amaxes of the new parameter and moments into `amaxes`, FP32 [3]; change no tensor.
+
+    `tensors` are a part of whole ones. Ranks agree on the amaxes, and `update_part` follows.
+    """
+    on_cpu = tensors.param.payload.device.type == "cpu"
+    if on_cpu and _split_kernel_reproduces_torch():
+        _split_c(tensors, constants, NO_DITHERS, amaxes, writes=False)
+    else:
+        _amaxes_torch(tensors, constants, amaxes)
+
+
+def _amaxes_torch(tensors: Tensors, constants: Constants, amaxes: torch.Tensor) -> None:
+    amaxes.copy_(torch.stack([amax_of(values) for values in _fresh(tensors, constants)]))
+
+
+@torch.no_grad()
+def update_part(
+    tensors: Tensors, constants: Constants, amaxes: torch.Tensor, dithers: Dithers = NO_DITHERS
+) -> None:
+    """Run one step of Adam on a part of a parameter, with the scales of the whole one.
+
+    `amaxes`, FP32 [3], are those of the whole parameter and its moments after the step.
+    """
+    on_cpu = tensors.param.payload.device.type == "cpu"
+    if on_cpu and _split_kernel_reproduces_torch():
+        _split_c(tensors, constants, dithers, amaxes, writes=True)
+    else:
+        _update_part_torch(tensors, constants, amaxes, dithers)
+
+
+def _update_part_torch(
+    tensors: Tensors, constants: Constants, amaxes: torch.Tensor, dithers: Dithers
+) -> None:
+    fresh = _fresh(tensors, constants)
+    for stored, values, amax, dither in zip(
+        tensors.written, fresh, amaxes.unbind(), dithers, strict=True
+    ):
+        stored.store(values, dither, amax)
 
 
 class _AdamInC(ctypes.Structure):
@@ -223,17 +274,33 @@ def update_c(
     assert lib is not None, library().note
     if backup is None or backup.numel() < backup_bytes(tensors):
         backup = torch.empty(backup_bytes(tensors), dtype=torch.uint8)
+    lib.megafp8_scaled_adam(ctypes.byref(_asked(tensors, constants, dithers, backup.data_ptr())))
+
+
+def _split_c(
+    tensors: Tensors, constants: Constants, dithers: Dithers, amaxes: torch.Tensor, *, writes: bool
+) -> None:
+    lib = library().lib
+    assert lib is not None and amaxes.is_contiguous(), library().note
+    asked = _asked(tensors, constants, dithers, None)
+    if not writes:
+        amaxes.zero_()  # the kernel raises them
+    lib.megafp8_split_adam(ctypes.byref(asked), int(writes), ctypes.c_void_p(amaxes.data_ptr()))
+
+
+def _asked(
+    tensors: Tensors, constants: Constants, dithers: Dithers, backup: int | None
+) -> _AdamInC:
     written = zip(tensors.written, dithers, strict=True)
-    asked = _AdamInC(
+    return _AdamInC(
         *(stored.in_c(dither) for stored, dither in written),
         tensors.grad.in_c(),
         tensors.param.payload.numel(),
         *constants.factors,
         int(constants.is_l2),
         torch.get_num_threads(),
-        backup.data_ptr(),
+        backup,
     )
-    lib.megafp8_scaled_adam(ctypes.byref(asked))
 
 
 def update_triton(
@@ -284,6 +351,31 @@ def _triton_reproduces_torch(
     return _same(kinds[:3], is_l2, stochastic, kinds[3], update_triton, device)
 
 
+@functools.cache
+def _split_kernel_reproduces_torch() -> bool:
+    """Whether the C kernel for parts has the bits of torch's operations too."""
+    if not _kernel_reproduces_torch():
+        return False
+
+    def in_c(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
+        amaxes = torch.empty(3)
+        _split_c(tensors, constants, NO_DITHERS, amaxes, writes=False)
+        _split_c(tensors, constants, dithers, amaxes * 1.5, writes=True)
+
+    def in_torch(tensors: Tensors, constants: Constants, dithers: Dithers = NO_DITHERS) -> None:
+        _amaxes_torch(tensors, constants, amaxes := torch.empty(3))
+        _update_part_torch(tensors, constants, amaxes * 1.5, dithers)
+
+    names: tuple[tuple[StorageName, StorageName, StorageName], ...]
+    names = (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
+    return all(
+        _same(kinds, is_l2, stochastic, kernel=in_c, reference=in_torch)
+        for kinds in names
+        for is_l2 in (False, True)
+        for stochastic in (False, True)
+    )
+
+
 def _same(
     names: tuple[StorageName, StorageName, StorageName],
     is_l2: bool,
@@ -293,6 +385,7 @@ def _same(
     device: torch.device | None = None,
     *,
     by_group: bool = False,
+    reference: Callable[[Tensors, Constants, Dithers], None] = update_torch,
 ) -> bool:
     """Whether three updates by `kernel` have the bits of torch's; the scales change in the first.
 
@@ -304,7 +397,7 @@ def _same(
     kind = GroupedTensor if by_group else ScaledTensor
     dithers: Dithers = (Dither(3), Dither(5), Dither(7)) if stochastic else NO_DITHERS
     found: list[list[torch.Tensor]] = []
-    for run in (kernel, update_torch):
+    for run in (kernel, reference):
         formats = [STORAGE_FORMATS[name] for name in names]
         written = [ScaledTensor.of(start, formats[0])]
         written += [kind.zeros(start.shape, fmt, device) for fmt in formats[1:]]

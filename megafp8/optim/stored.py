@@ -23,9 +23,11 @@ from megafp8.optim.scaled_adam import (
     Dithers,
     Tensors,
     backup_bytes,
+    fresh_amaxes,
     keeps_backup,
     kernel_name,
     update,
+    update_part,
 )
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
@@ -52,9 +54,12 @@ class StoredMasters(Masters):
         scaled_groups  the gradients below FP32, in the buckets that ranks reduce them in
         own_weights    the parameters that are their own masters in few bits
         linears        the weights of linears
+        row_of         the number of each parameter, where segments are parts of tensors; or None
 
     A tensor-parallel rank's part of a weight is a tensor with a scale of its own.
     """
+
+    row_of: Mapping[nn.Parameter, int] | None = None
 
     def __init__(
         self,
@@ -118,6 +123,13 @@ class StoredMasters(Masters):
         self.stored_grads = [self.grad_of[segment.param] for segment in self.segments]
         self.grads = [stored.payload for stored in self.stored_grads]
 
+    def agree(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Return the amaxes of whole tensors; this rank has all tensors whole."""
+        return amaxes
+
+    def hold_grad(self, param: nn.Parameter) -> None:
+        """Prepare the memory of a parameter's gradient, before it is first written in a step."""
+
     def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
         """Return the buckets for the gradient reducer; `in_fp8` says how FP8 ones are summed."""
         return [
@@ -177,7 +189,8 @@ class StoredMasters(Masters):
     def squared_norms(self) -> torch.Tensor:
         """Return the squared L2 norm of each segment's gradient, of its values, FP64 [segments]."""
         grads = self.stored_grads
-        plain = iter(torch_private.norms_of([g.payload for g in grads if g.fmt.name == "fp32"]))
+        in_fp32 = [grad.payload for grad in grads if grad.fmt.name == "fp32"]
+        plain = iter(torch_private.norms_of(in_fp32) if in_fp32 else ())  # a shard may have none
         return torch.stack(
             [
                 next(plain).double().square() if g.fmt.name == "fp32" else g.sum_of_squares()
@@ -220,6 +233,9 @@ class StoredMasters(Masters):
             torch_private.copy_all_(params, masters)
 
 
+Asked = tuple[Segment, Tensors, Constants]
+
+
 class StoredAdamW(AdamW):
     """Update stored master weights with Adam; the moments have the formats of `spec.storage`.
 
@@ -244,7 +260,7 @@ class StoredAdamW(AdamW):
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
                 groups[segment.param.dim() > 1].append(master)
                 continue
-            shape, device = segment.param.shape, masters.device
+            shape, device = stored.payload.shape, masters.device
             kinds = [GroupedTensor if storage.is_grouped(name) else ScaledTensor for name in names]
             moments = [
                 kind.zeros(shape, STORAGE_FORMATS[name], device)
@@ -273,30 +289,59 @@ class StoredAdamW(AdamW):
 
     def step(self, step: int) -> None:
         """Apply the gradients as optimizer step `step`, counted from 1, and write the weights."""
-        lr, spec = learning_rate(self.spec, step), self.spec
+        lr = learning_rate(self.spec, step)
         self._num_updates += 1
         if self._torch is not None:
             for group in self._torch.param_groups:
                 group["lr"] = lr
             with self.masters.lend_grads():
                 self._torch.step()
-        largest = max(map(backup_bytes, self._stored.values()), default=0)
+        asked = [
+            (segment, tensors, self._constants(segment.param, lr))
+            for segment, master in zip(self.masters.segments, self.masters.masters, strict=True)
+            if (tensors := self._stored.get(master)) is not None
+        ]
+        if self.masters.row_of is None:
+            self._update_whole(asked, step)
+        else:
+            self._update_parts(asked, step, self.masters.row_of)
+        self.masters.write_back()
+
+    def _update_whole(self, asked: Sequence[Asked], step: int) -> None:
+        """Update whole tensors."""
+        largest = max((backup_bytes(tensors) for _, tensors, _ in asked), default=0)
         device, backup = self.masters.device, None
         if keeps_backup(device):  # for this step alone
             backup = torch.empty(largest, dtype=torch.uint8, device=device)
-        for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
-            if (tensors := self._stored.get(master)) is not None:
-                decay = spec.weight_decay if segment.param.dim() > 1 else 0.0
-                is_l2 = spec.name == "adam"
-                constants = Constants(lr, spec.betas, spec.eps, decay, is_l2, self._num_updates)
-                update(tensors, constants, self._dithers(segment.param, step), backup)
-        self.masters.write_back()
+        for segment, tensors, constants in asked:
+            update(tensors, constants, self._dithers(segment, step), backup)
 
-    def _dithers(self, param: nn.Parameter, step: int) -> Dithers:
+    def _update_parts(
+        self, asked: Sequence[Asked], step: int, row_of: Mapping[nn.Parameter, int]
+    ) -> None:
+        """Update parts of tensors, with the scales of the whole ones, which ranks agree on."""
+        amaxes = torch.zeros(len(row_of), 3, device=self.masters.device)
+        for segment, tensors, constants in asked:
+            fresh_amaxes(tensors, constants, amaxes[row_of[segment.param]])
+        self.masters.agree(amaxes)
+        for segment, tensors, constants in asked:
+            dithers = self._dithers(segment, step)
+            update_part(tensors, constants, amaxes[row_of[segment.param]], dithers)
+
+    def _constants(self, param: nn.Parameter, lr: float) -> Constants:
+        spec = self.spec
+        decay = spec.weight_decay if param.dim() > 1 else 0.0
+        return Constants(lr, spec.betas, spec.eps, decay, spec.name == "adam", self._num_updates)
+
+    def _dithers(self, segment: Segment, step: int) -> Dithers:
         if not self.spec.storage.stochastic_rounding:
             return None, None, None
-        piece = pieces_of(param)[0]
-        name = (piece.name, piece.offset) if any(piece.offset) else (piece.name,)
+        piece = segment.piece
+        name: tuple[object, ...] = (piece.name,)
+        if any(piece.offset):
+            name += (piece.offset,)
+        if segment.begin:  # a part has random numbers of its own
+            name += ("from", segment.begin)
         keys = (key_of("round", self._seed, step, *name, what) for what in ("model", *STATES))
         param_key, first, second = (Dither(key) for key in keys)
         return param_key, first, second

@@ -3,6 +3,9 @@
 A part of a tensor would be apart from its scale. So each rank owns whole parameters: it receives
 their summed gradients, keeps their moments, and at O3 their master weights, updates them, and sends
 them to the other ranks. Weights lie in one flat tensor for each dtype; each rank owns a range.
+
+In stage 1 a rank has memory for all gradients. In stage 2 a bucket's memory is freed once its
+gradients were sent, and the owner keeps its sums apart.
 """
 
 from __future__ import annotations
@@ -83,6 +86,26 @@ class WeightBuffer:
         return None
 
 
+def dealt(
+    params: Sequence[nn.Parameter],
+    linears: Collection[nn.Parameter],
+    num_ranks: int,
+    first: Collection[nn.Parameter] = frozenset(),
+) -> tuple[dict[nn.Parameter, int], list[int]]:
+    """Return the rank that owns each parameter, and how many elements each rank owns.
+
+    `first` are parameters of rank 0.
+    """
+    held, in_linears = [0] * num_ranks, frozenset(linears)
+    owner_of: dict[nn.Parameter, int] = {}
+    for kind in (True, False):  # linears first: their ranges are padded to one size
+        group = [param for param in params if (param in in_linears) == kind]
+        at_rank_0 = [index for index, param in enumerate(group) if param in frozenset(first)]
+        owners = owners_of([param.numel() for param in group], held, at_rank_0)
+        owner_of |= dict(zip(group, owners, strict=True))
+    return owner_of, held
+
+
 class ShardedStoredMasters(StoredMasters):
     """Hold the stored masters, moments and summed gradients of the parameters that a rank owns."""
 
@@ -96,21 +119,17 @@ class ShardedStoredMasters(StoredMasters):
         *,
         bucket_bytes: int,
         first: Collection[nn.Parameter] = frozenset(),
+        frees_grads: bool = False,
     ) -> None:
         """Divide `params` among the ranks of `shards`.
 
         `in_fp8` are the weights kept in FP8. `first` are parameters of rank 0, so that pipeline
-        stages whose other parameters differ give them to the same rank.
+        stages whose other parameters differ give them to the same rank. With `frees_grads` a rank
+        frees the gradients that it does not own (stage 2).
         """
-        self._fp8 = dict(in_fp8)
+        self._fp8, self.frees_grads = dict(in_fp8), frees_grads and shards.size > 1
         params = list(params)
-        held, in_linears = [0] * shards.size, frozenset(linears)
-        self.owner_of: dict[nn.Parameter, int] = {}
-        for kind in (True, False):  # linears first: their ranges are padded to one size
-            group = [param for param in params if (param in in_linears) == kind]
-            at_rank_0 = [index for index, param in enumerate(group) if param in frozenset(first)]
-            owners = owners_of([param.numel() for param in group], held, at_rank_0)
-            self.owner_of |= dict(zip(group, owners, strict=True))
+        self.owner_of, _ = dealt(params, linears, shards.size, first)
         stores = {param: form.store for param, form in in_fp8.items()}
         super().__init__(params, storage, linears, stores, data=shards, bucket_bytes=bucket_bytes)
 
@@ -182,7 +201,9 @@ class ShardedStoredMasters(StoredMasters):
         plain = [param for param in self.params if param not in in_fp8]
         self.plain_groups = self._groups(plain, STORAGE_FORMATS["fp32"])
         self.scaled_groups = self._groups(self.in_fp8, STORAGE_FORMATS[self.storage.main_grads])
-        self._collect([*self.plain_groups, *self.scaled_groups])
+        groups = [*self.plain_groups, *self.scaled_groups]
+        self._group_of = {param: group for group in groups for param in group.params}
+        self._collect(groups)
         self.replicated_grads = []
         self.own_grads = [group.scales for group in self.scaled_groups]
         for group in self.plain_groups:
@@ -201,13 +222,56 @@ class ShardedStoredMasters(StoredMasters):
         for group in groups_of(params, self.bucket_size):
             group.sort(key=lambda p: (self.owner_of[p], not pieces_of(p)[0].is_sharded))
             owners = [self.owner_of[param] for param in group]
-            made.append(lay_out_whole(group, owners, fmt, self.device, self.data.size))
+            laid_out = lay_out_whole(group, owners, fmt, self.device, self.data.size)
+            if self.frees_grads:
+                laid_out.free_early(self.data.rank)
+            made.append(laid_out)
         return made
 
+    def _collect(self, groups: Iterable[FlatGrads]) -> None:
+        """Take the gradients of `groups`; those of the segments are the sums of this rank."""
+        groups = list(groups)
+        super()._collect(groups)
+        own = {
+            group.params[index]: grad
+            for group in groups
+            for index, grad in group.own_sums(self.data.rank)
+        }
+        self.stored_grads = [own[segment.param] for segment in self.segments]
+        self.grads = [stored.payload for stored in self.stored_grads]
+
+    def hold_grad(self, param: nn.Parameter) -> None:
+        """Allocate the memory of a parameter's gradient, if it is freed between uses."""
+        self._group_of[param].hold()
+
+    def begin_step(self) -> None:
+        """Free the sums of the last step, if a step allocates new ones."""
+        for group in (*self.plain_groups, *self.scaled_groups):
+            group.begin_step()
+
+    def is_finite(self, param: nn.Parameter) -> bool:
+        """Whether the gradient of `param` is finite, where this rank has it.
+
+        A NaN of any rank is in the owner's sum.
+        """
+        if not self.frees_grads:
+            return super().is_finite(param)
+        both = zip(self.segments, self.stored_grads, strict=True)
+        return all(
+            bool(grad.values().isfinite().all()) for segment, grad in both if segment.param is param
+        )
+
     def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
-        """Return the buckets for the gradient reducer; a gradient stays with its owner."""
+        """Return the buckets for the gradient reducer; a gradient stays with its owner.
+
+        In stage 2 those of linears are reduced early in the first step too. Each linear gives one
+        gradient in a microbatch.
+        """
         plain = [ExchangedBucket(group, stays=True) for group in self.plain_groups]
-        return [*plain, *self.scaled_buckets(in_fp8, stays=True)]
+        scaled = self.scaled_buckets(in_fp8, stays=True)
+        for bucket in scaled if self.frees_grads else ():
+            bucket.num_gradients = len(bucket.held.params)
+        return [*plain, *scaled]
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -92,15 +92,15 @@ class OwnFp8Weights:
         """Agree on all amaxes in one reduction, and quantize this rank's parts."""
         amaxes = torch.zeros(len(self.params), device=self.params[0].device)
         row_of = {param: row for row, param in enumerate(self.params)}  # the same everywhere
-        rectangles: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        held: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for part in parts:
             dtype = self._forms[part.param].compute_dtype
             rounded, at = part.master.to(dtype), row_of[part.param]
             raise_amax(amaxes[at], rounded)
-            rectangles[part.param] = list(_rectangles(part, rounded))
+            held[part.param] = list(rectangles(part, rounded))
         shards.all_reduce_max(amaxes)
         for param, row in row_of.items():
-            self._forms[param].store_parts(amaxes[row], rectangles.get(param, ()))
+            self._forms[param].store_parts(amaxes[row], held.get(param, ()))
 
 
 class ShardedMasters(Masters):
@@ -211,7 +211,7 @@ def _move(param: nn.Parameter, place: torch.Tensor) -> None:
     param.data = place.view_as(param)
 
 
-def _rectangles(
+def rectangles(
     part: MasterPart, rounded: torch.Tensor
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of a part's flat values and of its place, as rectangles of the weight's matrix.

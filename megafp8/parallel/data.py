@@ -22,6 +22,7 @@ class GradBucket(Protocol):
     """
 
     starts_early: bool  # whether gradients are complete as soon as the last of them was added
+    num_gradients: int  # those that sinks keep of a microbatch, if known before a step, or 0
 
     @property
     def params(self) -> frozenset[nn.Parameter]:
@@ -57,6 +58,7 @@ class Bucket:
     params: frozenset[nn.Parameter]
     is_scattered: bool = False
     starts_early: bool = True
+    num_gradients: int = 0
     reduced: Pending | None = field(default=None)  # the reduction that has been started
 
     @property
@@ -98,8 +100,9 @@ class GradReducer:
     """Sums buckets of gradients over `axis`, each as soon as its last gradient has been added.
 
     The first step with a given number of microbatches records how many gradients each parameter
-    gets and in which order buckets become complete; that step is reduced at its end. All ranks run
-    the same program and so record the same. The bounds of buckets are fixed, so the sums are the
+    gets and in which order buckets become complete; that step is reduced at its end, but for
+    buckets that know their number of gradients. All ranks run the same program and so record the
+    same. The bounds of buckets are fixed, so the sums are the
     same bit for bit whenever a bucket is reduced.
     """
 
@@ -132,7 +135,8 @@ class GradReducer:
         self._num_microbatches = num_microbatches
         self._seen.clear()
         plan = self._plans.get(num_microbatches)
-        self._missing = {} if plan is None else dict(plan.num_gradients)
+        known = {id(b): b.num_gradients * num_microbatches for b in self.buckets if b.num_gradients}
+        self._missing = known if plan is None else dict(plan.num_gradients)
         self._order = [] if plan is None else [self.buckets[i] for i in reversed(plan.order)]
 
     def note(self, param: nn.Parameter) -> None:
@@ -141,10 +145,15 @@ class GradReducer:
         """
         if self.at_the_end:
             return
+        bucket = self._bucket_of[param]
         if self._num_microbatches not in self._plans:
             self._seen.append(param)
+            if bucket.num_gradients:
+                assert not bucket.has_started, "a gradient came after its bucket was reduced"
+                self._missing[id(bucket)] -= 1
+                if self._missing[id(bucket)] == 0:
+                    self._start(bucket)
             return
-        bucket = self._bucket_of[param]
         assert not bucket.has_started, "a gradient came after its bucket was reduced"
         self._missing[id(bucket)] -= 1
         while self._order and self._missing[id(self._order[-1])] == 0:
@@ -182,8 +191,12 @@ class GradReducer:
         self._under_way = [bucket for bucket in self._under_way if bucket.advance(self.axis)]
 
     def _note(self, param: torch.Tensor) -> None:
+        """Note what autograd says of a parameter, also where a sink has kept the gradient."""
         assert isinstance(param, nn.Parameter)
-        self.note(param)
+        if self._num_microbatches not in self._plans and self._bucket_of[param].num_gradients:
+            self._seen.append(param)  # its sink notes the gradient itself
+        else:
+            self.note(param)
 
 
 class NotingSink:

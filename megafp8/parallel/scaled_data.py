@@ -33,6 +33,9 @@ class FlatGrads:
 
     `begins[i]` is where gradient i begins in `flat`. Rank r sums the elements from `bounds[r]` to
     `bounds[r + 1]`. `scales` holds the gradients' `dequant_scale`, FP32 [gradients].
+
+    With `sums` (ZeRO, stage 2) the memory of `flat` is there from a step's first gradient until the
+    other ranks have theirs, and that of `sums`, this rank's range, from then to the next step.
     """
 
     params: Sequence[nn.Parameter]
@@ -41,11 +44,19 @@ class FlatGrads:
     scales: torch.Tensor
     begins: Sequence[int]
     bounds: Sequence[int]
+    sums: torch.Tensor | None = None
 
     @property
     def fmt(self) -> StorageFormat:
         """Return the format of all the gradients."""
         return self.grads[0].fmt
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some gradient lies in the ranges of several ranks."""
+        ends = (begin + g.payload.numel() for begin, g in zip(self.begins, self.grads, strict=True))
+        pieces = list(zip(self.begins, ends, strict=True))
+        return any(begin < bound < end for bound in self.bounds for begin, end in pieces)
 
     @property
     def parts(self) -> list[int]:
@@ -54,8 +65,44 @@ class FlatGrads:
         return [end - begin for begin, end in zip(self.bounds, ends, strict=False)]
 
     def own_range(self, rank: int) -> torch.Tensor:
-        """Return a view of what `rank` sums."""
+        """Return a view of what `rank`, which is this rank where there are `sums`, sums."""
+        if self.sums is not None:
+            return self.sums
         return self.flat[self.bounds[rank] : self.bounds[rank + 1]]
+
+    def own_sums(self, rank: int) -> Iterator[tuple[int, ScaledTensor]]:
+        """Yield the gradients that lie in the range of `rank`, as this rank has their sums.
+
+        A gradient that lies whole in the range has its parameter's shape; another part is flat.
+        """
+        own = self.own_range(rank)
+        for index, place in self.own_parts(rank):
+            grad, sums = self.grads[index], own[place]
+            if sums.numel() == grad.payload.numel():
+                sums = sums.view(grad.payload.shape)
+            yield index, ScaledTensor(sums, grad.dequant_scale, grad.fmt)
+
+    def free_early(self, rank: int) -> None:
+        """Keep the sums of `rank` apart, so that all other memory is freed once it was sent."""
+        size = self.bounds[rank + 1] - self.bounds[rank]
+        self.sums = torch.zeros(size, dtype=self.flat.dtype, device=self.flat.device)
+        self.free()
+
+    def begin_step(self) -> None:
+        """Free the sums of the last step."""
+        if self.sums is not None:
+            resize_memory(self.sums, has_memory=False)
+
+    def hold(self) -> None:
+        """Allocate the memory of `flat`, if it was freed; its numbers are undefined."""
+        if self.sums is not None:
+            resize_memory(self.flat, has_memory=True)
+
+    def free(self) -> None:
+        """Free the memory of `flat`, and allocate that of the sums."""
+        if self.sums is not None:
+            resize_memory(self.flat, has_memory=False)
+            resize_memory(self.sums, has_memory=True)
 
     def own_parts(self, rank: int) -> Iterator[tuple[int, slice]]:
         """Yield the gradients that lie in a rank's range, with their place in the range."""
@@ -67,13 +114,21 @@ class FlatGrads:
 
 
 def lay_out(
-    params: Sequence[nn.Parameter], fmt: StorageFormat, device: torch.device, num_ranks: int
+    params: Sequence[nn.Parameter],
+    fmt: StorageFormat,
+    device: torch.device,
+    num_ranks: int,
+    *,
+    unit: int = 1,
 ) -> FlatGrads:
-    """Return gradients of zero for `params`, of which each rank sums a range of the same size."""
-    sizes = [param.numel() for param in params]
-    share = -(-sum(sizes) // num_ranks)
+    """Return gradients of zero for `params`, of which each rank sums a range of the same size.
+
+    Gradients and ranges begin at multiples of `unit` elements.
+    """
+    whole = sum(-(-param.numel() // unit) * unit for param in params)
+    share = -(-whole // (unit * num_ranks)) * unit
     bounds = [rank * share for rank in range(num_ranks + 1)]
-    return _laid_out(params, fmt, device, bounds)
+    return _laid_out(params, fmt, device, bounds, unit)
 
 
 def lay_out_whole(
@@ -100,6 +155,7 @@ def _laid_out(
     fmt: StorageFormat,
     device: torch.device,
     bounds: Sequence[int],
+    unit: int = 1,
 ) -> FlatGrads:
     flat = torch.zeros(bounds[-1], dtype=fmt.dtype, device=device)
     scales = torch.ones(len(params), device=device)
@@ -108,7 +164,7 @@ def _laid_out(
         payload = flat[begin : begin + param.numel()].view(param.shape)
         grads.append(ScaledTensor(payload, scale, fmt))
         begins.append(begin)
-        begin += param.numel()
+        begin += -(-param.numel() // unit) * unit
     return FlatGrads(params, grads, flat, scales, begins, bounds)
 
 
@@ -119,8 +175,8 @@ class ExchangedBucket:
     1. Each rank sends every other rank the numbers of that rank's range, and its scales.
     2. A rank adds up the values in its range, in the order of the ranks, and finds the amaxes.
     3. The ranks agree on the amaxes of gradients in several ranges; each rank quantizes its range.
-    4. Each rank gathers all ranges. With `stays` this step is left out, and with it step 3's
-       agreement: gradients then lie whole in ranges, and are valid on their owner alone (ZeRO).
+    4. Each rank gathers all ranges. With `stays` this step is left out: a range is then valid on
+       its owner alone (ZeRO). If gradients lie whole in ranges, so is the agreement of step 3.
 
     FP32 gradients go the same way, in FP32 or `dtype`, without scales.
     """
@@ -128,6 +184,7 @@ class ExchangedBucket:
     held: FlatGrads
     stays: bool = False
     starts_early: bool = True  # False: gradients are complete at the end of a step alone
+    num_gradients: int = 0
     _under_way: Iterator[None] | None = field(default=None)
 
     @property
@@ -171,6 +228,7 @@ class ExchangedBucket:
             gathering = axis.start_all_gather_in_place(all_scales.view(-1))
         yield
         received = exchanging.wait().view(fmt.dtype)
+        held.free()
         if gathering is not None:
             gathering.wait()
         total = torch.empty(held.parts[rank], device=held.flat.device)
@@ -181,7 +239,7 @@ class ExchangedBucket:
                 for numbers, scales in zip(received, all_scales, strict=True)
             ]
             amaxes[index] = sum_of(parts, total[place])
-        if has_scale and not self.stays:
+        if has_scale and (not self.stays or held.is_split):
             agreeing = axis.start_all_reduce_max(amaxes)
             yield
             amaxes = agreeing.wait()
@@ -232,6 +290,7 @@ class Fp8SumBucket(ExchangedBucket):
         exchanging = axis.start_all_to_all(_as_bytes(held.flat), held.parts)
         yield
         received, one = exchanging.wait().view(fmt.dtype), torch.ones_like(shared[0])
+        held.free()
         own = held.own_range(rank)
         saturated = torch.zeros_like(shared)
         for index, place in held.own_parts(rank):
@@ -256,6 +315,13 @@ class Fp8SumBucket(ExchangedBucket):
             many = counts / sizes.to(counts.device) > SATURATED
             moved = torch.where(many, factors / 2, factors * GROWTH)
             self.factors.copy_(moved.clamp_(0.25 / axis.size, 1.0))
+
+
+def resize_memory(tensor: torch.Tensor, *, has_memory: bool) -> None:
+    """Free or allocate the memory of a tensor that owns its whole storage; its views stay valid."""
+    storage = tensor.untyped_storage()
+    if bool(storage.nbytes()) != has_memory:
+        storage.resize_(tensor.nbytes if has_memory else 0)
 
 
 def _codes(payload: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megafp8.plan.shape import (
     RankShape,
     compute_itemsize,
     deal_whole,
+    divides_elements,
     flat_buckets,
     layers_of,
     linears_of_layer,
@@ -52,7 +53,7 @@ class HeldBytes:
     weights: int  # as the products read them
     masters: int  # FP32 master weights that are not the weights themselves
     moments: int  # the optimizer's
-    gradients: int  # FP32, of all parameters
+    gradients: int  # of all parameters, or under FP8-LM's ZeRO-2 those that the rank sums
     scaling: int  # FP8 scales and their histories
 
     @property
@@ -70,11 +71,13 @@ class StepBytes:
     weight_copies: int  # FP8 copies of weights, in two orientations for tensor cores
     workspace: int  # alive only while one layer or the head runs
     gathered: int  # whole weights that FSDP holds: two layers', and those outside layers
+    gradients: int = 0  # those of other ranks, until they were sent, under FP8-LM's ZeRO-2
 
     @property
     def peak(self) -> int:
         """Return what a step adds at its worst moment."""
-        return self.in_flight + self.weight_copies + self.workspace + self.gathered
+        held = self.in_flight + self.weight_copies + self.workspace
+        return held + self.gathered + self.gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int) -> RankMemory:
             weight_copies=_weight_copies(spec, shape.linears),
             workspace=max(_workspace_bytes(spec, stage) for stage in shape.stages),
             gathered=_gathered_bytes(spec, shape),
+            gradients=_passing_gradients(spec, shape.params),
         ),
     )
 
@@ -169,19 +173,16 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
     storage = spec.optim.storage
     ranks = spec.parallel.dp * spec.parallel.cp if spec.optim.shards_states else 1
     owners = deal_whole(params, ranks)
-    gradients = 0
-    masters, moments = [0] * ranks, [0] * ranks
+    scales = 0
+    masters, moments, gradients = [0] * ranks, [0] * ranks, [0] * ranks
     for param, owner in zip(params, owners, strict=True):
         is_stored = param.is_linear and storage.main_params != "fp32"
         itemsize = ITEM_BYTES[storage.main_params]
         is_own_master = is_stored and param.itemsize > 1
         if param.itemsize != FP32 and not is_own_master:
             masters[owner] += param.elements * (itemsize if is_stored else FP32)
-        in_few_bits = param.is_linear and not storage.sums_in_fp32
-        if in_few_bits and storage.main_grads != "fp32":
-            gradients += param.elements * ITEM_BYTES[storage.main_grads] + FP32  # and the scale
-        else:
-            gradients += param.elements * FP32
+        gradients[owner] += _gradient_bytes(spec, param)
+        scales += FP32 * _has_few_bits(spec, param)
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
             is_grouped = is_small and storage.is_grouped(moment)
@@ -190,23 +191,58 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
             moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
             if is_grouped:
                 moments[owner] += param.rows * -(-param.columns // MOMENT_GROUP) * GROUP_BYTES
+    if divides_elements(spec):
+        masters, moments, grads = ([-(-sum(x) // ranks)] for x in (masters, moments, gradients))
+        gradients = grads if spec.optim.shards_grads else gradients
+        ranks = 1
     most = max(range(ranks), key=lambda rank: masters[rank] + moments[rank])
     return HeldBytes(
         weights=_stored_weights(spec, params),
         masters=masters[most],
         moments=moments[most],
-        gradients=gradients,
+        gradients=(gradients[most] if spec.optim.shards_grads else sum(gradients)) + scales,
         scaling=scaling,
     )
 
 
 def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
     """Return the bytes of all weights under FP8-LM; ZeRO pads those of the linears."""
-    if not spec.optim.shards_states:
+    if not spec.optim.shards_states or divides_elements(spec):
         return sum(stored_itemsize(spec, param) * param.elements for param in params)
     rest = (param.elements * param.itemsize for param in params if not param.is_linear)
     buckets = stored_buckets(spec, params)
     return sum(rest) + sum(bucket.elements * bucket.itemsize for bucket in buckets)
+
+
+def _has_few_bits(spec: RunSpec, param: Parameter) -> bool:
+    """Whether a gradient is in few bits throughout a step, and has a scale."""
+    storage = spec.optim.storage
+    return param.is_linear and not storage.sums_in_fp32 and storage.main_grads != "fp32"
+
+
+def _gradient_bytes(spec: RunSpec, param: Parameter) -> int:
+    """Return the bytes of a gradient without its scale where some are in few bits (FP8-LM)."""
+    few = ITEM_BYTES[spec.optim.storage.main_grads]
+    return param.elements * (few if _has_few_bits(spec, param) else FP32)
+
+
+def _passing_gradients(spec: RunSpec, params: Sequence[Parameter]) -> int:
+    """Return the gradients that a rank holds for others, at most, under FP8-LM's ZeRO-2.
+
+    With several microbatches they are complete only in the last one's backward pass. With one, they
+    are the FP32 gradients, two buckets of the linears' and what a third brings from other ranks.
+    """
+    if not spec.optim.shards_grads:
+        return 0
+    ranks = spec.parallel.dp * spec.parallel.cp
+    whole = sum(_gradient_bytes(spec, param) for param in params)
+    others = whole - whole // ranks
+    if num_microbatches(spec) > 1:
+        return others
+    linears = [param.elements for param in params if param.is_linear]
+    bucket = max([spec.parallel.grad_bucket_bytes // FP32, *linears])
+    plain = sum(_gradient_bytes(spec, param) for param in params if not param.is_linear)
+    return min(others, plain + 3 * bucket)
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
-from megafp8.specs.parallel import owners_of
+from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 FP32 = 4
@@ -318,3 +318,16 @@ def deal_whole(params: Sequence[Parameter], ranks: int) -> list[int]:
         for row, owner in zip(rows, dealt, strict=True):
             owners[row] = owner
     return owners
+
+
+def divides_elements(spec: RunSpec) -> bool:
+    """Whether FP8-LM's ZeRO gives ranks equal numbers of elements, and not whole tensors."""
+    if spec.optim.shard_by != "auto" or not spec.optim.shards_states:
+        return spec.optim.shards_states and spec.optim.shard_by == "elements"
+    ranks, most = shard_ranks(spec), 0.0
+    for stage in range(spec.parallel.pp):
+        held, params = [0] * ranks, rank_shape(spec, stage).params
+        for param, owner in zip(params, deal_whole(params, ranks), strict=True):
+            held[owner] += param.elements
+        most = max(most, imbalance_of(held))
+    return most > LARGEST_IMBALANCE

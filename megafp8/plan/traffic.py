@@ -17,6 +17,7 @@ from megafp8.plan.shape import (
     RankShape,
     compute_itemsize,
     deal_whole,
+    divides_elements,
     flat_buckets,
     layers_with_recomputation,
     linears_of_layer,
@@ -263,6 +264,9 @@ def _stored(
         yield message("all_reduce", "gradients", plain * itemsize)
         return
     yield message("all_to_all", "gradients", plain * itemsize)
+    if divides_elements(spec):
+        yield from _stored_parts(spec, shape, scalars, message)
+        return
     kept = FP32 * sum(param.itemsize == 1 for param in linears)
     yield _written(message("all_reduce", "amaxes of weights in FP8", kept))
     counts = [0] * replicas
@@ -275,6 +279,28 @@ def _stored(
     yield _written(message("all_gather", "updated weights of linears", sent))
     rest = sum(param.elements * param.itemsize for param in shape.params if not param.is_linear)
     yield _written(message("broadcast", "updated weights of the rest", rest))
+
+
+def _stored_parts(
+    spec: RunSpec,
+    shape: RankShape,
+    scalars: int,
+    message: Callable[[Operation, str, float], Message],
+) -> Iterator[Message]:
+    """Return what FP8-LM's ZeRO sends beside gradients where ranks own elements, but padding."""
+    replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
+    if storage.main_grads != "fp32" and storage.reduction == "fp32":
+        yield message("all_reduce", "amaxes of gradients", scalars)
+    yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
+    weights = 0
+    for param in shape.params:
+        few = param.is_linear and param.itemsize > 1 and storage.main_params != "fp32"
+        weights += param.elements * (ITEM_BYTES[storage.main_params] if few else param.itemsize)
+    in_fp8 = any(param.is_linear and param.itemsize == 1 for param in shape.params)
+    if in_fp8 or storage.main_params != "fp32":
+        what = "amaxes of weights in FP8" if in_fp8 else "scales of weights"
+        yield _written(message("all_reduce", what, scalars))
+    yield _written(message("all_gather", "updated weights", weights / replicas))
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:

@@ -101,10 +101,12 @@ class MainGradSink:
     `main_grads` holds one FP32 tensor per parameter; autograd keeps the gradients of other
     parameters. Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
     too, and `.grad` is freed as soon as it arrives. Between `begin_step` and `end_step` the first
-    gradient of a parameter overwrites, so that nothing has to be zeroed before.
+    gradient of a parameter overwrites, so that nothing has to be zeroed before. `hold` is called
+    for a parameter before its sum is first written in a step, and may allocate the sum's memory.
     """
 
     def __init__(self) -> None:
+        self.hold: Callable[[nn.Parameter], None] = lambda param: None
         self.main_grads: dict[nn.Parameter, torch.Tensor] = {}
         self._untouched: set[nn.Parameter] = set()
         self._zeroed: list[torch.Tensor] = []
@@ -139,6 +141,7 @@ class MainGradSink:
     def end_step(self) -> None:
         """End a step: zero the gradients of parameters that got none in it."""
         for param in self._untouched:
+            self.hold(param)
             self.main_grads[param].zero_()
         self._untouched.clear()
 
@@ -168,6 +171,7 @@ class MainGradSink:
             return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
         main_grad = self.main_grads[weight_VD]
         if weight_VD in self._untouched:
+            self.hold(weight_VD)
             main_grad.zero_()
             self._untouched.discard(weight_VD)
         main_grad.index_add_(0, rows_T, grad_TD.float())
@@ -181,6 +185,8 @@ class MainGradSink:
 
     def _sum_of(self, param: nn.Parameter) -> GradSum:
         """Return the parameter's sum, for a gradient that is added to it next."""
+        if param in self._untouched:
+            self.hold(param)
         into = GradSum(self.main_grads[param], is_first=param in self._untouched)
         self._untouched.discard(param)
         return into
@@ -303,9 +309,11 @@ class ScaledGradSink(MainGradSink):
         """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
         super().end_step()
         for param, total in self._sums.items():
+            self.hold(param)
             self.scaled_grads[param].add(total, is_first=True)
         self._sums.clear()
         for param in self._fresh:
+            self.hold(param)
             self.scaled_grads[param].zero_()
         self._fresh.clear()
 
@@ -322,5 +330,8 @@ class ScaledGradSink(MainGradSink):
             into.add(compute(into))
         else:  # the product writes FP32 numbers, of this weight alone and for this moment
             product = GradSum(torch.empty(weight.shape, device=weight.device), is_first=True)
-            self.scaled_grads[weight].add(compute(product), is_first=is_first)
+            grad = compute(product)
+            if is_first:
+                self.hold(weight)
+            self.scaled_grads[weight].add(grad, is_first=is_first)
         return None

@@ -76,9 +76,14 @@ class GroupedTensor(ScaledTensor):
         return values_of(self.payload, self.groups, 0)
 
     @torch.no_grad()
-    def store(self, values: torch.Tensor, dither: Dither | None = None) -> None:
+    def store(
+        self,
+        values: torch.Tensor,
+        dither: Dither | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
         """Store FP32 values of the payload's shape, each group with its own range."""
-        assert self.fmt.max is not None
+        assert self.fmt.max is not None and amax is None, "a group has its own amax"
         cols = values.shape[-1]
         whole = self.groups.shape[-2] * MOMENT_GROUP
         padded = torch.nn.functional.pad(values, (0, whole - cols))

@@ -75,9 +75,17 @@ class ScaledTensor:
         return numbers if self.fmt.max is None else numbers.mul_(self.dequant_scale)
 
     @torch.no_grad()
-    def store(self, values: torch.Tensor, dither: Dither | None = None) -> None:
-        """Store FP32 values of the payload's shape, with a scale of their own amax."""
-        quant_scale = self._rescale(amax_of(values))
+    def store(
+        self,
+        values: torch.Tensor,
+        dither: Dither | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Store FP32 values of the payload's shape.
+
+        The scale is that of `amax` (0-d FP32), or of the values' own one.
+        """
+        quant_scale = self._rescale(amax_of(values) if amax is None else amax)
         self.payload.copy_(cast(values, quant_scale, self.fmt, dither))
 
     @torch.no_grad()

@@ -27,6 +27,9 @@ StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
 Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
 """How gradients in FP8 are summed over replicas: in FP32, or in FP8 after one of three factors."""
 
+ShardBy = Literal["tensors", "elements", "auto"]
+"""What ranks own of stored states: whole tensors, equal numbers of elements, or what is better."""
+
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
 ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
@@ -83,7 +86,9 @@ class OptimSpec:
 
     `adam` adds weight_decay * weight to the gradient (L2); `adamw` and `fused_adam` shrink the
     weight itself (decoupled). `fused_adam` runs Apex's or Transformer Engine's kernel where it can;
-    `distributed_fused_adam` does too, and shards the optimizer's state over replicas (ZeRO-1).
+    `distributed_fused_adam` does too, and shards the optimizer's state over replicas (ZeRO-1). With
+    `shards_grads` it shards summed gradients too (ZeRO-2), where `storage` is not plain. There
+    `shard_by` says what a rank owns.
     """
 
     name: str
@@ -95,6 +100,8 @@ class OptimSpec:
     schedule: ScheduleSpec
     clip_algorithm: Literal["norm", "value"] = "norm"
     storage: StorageSpec = StorageSpec()
+    shards_grads: bool = False
+    shard_by: ShardBy = "tensors"
 
     @property
     def shards_states(self) -> bool:

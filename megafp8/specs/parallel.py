@@ -112,3 +112,12 @@ def owners_of(sizes: Sequence[int], held: list[int], first: Collection[int] = ()
         owners[index] = owner
         held[owner] += sizes[index]
     return owners
+
+
+def imbalance_of(held: Sequence[int]) -> float:
+    """Return by what fraction the fullest rank has more than an equal share."""
+    return max(held) * len(held) / max(sum(held), 1) - 1
+
+
+LARGEST_IMBALANCE = 0.1
+"""The imbalance of whole tensors above which elements are divided, if a run chooses itself."""

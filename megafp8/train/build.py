@@ -16,7 +16,8 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.optim.stored_zero import ShardedStoredMasters
+from megafp8.optim.stored_split import SplitStoredMasters
+from megafp8.optim.stored_zero import ShardedStoredMasters, dealt
 from megafp8.optim.zero import Fp8Weights, OwnFp8Weights, ShardedMasters
 from megafp8.parallel.data import GradBucket, GradReducer, NotingSink, buckets_of
 from megafp8.parallel.fsdp import shard_model
@@ -29,7 +30,7 @@ from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink, S
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.precision.weights import StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import RunSpec
-from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.parallel import LARGEST_IMBALANCE, ZERO_BUBBLE_SCHEDULES, imbalance_of
 from megafp8.train.compile import compile_layers
 from megafp8.train.graphs import MicrobatchGraphs
 from megafp8.train.state import TrainState
@@ -192,17 +193,52 @@ def make_stored_masters(
     storage, size = spec.optim.storage, spec.parallel.grad_bucket_bytes
     weights = [linear.weight for linear in linears_of(model)]
     params = list(model.parameters())
+    tied, frees = tied_of(model), spec.optim.shards_grads
     masters: StoredMasters
-    if spec.optim.shards_states:
-        first = tied_of(model)
-        masters = ShardedStoredMasters(
-            params, storage, weights, in_fp8, mesh.data, bucket_bytes=size, first=first
-        )
-    else:
+    if not spec.optim.shards_states:
         stores = {weight: form.store for weight, form in in_fp8.items()}
         masters = StoredMasters(params, storage, weights, stores, data=mesh.data, bucket_bytes=size)
+    elif splits_tensors(spec, mesh, params, weights, tied):
+        masters = SplitStoredMasters(
+            params,
+            storage,
+            weights,
+            in_fp8,
+            mesh.data,
+            bucket_bytes=size,
+            alone=tied,
+            frees_grads=frees,
+        )
+    else:
+        masters = ShardedStoredMasters(
+            params,
+            storage,
+            weights,
+            in_fp8,
+            mesh.data,
+            bucket_bytes=size,
+            first=tied,
+            frees_grads=frees,
+        )
     read_stored_weights(model, masters, DTYPES[spec.precision.compute])
     return masters
+
+
+def splits_tensors(
+    spec: RunSpec,
+    mesh: Mesh,
+    params: Sequence[nn.Parameter],
+    weights: Sequence[nn.Parameter],
+    tied: Sequence[nn.Parameter],
+) -> bool:
+    """Whether ranks own elements and not whole tensors; all ranks of the job get one answer."""
+    if spec.optim.shard_by != "auto":
+        return spec.optim.shard_by == "elements"
+    _, held = dealt(params, weights, mesh.data.size, tied)
+    if mesh.device.type == "meta":  # a simulated rank has no peers to ask
+        return imbalance_of(held) > LARGEST_IMBALANCE
+    found = torch.tensor([imbalance_of(held)], device=mesh.device)
+    return mesh.world.all_reduce_max(found).item() > LARGEST_IMBALANCE
 
 
 def read_stored_weights(
@@ -224,6 +260,7 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     With FSDP the sinks have no buffers, since autograd and FSDP fill the gradients.
     """
     if isinstance(masters, StoredMasters):
+        sinks.main.hold = masters.hold_grad
         sinks.main.attach(masters.plain_grads())
         if isinstance(sinks.main, ScaledGradSink):
             sinks.main.attach_scaled(masters.scaled_grads())

@@ -196,7 +196,7 @@ def held_bytes(state: TrainState, spec: RunSpec) -> HeldBytes:
         weights=own(state.model.parameters()),
         masters=own(masters.masters),
         moments=own(tensor for tensors in moments for tensor in tensors),
-        gradients=own([*masters.own_grads, *masters.param_grads]),
+        gradients=own([*masters.own_grads, *masters.param_grads, *masters.grads]),
         scaling=own(scaling),
     )
 

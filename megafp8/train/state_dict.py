@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megafp8.backends.te.state import TeScaling
 from megafp8.checkpoint.manifest import Placement
@@ -30,6 +31,7 @@ from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import Mesh
+from megafp8.precision.cast import amax_of
 from megafp8.precision.grouped import GroupedTensor, groups_shape
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import ScalingState
@@ -197,15 +199,29 @@ def _pieces(
 def _pieces_of_segment(
     prefix: str, state: TrainState, segment: Segment, tensor: torch.Tensor | ScaledTensor
 ) -> Iterator[Placement]:
-    """Yield the placements of one segment's tensor, and those of its scale where it has one."""
+    """Yield the placements of one segment's tensor, and those of its scale where it has one.
+
+    Of a parameter in several segments the first one has the scale.
+    """
     num_shards = state.masters.shards.size
     payload = tensor.payload if isinstance(tensor, ScaledTensor) else tensor
     for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
         yield placement
         if isinstance(tensor, GroupedTensor):
             yield _ranges_of(placement, tensor)
-        elif isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
+    is_grouped = isinstance(tensor, GroupedTensor)
+    if not is_grouped and isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
+        if segment.begin:
+            return
+        for placement in _whole_pieces(prefix, state, segment):
             yield _scalar_of(SCALES + placement.name, placement, tensor.dequant_scale)
+
+
+def _whole_pieces(prefix: str, state: TrainState, segment: Segment) -> Iterator[Placement]:
+    """Yield the placements of the whole parameter of a segment; their tensors are only shapes."""
+    whole = Segment(segment.param, 0, segment.param.numel())
+    num_shards = state.masters.shards.size
+    yield from placements_of(prefix, whole, segment.param, state.mesh, num_shards=num_shards)
 
 
 def _ranges_of(piece: Placement, tensor: GroupedTensor) -> Placement:
@@ -253,28 +269,33 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
     """
     same: list[Placement] = []
     others: list[tuple[str, Segment, ScaledTensor]] = []
+    prefixes = []
     for prefix, tensors in states:
+        prefixes.append(prefix)
         for segment, tensor in zip(state.masters.segments, tensors, strict=True):
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
             if not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32":
                 same += pieces
-            elif isinstance(tensor, GroupedTensor):
+                continue
+            if isinstance(tensor, GroupedTensor):
                 if all(_has(reader, piece) for piece in pieces):
                     same += pieces
                 else:
                     others.append((prefix, segment, tensor))
-            elif (factor := _common_factor(reader, pieces)) is not None:
+                continue
+            # ranks that have parts of one tensor must come to one answer
+            whole = _whole_pieces(prefix, state, segment)
+            if (factor := _common_factor(reader, whole, tensor.payload.dtype)) is not None:
                 same += [piece for piece in pieces if not piece.name.startswith(SCALES)]
                 tensor.dequant_scale.copy_(factor)
             else:
                 others.append((prefix, segment, tensor))
     reader.load_into(same)
+    amaxes = _amaxes_of_parts(reader, state, others, prefixes)
     converted: dict[tuple[str, str, str], float] = {}
     for prefix, segment, tensor in others:
-        values = torch.empty(tensor.payload.shape, device=tensor.payload.device)
-        pieces = list(_pieces_of_segment(prefix, state, segment, values))
-        reader.load_into(pieces)
-        tensor.store(values)
+        values, pieces = _read_values(reader, state, prefix, segment, tensor)
+        tensor.store(values, amax=amaxes.get((prefix, segment.param)))
         lost = (tensor.values() - values).norm() / values.norm().clamp(min=1e-30)
         was = str(reader.dtype(pieces[0].name)).removeprefix("torch.")
         kind = (prefix.strip("/"), was, tensor.fmt.name)
@@ -294,17 +315,49 @@ def _has(reader: Reader, piece: Placement) -> bool:
     return same_dtype and reader.global_shape(piece.name) == piece.global_shape
 
 
-def _common_factor(reader: Reader, pieces: Sequence[Placement]) -> torch.Tensor | None:
+def _read_values(
+    reader: Reader, state: TrainState, prefix: str, segment: Segment, tensor: ScaledTensor
+) -> tuple[torch.Tensor, list[Placement]]:
+    """Return the values of a segment's tensor in FP32, and where they were read."""
+    values = torch.empty(tensor.payload.shape, device=tensor.payload.device)
+    pieces = list(_pieces_of_segment(prefix, state, segment, values))
+    reader.load_into(pieces)
+    return values, pieces
+
+
+def _amaxes_of_parts(
+    reader: Reader,
+    state: TrainState,
+    others: Sequence[tuple[str, Segment, ScaledTensor]],
+    prefixes: Sequence[str],
+) -> dict[tuple[str, nn.Parameter], torch.Tensor]:
+    """Return the amaxes of whole tensors that are converted, where ranks have parts of them."""
+    masters = state.masters
+    if not isinstance(masters, StoredMasters) or masters.row_of is None:
+        return {}
+    amaxes = torch.zeros(len(prefixes), len(masters.row_of), device=masters.device)
+    rows = {
+        prefix: dict(zip(masters.row_of, row, strict=True))
+        for prefix, row in zip(prefixes, (row.unbind() for row in amaxes.unbind()), strict=True)
+    }
+    for prefix, segment, tensor in others:
+        values, _ = _read_values(reader, state, prefix, segment, tensor)
+        rows[prefix][segment.param].copy_(amax_of(values))
+    masters.agree(amaxes)
+    return {(prefix, s.param): rows[prefix][s.param] for prefix, s, _ in others}
+
+
+def _common_factor(
+    reader: Reader, pieces: Iterable[Placement], dtype: torch.dtype
+) -> torch.Tensor | None:
     """Return the one factor (0-d) with which the checkpoint has these pieces of one tensor.
 
-    None: they have another format there, or several factors, since ranks that held less of the
-    tensor stored them.
+    None: they have another format there than `dtype`, or several factors, since ranks that held
+    less of the tensor stored them.
     """
     factors = []
     for piece in pieces:
-        if piece.name.startswith(SCALES):
-            continue
-        if reader.dtype(piece.name) != piece.tensor.dtype or reader.is_grouped(piece.name):
+        if reader.dtype(piece.name) != dtype or reader.is_grouped(piece.name):
             return None
         factor = reader.factor(piece.name, Box(piece.offset, tuple(piece.tensor.shape)))
         factors.append(torch.ones(1) if factor is None else factor.flatten())

@@ -138,6 +138,19 @@ def test_deepspeeds_stages(stage: int, tmp_path: Path) -> None:
     assert spec.train.num_microbatches(spec.parallel.dp) == 4
 
 
+def test_deepspeeds_stage_2_with_ms_amp(tmp_path: Path) -> None:
+    """A level is refused with FSDP; its own ZeRO-2 is a setting of the optimizer."""
+    section, fp8 = {"zero_stage": 2}, {"backend": "MSAMP", "opt_level": "O2"}
+    m = accelerate(
+        distributed_type="DEEPSPEED", mixed_precision="fp8", num_processes=2,
+        deepspeed_config=section, fp8_config=fp8,
+    )  # fmt: skip
+    assert not m.undecided
+    spec = run_spec(**write(tmp_path, m))
+    assert spec.optim.shards_grads and spec.parallel.fsdp is None
+    assert spec.optim.storage.main_grads == "fp8"
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -51,6 +51,8 @@ VALUES: dict[str, Any] = {
     "model.optim.moments_scaling": "group",
     "model.optim.main_grads_sum_dtype": "fp32",
     "model.optim.fp8_grad_reduction": "auto",
+    "model.optim.data_parallel_sharding_strategy": "optim_grads",
+    "model.optim.shard_by": "elements",
     "model.optim.sched.constant_ratio": 0.5,
     "model.optim.sched.hold_ratio": 0.5,
     "model.data.index_mapping_dir": "elsewhere",

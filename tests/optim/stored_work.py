@@ -111,9 +111,16 @@ def planted(bug: str | None, axis: Axis) -> Iterator[Axis]:
             ScaledTensor.of(values, fmt).payload if values.dim() == 2 else cast(values, scale, fmt)
         )
 
+    def cast_by_no_scale(
+        values: torch.Tensor, scale: torch.Tensor, fmt: StorageFormat
+    ) -> torch.Tensor:
+        return cast(values, torch.ones_like(scale), fmt)
+
     with pytest.MonkeyPatch.context() as patch:
         if bug == "nothing is quantized again":
             patch.setattr(scaled_data, "cast", cast_by_own_amax)
+        if bug == "the sum is not quantized again":
+            patch.setattr(scaled_data, "cast", cast_by_no_scale)
         kind = kinds.get(bug or "", Axis)
         yield kind(axis.name, axis.size, axis.rank, axis.group, axis.traffic)
 

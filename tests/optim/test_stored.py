@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megafp8.models.init import pieces_of
-from megafp8.optim.masters import clip, grad_norm
+from megafp8.optim.masters import Segment, clip, grad_norm
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grad_sink import GradSum
@@ -245,9 +245,10 @@ def test_stochastic_rounding_repeats_and_depends_on_seed_and_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     optimizer = state.optimizer
     assert isinstance(optimizer, StoredAdamW)
-    first, second = state.masters.params[:2]
-    keys = {optimizer._dithers(param, step) for param in (first, second) for step in (1, 2)}
-    assert len({dither for each in keys for dither in each}) == 12
+    first, second = state.masters.segments[:2]
+    part = Segment(first.param, 64, 128)  # as ranks that own elements have
+    keys = {optimizer._dithers(of, step) for of in (first, second, part) for step in (1, 2)}
+    assert len({dither for each in keys for dither in each}) == 18
 
 
 def test_masters_in_fp16_move_where_bf16_ones_stand_still() -> None:

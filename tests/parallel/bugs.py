@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.backends.te.layer import TeLayer
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
 from megafp8.precision.scaling import Pending
@@ -29,6 +30,7 @@ def plant(bug: str, state: TrainState) -> None:
         "norms' gradients are summed twice": lambda s: _norms(s, 2),
         "tied gradients are not summed": lambda s: _tied(s, 0),
         "tied gradients are summed twice": lambda s: _tied(s, 2),
+        "gradients' scales are not sent": _scales_unsent,
         "te's output is not summed": lambda s: _te_alone(s, "self_attention.proj"),
         "te's grad_input is not summed": lambda s: _te_alone(s, "self_attention.layernorm_qkv"),
         "te's amax is not reduced": _te_amax_over_nobody,
@@ -48,6 +50,21 @@ def _te_alone(state: TrainState, path: str) -> None:
 
 def _te_amax_over_nobody(state: TrainState) -> None:
     state.scaling.region.group = _this_rank_alone()  # type: ignore[union-attr]
+
+
+class Unsent(Axis):
+    """An axis on which a rank takes its own FP32 numbers for everybody's."""
+
+    def start_all_gather_in_place(self, tensor: torch.Tensor) -> Pending:
+        if tensor.dtype == torch.float32:
+            return Pending(tensor)
+        return super().start_all_gather_in_place(tensor)
+
+
+def _scales_unsent(state: TrainState) -> None:
+    assert state.reducer is not None
+    axis = state.reducer.axis
+    state.reducer.axis = Unsent(axis.name, axis.size, axis.rank, axis.group, axis.traffic)
 
 
 def _amax_over_nobody(state: TrainState) -> None:

@@ -227,6 +227,21 @@ def test_fp8_lms_zero_pads_the_linears_weights(storage: str) -> None:
     assert plan.gradients == pytest.approx(most.gradients, rel=0.001)
 
 
+def test_zero_2_holds_its_own_gradients_and_some_of_others() -> None:
+    """To the byte what a dry run counts. The others' gradients: those of a bucket or two with one
+    microbatch, and all with several."""
+    optim = optim_spec(name="distributed_fused_adam", storage=O3)
+    small = replace(job().parallel, devices_per_node=4, grad_bucket_bytes=1 << 20)
+    first = replace(job(fp8=IN_FP8_ALONE, optim=optim), parallel=small)
+    second = replace(first, optim=replace(optim, shards_grads=True))
+    whole, plan = (rank_memory(spec, 0) for spec in (first, second))
+    compare(plan.held.__dict__, rank_share(second, 0).held.__dict__, rel=0)
+    assert plan.held.gradients < whole.held.gradients / 2 and whole.step.gradients == 0
+    assert plan.held.gradients + plan.step.gradients < whole.held.gradients
+    longer = replace(second, train=replace(second.train, global_batch_size=32))
+    assert plan.step.gradients < rank_memory(longer, 0).step.gradients < whole.held.gradients
+
+
 def test_the_plan_knows_how_zero_1_pads() -> None:
     assert shape.ALIGNMENT == zero.ALIGNMENT
 

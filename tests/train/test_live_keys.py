@@ -191,6 +191,12 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.fp8_grad_reduction": ShownBy(
         "tests/optim/test_stored_ranks.py::test_two_ranks_sum_as_one_process"
     ),
+    "model.optim.data_parallel_sharding_strategy": ShownBy(
+        "tests/optim/test_stored_zero.py::test_a_rank_holds_its_own_gradients_and_those_on_their_way"
+    ),
+    "model.optim.shard_by": ShownBy(
+        "tests/optim/test_stored_split.py::test_elements_train_as_whole_tensors_bit_for_bit"
+    ),
     "model.optim.grad_sync_dtype": ShownBy(
         "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"
     ),

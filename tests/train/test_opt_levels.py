@@ -28,10 +28,13 @@ LEVELS = {
     ],
 }
 
+SHARDING = "model.optim.data_parallel_sharding_strategy"
+TWO_SHARDS = ("trainer.devices=2", "model.optim.name=distributed_fused_adam")
+
 
 def tensors(place: Place, step: int, name: str) -> dict[str, torch.Tensor]:
     reader = Reader(place.checkpoint(step, name))
-    wanted = ("model/", "optimizer/", "scaling/", SCALES)
+    wanted = ("model/", "optimizer/", "scaling/", "reduction/", SCALES)
     return {name: reader.read(name) for name in reader.names() if name.startswith(wanted)}
 
 
@@ -55,6 +58,25 @@ def test_a_killed_run_continues_bit_for_bit(place: Place, level: str) -> None:
         assert torch.equal(bits(tensor), bits(killed_run[name])), name
     kept = [[row["loss"] for row in place.metrics(n) if "lr" in row] for n in ("whole", "killed")]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_by", ["tensors", "elements"])
+def test_a_killed_rank_of_a_sharded_level_loses_nothing(place: Place, shard_by: str) -> None:
+    """Rank 1 of two is killed in the fourth step; factors of FP8 sums are in the checkpoint."""
+    flags = [*SHORT, f"{LEVEL}=O3", *TWO_SHARDS, f"{SHARDING}=optim_grads"]
+    flags += [f"model.optim.shard_by={shard_by}", "model.optim.fp8_grad_reduction=auto"]
+    done = place.run(*flags, "exp_manager.name=whole")
+    assert done.code == 0 and "ZeRO-2 over 2 ranks" in done.output, done.output
+    fault = ["in_rank", 1, "killed_in_microbatch", 2, 1]  # the fourth of one a step
+    killed = place.run(*flags, "exp_manager.name=killed", fault=fault)
+    assert killed.code != 0 and place.steps("killed") == [2], killed.output
+    done = place.run(*flags, "exp_manager.name=killed")
+    assert done.code == 0 and "continuing from" in done.output, done.output
+    whole, killed_run = tensors(place, 6, "whole"), tensors(place, 6, "killed")
+    assert whole.keys() == killed_run.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(bits(tensor), bits(killed_run[name])), name
 
 
 def test_a_checkpoint_of_another_level_is_converted_and_its_error_reported(place: Place) -> None:
@@ -124,6 +146,17 @@ def test_the_start_says_what_is_stored_how(place: Place) -> None:
         ([f"{LEVEL}=O2", "model.fp8=False"], LEVEL),
         ([f"{LEVEL}=O1", "model.optim.fp8_grad_reduction=auto"], "fp8_grad_reduction=auto"),
         ([f"{LEVEL}=O2", "model.fsdp=True"], "model.fsdp=True"),
+        ([f"{LEVEL}=O2", f"{SHARDING}=optim_grads"], f"{SHARDING}=optim_grads"),
+        ([f"{LEVEL}=O2", *TWO_SHARDS, f"{SHARDING}=optim_grads_params"], f"{SHARDING}=optim_grads"),
+        (
+            [
+                f"{LEVEL}=O2",
+                *TWO_SHARDS,
+                f"{SHARDING}=optim_grads",
+                "model.optim.main_grads_sum_dtype=fp32",
+            ],
+            f"{SHARDING}=optim_grads",
+        ),
         ([f"{LEVEL}=O2", "model.fp8_backend=torchao"], "model.fp8_backend=torchao"),
         ([f"{LEVEL}=O2", "model.fp8_params=True"], "model.fp8_params=True"),
         ([f"{LEVEL}=O3", "model.fp8_recipe=rowwise"], f"{LEVEL}=O3"),

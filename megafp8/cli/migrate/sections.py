@@ -261,7 +261,7 @@ def _defaults_of_fsdp(section: Mapping[Any, Any], tree: Mapping[str, Any], m: Mi
 
 def _deepspeed(section: Mapping[Any, Any], tree: Mapping[str, Any]) -> dict[str, Handler]:
     return {
-        "zero_stage": _zero_stage,
+        "zero_stage": _zero_stage(tree),
         "gradient_accumulation_steps": accumulation(tree),
         "gradient_clipping": _clipping,
         "offload_optimizer_device": _no_offload,
@@ -290,19 +290,33 @@ _STAGES: dict[int, dict[str, Any]] = {
 }
 
 
-def _zero_stage(path: str, value: Any, m: Migration) -> None:
-    value = _read(value)
-    stage = whole_number(value)
-    settings = _STAGES.get(stage or 0)
-    if value == 0 and not isinstance(value, bool):
-        m.drop(path, value, "nothing is sharded by default")
-    elif settings is not None:
-        m.change(
-            path, value, settings,
-            note="gradients are summed in FP32; DeepSpeed's communication_data_type may be another",
-        )  # fmt: skip
-    else:
-        m.decide(path, value, "is not a stage of ZeRO", "Give 0, 1, 2 or 3")
+_STAGE_2_OF_LEVELS = {
+    "model.optim.name": "distributed_fused_adam",
+    "model.optim.data_parallel_sharding_strategy": "optim_grads",
+}
+
+
+def _zero_stage(tree: Mapping[str, Any]) -> Handler:
+    block = tree.get("fp8_config")
+    has_level = isinstance(block, Mapping) and str(block.get("backend")).lower() == "msamp"
+    has_level = has_level and tree.get("mixed_precision") == "fp8"
+    stages = _STAGES | ({2: _STAGE_2_OF_LEVELS} if has_level else {})  # FSDP refuses levels
+
+    def translate(path: str, value: Any, m: Migration) -> None:
+        value = _read(value)
+        settings = stages.get(whole_number(value) or 0)
+        if value == 0 and not isinstance(value, bool):
+            m.drop(path, value, "nothing is sharded by default")
+        elif settings is not None:
+            m.change(
+                path, value, settings,
+                note="gradients are summed in FP32; DeepSpeed's communication_data_type may be "
+                "another",
+            )  # fmt: skip
+        else:
+            m.decide(path, value, "is not a stage of ZeRO", "Give 0, 1, 2 or 3")
+
+    return translate
 
 
 # --- Megatron-LM and parallel sizes ---------------------------------------------------------------

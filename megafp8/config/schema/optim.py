@@ -73,6 +73,21 @@ SUMMED_IN_FP8 = Need(
 )
 """The need for ranks that sum gradients in FP8."""
 
+SHARDS_FEW_BITS = Need(
+    "model.optim.name",
+    "distributed_fused_adam, states in few bits (model.optim.fp8_opt_level) and several data- or "
+    "context-parallel ranks",
+    lambda v: (
+        v["model.optim.name"] == "distributed_fused_adam"
+        and any(name != "fp32" for name in storage_of(v).values())
+        and ranks_beside(v, *SIZES_WITHOUT_CONTEXT) != 1
+    ),
+    "Leave it out, or set model.optim.name=distributed_fused_adam, a level "
+    "(model.optim.fp8_opt_level) and several ranks; for states in FP32, model.fsdp=True "
+    "model.fsdp_sharding_strategy=grad is ZeRO-2",
+)
+"""The need for a sharded optimizer with states in few bits."""
+
 
 @dataclass
 class Sched:
@@ -212,6 +227,33 @@ class Optim:
         kind="optim",
         valid=one_of("fp32", "bf16"),
         needs=SUMMED,
+    )
+    data_parallel_sharding_strategy: str = key(
+        "optim",
+        "What `distributed_fused_adam` shards over replicas where states are in few bits, under "
+        "Megatron's names. `optim`: master weights and moments (ZeRO-1). `optim_grads`: summed "
+        "gradients too; a rank frees the others as soon as they were sent, in the backward pass of "
+        "the last microbatch of a step (ZeRO-2).",
+        kind="layout",
+        valid=one_of(
+            "optim",
+            "optim_grads",
+            later=("no_shard", "optim_grads_params"),
+            suggestion="Use optim or optim_grads; model.optim.name=fused_adam shards nothing, and "
+            "model.fsdp=True shards FP32 parameters too",
+        ),
+        needs=SHARDS_FEW_BITS,
+    )
+    shard_by: str = key(
+        "tensors",
+        "What a rank owns where `distributed_fused_adam` shards states in few bits. `tensors`: "
+        "whole tensors with their scales, the largest first to the rank with the fewest elements. "
+        "`elements`: an equal number of elements, whose scales ranks agree on by amaxes. `auto`: "
+        "`elements` where the fullest rank would own over 10 % more than an equal share. The "
+        "stored numbers are the same, but for stochastic rounding.",
+        kind="layout",
+        valid=one_of("tensors", "elements", "auto"),
+        needs=SHARDS_FEW_BITS,
     )
     fp8_opt_level: str = key(
         "O0",

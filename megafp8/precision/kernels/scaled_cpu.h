@@ -354,6 +354,46 @@ void megafp8_scaled_adam(const struct adam *a) {
     }
 }
 
+/* Adam of a part of a tensor whose scale is that of the whole. Without `writes` it finds the amaxes
+ * of the part's fresh parameter and moments and changes nothing; with it, the amaxes are those of the
+ * whole, and what is fresh is computed again and stored with their scales. */
+void megafp8_split_adam(const struct adam *a, int writes, float *amaxes) {
+    const struct stored *all[4] = {&a->param, &a->exp_avg, &a->exp_avg_sq, &a->grad};
+    float scale[4], quant[3] = {1.0f, 1.0f, 1.0f};
+    int threads = a->n < SERIAL_BELOW ? 1 : a->threads;
+    int32_t p_max = 0, m_max = 0, v_max = 0;
+    for (int k = 0; k < 4; k++) scale[k] = *all[k]->dequant_scale;
+    for (int k = 0; k < 3 && writes; k++) quant[k] = new_scale(all[k], (int32_t)as_bits(amaxes[k]));
+#pragma omp parallel for num_threads(threads) reduction(max : p_max, m_max, v_max) \
+    schedule(static, 1)
+    for (int t = 0; t < threads; t++) {
+        struct block b;
+        size_t begin, end;
+        share(a->n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t n = end - begin < BLOCK ? end - begin : BLOCK;
+            load_block(all[0], begin, n, scale[0], b.p);
+            load_block(all[1], begin, n, scale[1], b.m);
+            load_block(all[2], begin, n, scale[2], b.v);
+            load_block(all[3], begin, n, scale[3], b.g);
+            update_block(&b, a, n, 0);
+            if (writes) {
+                store_block(all[0], begin, n, quant[0], b.p);
+                store_block(all[1], begin, n, quant[1], b.m);
+                store_block(all[2], begin, n, quant[2], b.v);
+            } else {
+                p_max = amax_bits(b.p, n, p_max);
+                m_max = amax_bits(b.m, n, m_max);
+                v_max = amax_bits(b.v, n, v_max);
+            }
+        }
+    }
+    if (writes) return;
+    store_amax(amaxes, p_max);
+    store_amax(amaxes + 1, m_max);
+    store_amax(amaxes + 2, v_max);
+}
+
 /* total += x, where the total is stored in few bits: read, add, find the scale, write. Without
  * `adds` x overwrites. */
 INLINE void sum_block(const struct stored *total, const struct stored *x, int adds, float scale,

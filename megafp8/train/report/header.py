@@ -16,6 +16,7 @@ from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
 from megafp8.optim.adamw import STATES
 from megafp8.optim.stored import StoredAdamW, StoredMasters
+from megafp8.optim.stored_split import SplitStoredMasters
 from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
@@ -138,7 +139,7 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     if fsdp is None and not spec.optim.shards_states:
         return []
     held = bytes_of(state)
-    if isinstance(state.masters, ShardedStoredMasters):
+    if isinstance(state.masters, (ShardedStoredMasters, SplitStoredMasters)):
         return [_shares_of_stored(state.masters, held)]
     whole = 12 * sum(param.numel() for param in state.masters.params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
@@ -150,12 +151,16 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     ]
 
 
-def _shares_of_stored(masters: ShardedStoredMasters, held: StateBytes) -> str:
-    own = sum(segment.param.numel() for segment in masters.segments)
+def _shares_of_stored(masters: ShardedStoredMasters | SplitStoredMasters, held: StateBytes) -> str:
+    own = sum(segment.end - segment.begin for segment in masters.segments)
     whole = sum(param.numel() for param in masters.params)
+    stage = "ZeRO-2" if masters.frees_grads else "ZeRO-1"
+    how, parts = "whole tensors by size", f"{len(masters.segments)} of "
+    if isinstance(masters, SplitStoredMasters):
+        how, parts = "equal numbers of elements", f"parts of {len(masters.segments)} of "
     return (
-        f"ZeRO-1 over {plural(masters.shards.size, 'rank')}, whole tensors by size: this one owns "
-        f"{len(masters.segments)} of {plural(len(masters.params), 'tensor')}, {own / whole:.1%} of "
+        f"{stage} over {plural(masters.shards.size, 'rank')}, {how}: this one owns "
+        f"{parts}{plural(len(masters.params), 'tensor')}, {own / whole:.1%} of "
         f"the elements ({held.moments / 2**20:.1f} MiB of moments); padding adds "
         f"{masters.padding:.1%} to the weights"
     )
@@ -174,10 +179,11 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
     moments = [state.optimizer.stored_states(name) for name in STATES]
     for row, segment in enumerate(masters.segments):
         if (param := segment.param) in masters.linears:
-            held = [param, masters.masters[row], masters.grad_of[param].payload]
+            weight = param.detach().view(-1)[segment.begin : segment.end]
+            held = [weight, masters.masters[row], masters.grads[row]]
             held += [tensor for each in moments for tensor in each[row].held]
             total += storage_bytes_of_views(held)
-            num_params += param.numel()
+            num_params += segment.end - segment.begin
     grads = f"gradients of linears in {storage.main_grads}"
     grads += ", summed in fp32" if storage.sums_in_fp32 else ""
     whose = " of linears" if storage.linears_only else ""
@@ -289,7 +295,7 @@ def bytes_of(state: TrainState) -> StateBytes:
         weights=storage_bytes(t for param in masters.held_params for t in memory_of(param)),
         masters=storage_bytes(masters.masters),
         moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
-        gradients=storage_bytes([*masters.own_grads, *masters.param_grads]),
+        gradients=storage_bytes([*masters.own_grads, *masters.param_grads, *masters.grads]),
     )
 
 

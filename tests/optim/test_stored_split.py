@@ -1,0 +1,276 @@
+"""FP8-LM's ZeRO by elements: equal parts of tensors, with the scales of the whole ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.optim import scaled_adam
+from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
+from megafp8.precision.formats import STORAGE_FORMATS
+from megafp8.precision.scaled import ScaledTensor
+from megafp8.specs import ParallelSpec
+from megafp8.specs.optim import StorageName
+from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
+from tests.optim.stored_work import Trained, train
+from tests.optim.test_stored import LEVELS
+from tests.optim.test_stored_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, together
+from tests.parallel.rank_work import Case
+from tests.ranks import Rank, run_ranks
+from tests.tiny import gpt_spec
+
+
+def by(like: Case, shard_by: str, *, frees: bool = False) -> Case:
+    optim = replace(like.optim, shard_by=shard_by, shards_grads=frees)  # type: ignore[arg-type]
+    return replace(like, optim=optim)
+
+
+def both(name: str, like: Case, *, frees: bool = False) -> dict[str, Case]:
+    return {name: like, f"{name}, split": by(like, "elements", frees=frees)}
+
+
+def assert_same(ranks: Found, one: str, other: str) -> None:
+    """The whole tensors of both are equal bit for bit; FP32 norms of parts are rounded apart."""
+    for rank in ranks:
+        a, b = rank[one], rank[other]
+        assert a.losses == b.losses, one
+        assert a.norms == pytest.approx(b.norms, rel=1e-6, nan_ok=True), one
+        assert a.weights.keys() == b.weights.keys()
+        assert all(torch.equal(w, b.weights[key]) for key, w in a.weights.items()), one
+    for field in ("masters", "moments"):
+        whole, parts = together(ranks, one, field), together(ranks, other, field)
+        assert whole.keys() == parts.keys()
+        assert all(torch.equal(whole[key], parts[key]) for key in whole), (one, field)
+
+
+MANY_WORDS = gpt_spec(vocab_size=768)
+TWO = {
+    **{key: c for level in LEVELS for key, c in both(level, case(level, zero=True)).items()},
+    **both("ZeRO-2", case("O2", zero=True, num_microbatches=4), frees=True),
+    **both("summed in FP8", case("O2", zero=True, storage={"reduction": "auto"})),
+    "O3, clip": case("O3", zero=True, clip=0.5),
+    "O3, clip and split": by(case("O3", zero=True, clip=0.5), "elements"),
+    **both("spoiled", case("O3", zero=True)),
+    **both("masters in FP8", case("O1", zero=True, storage={"main_params": "fp8"})),
+    "replicas": case("O2"),
+    "dithered, split": by(case("O2", zero=True, storage={"stochastic_rounding": True}), "elements"),
+    "balanced, auto": by(case("O2", zero=True), "auto"),
+    **both("unbalanced", case("O2", zero=True, model=MANY_WORDS)),
+    "unbalanced, auto": by(case("O2", zero=True, model=MANY_WORDS), "auto"),
+}
+SPOILED = {"spoiled": 1, "spoiled, split": 1}
+SAVED = ("O2, split", "O3, split")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
+    return root, run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=400)
+
+
+@pytest.mark.parametrize("name", [name for name in TWO if f"{name}, split" in TWO])
+def test_elements_train_as_whole_tensors_bit_for_bit(
+    trained: tuple[Path, Found], name: str
+) -> None:
+    assert_same(trained[1], name, f"{name}, split")
+
+
+def test_clipping_by_the_norm_of_parts(trained: tuple[Path, Found]) -> None:
+    """The norm of 1e-7 moves the factor, and so some of the bits."""
+    first, second = trained[1]
+    assert first["O3, clip and split"].losses == second["O3, clip and split"].losses
+    assert first["O3, clip and split"].losses == pytest.approx(first["O3, clip"].losses, rel=1e-5)
+    assert first["O3, clip"].losses[-1] != first["O3"].losses[-1], "clipping does something"
+
+
+def test_each_rank_has_half_of_the_moments(trained: tuple[Path, Found]) -> None:
+    """With a large embedding whole tensors do not balance, and `auto` divides elements. The sum is
+    3/8 of FP32's bytes at O2."""
+    ranks = trained[1]
+    params = sum(t.numel() for t in together(ranks, "unbalanced", "masters").values())
+    whole, parts = (
+        [rank[name].bytes_of_moments for rank in ranks]
+        for name in ("unbalanced", "unbalanced, split")
+    )
+    assert sum(parts) == sum(whole) == 3 * params
+    assert max(parts) <= 1.5 * params * 1.1 < max(whole)
+    assert parts == [rank["unbalanced, auto"].bytes_of_moments for rank in ranks]
+    balanced = [rank["O2"].bytes_of_moments for rank in ranks]
+    assert balanced == [rank["balanced, auto"].bytes_of_moments for rank in ranks]
+    assert max(balanced) <= sum(balanced) / 2 * (1 + LARGEST_IMBALANCE)
+
+
+def test_bytes_of_parts(trained: tuple[Path, Found]) -> None:
+    """A byte an element of the linears there and one back, and of every tensor a few amaxes: of its
+    gradient, of master and moments, of the FP8 weight."""
+    ranks = trained[1]
+    masters = together(ranks, "O3, split", "masters")
+    linears = sum(t.numel() for n, t in masters.items() if t.dim() == 2 and n.startswith("layers."))
+    rest = sum(t.numel() for t in masters.values()) - linears
+    sent, params = ranks[0]["O3, split"].traffic, ranks[0]["replicas"].num_owned
+    assert sent["dp", "all_to_all", "uint8"] == linears
+    assert 2 * sent["dp", "all_gather", "uint8"] == linears, "whole multiples of 128 elements"
+    padded = sent["dp", "all_to_all", "float32"] / 4
+    assert rest <= padded <= rest + 128 * params
+    assert 2 * sent["dp", "all_gather", "bfloat16"] == 2 * padded
+    assert sent["dp", "all_reduce_max", "float32"] == 4 * (8 + 3 * params + 8)
+    assert not any(operation == "broadcast" for _, operation, _ in sent)
+
+
+def test_a_skip_is_all_ranks_skip(trained: tuple[Path, Found]) -> None:
+    for rank in trained[1]:
+        found = rank["spoiled, split"]
+        assert math.isnan(found.norms[1]) and math.isfinite(found.norms[2])
+        assert found.named is not None and found.named.startswith("gradient of layers.0.")
+
+
+def test_dithered_parts_agree_on_weights(trained: tuple[Path, Found]) -> None:
+    first, second = (rank["dithered, split"] for rank in trained[1])
+    assert first.losses == second.losses == pytest.approx(trained[1][0]["O2"].losses, rel=2e-2)
+    assert all(torch.equal(w, second.weights[key]) for key, w in first.weights.items())
+
+
+def continued(found: Trained, was: Trained, name: str) -> None:
+    assert found.losses == was.losses, name
+    assert all(torch.equal(w, was.weights[key]) for key, w in found.weights.items()), name
+
+
+def test_checkpoints_of_parts_continue_in_any_layout(trained: tuple[Path, Found]) -> None:
+    """Bit for bit on two ranks in every form; on one rank and on three, another microbatch's order
+    of sums, the masters as they were."""
+    root, before = trained
+    paths = {level: path_of(root, f"{level}, split") for level in ("O2", "O3")}
+    loads: dict[str, Any] = {}
+    for level, path in paths.items():
+        loads[f"{level}, same"] = (path, TWO[f"{level}, split"])
+        loads[f"{level}, whole"] = (path, TWO[level])
+        loads[f"{level}, replicas"] = (path, case(level))
+    loads["to tp"] = (paths["O2"], case("O2", parallel=replace(SMALL, tp=2)))
+    arguments: dict[str, Any] = {"cases": {}, "loads": loads}
+    ranks = run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    for rank, was in zip(ranks, before, strict=True):
+        for name, found in rank.items():
+            if name != "to tp":
+                continued(found, was[f"{name[:2]}, split, continued"], name)
+    expected = before[0]["O2, split, continued"].losses
+    assert ranks[0]["to tp"].losses == pytest.approx(expected, rel=2e-2)
+    alone = {"one": (paths["O3"], replace(TWO["O3, split"], parallel=ParallelSpec()))}
+    one = train(Rank(0, 1), {}, loads=alone)["one"]
+    assert one.losses == pytest.approx(before[0]["O3, split, continued"].losses, rel=2e-2)
+
+
+def test_a_run_at_another_level_converts_parts_with_the_scale_of_the_whole(
+    trained: tuple[Path, Found],
+) -> None:
+    """FP32 moments and masters become FP8 and FP16 ones; parts and whole tensors get equal bits."""
+    root, _ = trained
+    plain = replace(case("O1", zero=True), optim=replace(TWO["O1"].optim, shard_by="elements"))
+    arguments: dict[str, Any] = {"cases": {"O1": plain}, "root": root / "more", "saved": ("O1",)}
+    run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    path = path_of(root / "more", "O1")
+    loads = {"whole": (path, TWO["O2"]), "split": (path, TWO["O2, split"])}
+    ranks = run_ranks("tests.optim.stored_work:train", 2, {"cases": {}, "loads": loads})
+    assert_same(ranks, "whole", "split")
+
+
+FORMATS: list[tuple[StorageName, StorageName, StorageName]] = [
+    ("fp16", "fp8", "fp16"),
+    ("fp16", "fp32", "fp32"),
+    ("fp32", "fp8_e5m2", "bf16"),
+]
+
+
+@pytest.mark.parametrize("names", FORMATS)
+@pytest.mark.parametrize("in_c", [True, False])
+def test_two_parts_are_updated_as_the_whole(
+    names: tuple[StorageName, StorageName, StorageName],
+    in_c: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the maximum of the parts' amaxes; with a part's own one the bits are others."""
+    if not in_c:
+        monkeypatch.setattr(scaled_adam, "_split_kernel_reproduces_torch", lambda: False)
+    elif not scaled_adam._split_kernel_reproduces_torch():
+        pytest.skip("there is no C kernel")
+    start = torch.linspace(0, 1, 5003) ** 3
+    cut, constants = 3001, Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, 1)
+
+    def made() -> Tensors:
+        formats = [STORAGE_FORMATS[name] for name in names]
+        tensors = [
+            ScaledTensor.of(values, fmt)
+            for values, fmt in zip(
+                (start, 0.1 * start.square(), 0.01 * start.square()), formats, strict=True
+            )
+        ]
+        return Tensors(*tensors, ScaledTensor.of(0.3 * start.square(), STORAGE_FORMATS["fp8"]))
+
+    def parts_of(tensors: Tensors) -> list[Tensors]:
+        four = (tensors.param, tensors.exp_avg, tensors.exp_avg_sq, tensors.grad)
+        return [
+            Tensors(*(ScaledTensor(t.payload[at], t.dequant_scale.clone(), t.fmt) for t in four))
+            for at in (slice(0, cut), slice(cut, None))
+        ]
+
+    def updated(*, shared: bool) -> list[torch.Tensor]:
+        parts = parts_of(made())
+        amaxes = torch.zeros(2, 3)
+        for part, own in zip(parts, amaxes, strict=True):
+            before = [t.payload.clone() for t in part.written]
+            fresh_amaxes(part, constants, own)
+            assert all(
+                torch.equal(b.float(), t.payload.float())
+                for b, t in zip(before, part.written, strict=True)
+            )
+        for part, own in zip(parts, amaxes, strict=True):
+            update_part(part, constants, (amaxes.amax(0) if shared else own).clone())
+        pairs = zip(*(part.written for part in parts), strict=True)
+        return [torch.cat([a.values(), b.values()]) for a, b in pairs]
+
+    whole = made()
+    update(whole, constants)
+    expected = [stored.values() for stored in whole.written]
+    found = updated(shared=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    if names == FORMATS[0]:
+        alone = updated(shared=False)
+        assert not all(torch.equal(a, b) for a, b in zip(expected, alone, strict=True))
+
+
+def test_whole_tensors_balance_7b_on_2_ranks_and_not_125m_on_8() -> None:
+    """`auto` reads how much more the fullest rank has: 125M's embedding alone is more than a share
+    of 8 ranks."""
+    for width, layers, ranks, imbalance in ((768, 12, 8, 2.175), (4096, 32, 2, 0.03)):
+        held = [0] * ranks
+        owners_of([k * width**2 for _ in range(layers) for k in (3, 1, 4, 4)], held)
+        owners_of([51200 * width, 2048 * width], held)
+        assert imbalance_of(held) == pytest.approx(imbalance, rel=0.05)
+        assert (imbalance_of(held) > LARGEST_IMBALANCE) == (ranks == 8)
+
+
+PP_TIED = {"model": DEEP, "parallel": replace(SMALL, pp=2, pipeline=PP)}
+FOUR: dict[str, Case] = {
+    **both("dp", case("O2", zero=True, num_microbatches=4)),
+    **both("tp x dp", case("O2", zero=True, num_microbatches=4, parallel=replace(SMALL, tp=2))),
+    **both("tp x dp, sequence", case("O3", zero=True, num_microbatches=4, parallel=SP)),
+    **both("pp x dp, tied", case("O2", zero=True, num_microbatches=4, **PP_TIED), frees=True),
+}
+
+
+@pytest.mark.slow
+def test_elements_in_all_layouts_of_four_ranks(trained: tuple[Path, Found]) -> None:
+    """A checkpoint of two ranks is read by four, too."""
+    path = path_of(trained[0], "O2, split")
+    loads = {"of two": (path, FOUR["dp, split"]), "of two, whole": (path, FOUR["dp"])}
+    arguments = {"cases": FOUR, "loads": loads}
+    ranks = run_ranks("tests.optim.stored_work:train", 4, arguments, timeout=600)
+    for name in FOUR:
+        if f"{name}, split" in FOUR:
+            assert_same(ranks, name, f"{name}, split")
+    assert_same(ranks, "of two", "of two, whole")

@@ -1,0 +1,154 @@
+"""FP8-LM's ZeRO, stage 2: gradients that a rank does not own are freed when they were sent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.specs import ParallelSpec
+from tests.optim.stored_work import Trained, train
+from tests.optim.test_stored import LEVELS
+from tests.optim.test_stored_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, same_bits
+from tests.optim.zero_work import Memory
+from tests.parallel.rank_work import Case
+from tests.ranks import Rank, run_ranks
+
+
+def stage_2(like: Case) -> Case:
+    return replace(like, optim=replace(like.optim, shards_grads=True))
+
+
+def both(name: str, like: Case) -> dict[str, Case]:
+    return {name: like, f"{name}, ZeRO-2": stage_2(like)}
+
+
+def assert_same_training(one: Trained, two: Trained, name: str) -> None:
+    """Bit for bit, but for NaN, which a spoiled step's norm is."""
+    assert one.losses == two.losses and str(one.norms) == str(two.norms), name
+    assert one.weights.keys() == two.weights.keys()
+    assert all(torch.equal(w, two.weights[key]) for key, w in one.weights.items()), name
+    for field in ("first_gradients", "masters", "moments"):
+        same_bits(getattr(one, field), getattr(two, field))
+    assert one.named == two.named and one.traffic == two.traffic, name
+
+
+MANY: dict[str, Any] = {"zero": True, "num_microbatches": 6}
+TWO = {
+    **{key: c for level in LEVELS for key, c in both(level, case(level, zero=True)).items()},
+    **both("three microbatches a rank", case("O2", **MANY)),
+    **both("summed in FP8", case("O2", **MANY, storage={"reduction": "auto"})),
+    **both("clipped", case("O3", zero=True, clip=0.5)),
+    **both("spoiled", case("O3", **MANY)),
+    **both("gradients in FP32", case("O2", zero=True, storage={"main_grads": "fp32"})),
+}
+SPOILED = {"spoiled": 1, "spoiled, ZeRO-2": 1}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    saved = ("three microbatches a rank, ZeRO-2",)
+    arguments = {"cases": TWO, "root": root, "saved": saved, "spoiled": SPOILED}
+    return root, run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+
+
+@pytest.mark.parametrize("name", [name for name in TWO if "ZeRO-2" not in name])
+def test_stage_2_trains_as_stage_1_bit_for_bit(trained: tuple[Path, Found], name: str) -> None:
+    for rank in trained[1]:
+        assert_same_training(rank[name], rank[f"{name}, ZeRO-2"], name)
+
+
+def test_a_skip_is_named_by_the_owner_of_the_gradient(trained: tuple[Path, Found]) -> None:
+    for rank in trained[1]:
+        found = rank["spoiled, ZeRO-2"]
+        assert math.isnan(found.norms[1]) and math.isfinite(found.norms[2])
+        assert found.named is not None and found.named.startswith("gradient of layers.0.")
+
+
+def test_its_checkpoint_continues_in_stage_1_and_in_one_process(
+    trained: tuple[Path, Found],
+) -> None:
+    root, before = trained
+    name = "three microbatches a rank"
+    path = path_of(root, f"{name}, ZeRO-2")
+    loads = {"same": (path, TWO[f"{name}, ZeRO-2"]), "stage 1": (path, TWO[name])}
+    arguments: dict[str, Any] = {"cases": {}, "loads": loads}
+    ranks = run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    for rank, was in zip(ranks, before, strict=True):
+        for found in rank.values():
+            assert found.losses == was[f"{name}, ZeRO-2, continued"].losses
+            same_bits(found.masters, was[f"{name}, ZeRO-2, continued"].masters)
+    alone = {"one": (path, replace(TWO[name], parallel=ParallelSpec()))}
+    one = train(Rank(0, 1), {}, loads=alone)["one"]
+    assert one.losses == pytest.approx(ranks[0]["same"].losses, rel=2e-2)
+
+
+LINEARS = 4 * 32 * (96 + 32 + 2 * 64)
+LARGEST = 32 * 96
+ALONE: dict[str, Any] = {
+    "zero": True,
+    "fp8": None,
+    "model": DEEP,
+    "storage": {"exp_avg": "fp32", "exp_avg_sq": "fp32"},
+}
+
+
+def test_a_rank_holds_its_own_gradients_and_those_on_their_way() -> None:
+    """The linears' gradients are the only FP8 tensors of these runs, and each of 16 fills a bucket.
+
+    All are sent during the backward pass; in stage 1 the first step only learns their order. With
+    one microbatch a rank has at most its own half, two buckets that are filled or sent, and what
+    arrives of a third. With two microbatches the gradients of the first wait for the second.
+    """
+    cases = {
+        **both("one microbatch", case("O1", num_microbatches=2, **ALONE)),
+        **both("two microbatches", case("O1", num_microbatches=4, **ALONE)),
+    }
+    ranks: list[dict[str, Memory]] = run_ranks(
+        "tests.optim.zero_work:memory_of_gradients", 2, {"cases": cases, "steps": 3}
+    )
+    for rank in ranks:
+        for name in ("one microbatch", "two microbatches"):
+            first, second = rank[name], rank[f"{name}, ZeRO-2"]
+            assert first.losses == second.losses
+            assert first.started == [0, 16, 16] and second.started == [16, 16, 16]
+            assert first.after == [LINEARS] * 3 and second.after == [LINEARS // 2] * 3
+            assert all(min(step) >= LINEARS for step in first.at_gradients)
+        alone, summed = rank["one microbatch, ZeRO-2"], rank["two microbatches, ZeRO-2"]
+        for step in alone.at_gradients:  # the first step too
+            assert max(step) <= LINEARS // 2 + 3 * LARGEST < LINEARS
+        for step in summed.at_gradients[1:]:  # the sums of the first step are there before
+            assert LINEARS <= max(step) <= LINEARS + 2 * LARGEST and min(step) < LINEARS // 4
+
+
+PP_TIED = {"model": DEEP, "parallel": replace(SMALL, pp=2, pipeline=PP)}
+ZB = replace(PP, schedule="ZBVZeroBubble", stages_per_rank=2)
+FOUR = {
+    **both("tp x dp", case("O2", **MANY | {"num_microbatches": 4}, parallel=replace(SMALL, tp=2))),
+    **both("tp x dp, sequence", case("O3", **MANY | {"num_microbatches": 4}, parallel=SP)),
+    **both("pp x dp, tied", case("O2", **MANY | {"num_microbatches": 4}, **PP_TIED)),
+    **both(
+        "zero bubble",
+        case(
+            "O1",
+            **MANY | {"num_microbatches": 4},
+            model=DEEP,
+            parallel=replace(SMALL, pp=2, pipeline=ZB),
+        ),
+    ),
+    **both("cp x dp", case("O2", **MANY | {"num_microbatches": 4}, parallel=replace(SMALL, cp=2))),
+}
+
+
+@pytest.mark.slow
+def test_stage_2_in_all_layouts_of_four_ranks() -> None:
+    ranks = run_ranks("tests.optim.stored_work:train", 4, {"cases": FOUR}, timeout=600)
+    for name in FOUR:
+        if "ZeRO-2" not in name:
+            for rank in ranks:
+                assert_same_training(rank[name], rank[f"{name}, ZeRO-2"], name)
