@@ -48,8 +48,12 @@ def zero_all_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the L2 norm of each tensor, 0-d, with one call for all tensors."""
-    return list(torch._foreach_norm(list(tensors)))
+    """Return the L2 norm of each tensor, 0-d, with one call for all tensors.
+
+    torch refuses an empty list, which a rank has that owns no such tensor.
+    """
+    listed = list(tensors)
+    return list(torch._foreach_norm(listed)) if listed else []
 
 
 # ------------------------------------------------------------------------- tensors and their bytes

@@ -17,7 +17,7 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, initial_master
 from megafp8.optim.stored import StoredMasters, groups_of
 from megafp8.optim.zero import ALIGNMENT, MasterPart, rectangles
-from megafp8.parallel.collectives import Axis
+from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import GradBucket
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, lay_out
 from megafp8.precision.cast import amax_of
@@ -223,7 +223,7 @@ class SplitStoredMasters(StoredMasters):
         if self._fp8:
             self._quantize()
         pending = [
-            self.shards.start_all_gather_in_place(_as_sent(group.weights)) for group in self.groups
+            self.shards.start_all_gather_in_place(as_bytes(group.weights)) for group in self.groups
         ]
         self._share_scales()
         for gathering in pending:
@@ -266,8 +266,3 @@ class SplitStoredMasters(StoredMasters):
         whole: int = sum(param.numel() for param in self.params)
         held: int = sum(group.weights.numel() for group in self.groups)
         return held / whole - 1
-
-
-def _as_sent(weights: torch.Tensor) -> torch.Tensor:
-    """Return FP8 weights as bytes, since not every communication backend knows FP8 dtypes."""
-    return weights.view(torch.uint8) if weights.itemsize == 1 else weights

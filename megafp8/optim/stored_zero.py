@@ -20,7 +20,7 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, initial_master
 from megafp8.optim.stored import StoredMasters, groups_of
 from megafp8.optim.zero import ALIGNMENT
-from megafp8.parallel.collectives import Axis
+from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import GradBucket
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, lay_out_whole
 from megafp8.precision.cast import amax_of
@@ -77,7 +77,7 @@ class WeightBuffer:
 
     def start_gathering(self, shards: Axis) -> Pending | None:
         """Fill the buffer with the ranges of all ranks, now or when the result is waited for."""
-        sent = self.flat.view(torch.uint8) if self.flat.itemsize == 1 else self.flat  # as bytes
+        sent = as_bytes(self.flat)
         if self.is_padded:
             return shards.start_all_gather_in_place(sent)
         for rank in range(shards.size):

@@ -18,7 +18,7 @@ from torch import nn
 from megafp8 import torch_private
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters, Segment, initial_master
-from megafp8.parallel.collectives import Axis
+from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import Bucket
 from megafp8.precision.cast import raise_amax
 from megafp8.precision.weights import StoredFp8
@@ -195,7 +195,7 @@ class ShardedMasters(Masters):
             ]
             self._fp8.store(parts, self.shards)
         pending = [
-            self.shards.start_all_gather_in_place(_as_sent(bucket.weights))
+            self.shards.start_all_gather_in_place(as_bytes(bucket.weights))
             for bucket in self.buckets
         ]
         for gathering in pending:
@@ -261,8 +261,3 @@ def _padded_size(param: nn.Parameter) -> int:
 
 def _rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _as_sent(weights: torch.Tensor) -> torch.Tensor:
-    """Return FP8 weights as bytes, since no communication backend knows FP8 dtypes."""
-    return weights.view(torch.uint8) if weights.itemsize == 1 else weights

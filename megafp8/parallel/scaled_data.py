@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megafp8.parallel.collectives import Axis
+from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.precision.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.precision.scaled import ScaledTensor, cast, scales_for, sum_of
 
@@ -221,7 +221,7 @@ class ExchangedBucket:
         has_scale = held.fmt.max is not None
         fmt = held.fmt if has_scale else _format_of(dtype)
         sent = held.flat if held.flat.dtype == fmt.dtype else held.flat.to(fmt.dtype)
-        exchanging = axis.start_all_to_all(_as_bytes(sent), held.parts)
+        exchanging = axis.start_all_to_all(as_bytes(sent), held.parts)
         all_scales = held.scales.repeat(axis.size, 1)
         gathering = None
         if has_scale:
@@ -249,7 +249,7 @@ class ExchangedBucket:
             own[place].copy_(cast(total[place], quant_scales[index], held.fmt))
         held.scales.copy_(dequant_scales)
         if not self.stays:
-            gathered = axis.start_all_gather_in_place(_as_bytes(held.flat))
+            gathered = axis.start_all_gather_in_place(as_bytes(held.flat))
             yield
             gathered.wait()
 
@@ -287,7 +287,7 @@ class Fp8SumBucket(ExchangedBucket):
         quant_scales = factors / shared
         for grad, quant_scale in zip(held.grads, quant_scales, strict=True):
             grad.payload.copy_(cast(grad.values(), quant_scale, fmt))
-        exchanging = axis.start_all_to_all(_as_bytes(held.flat), held.parts)
+        exchanging = axis.start_all_to_all(as_bytes(held.flat), held.parts)
         yield
         received, one = exchanging.wait().view(fmt.dtype), torch.ones_like(shared[0])
         held.free()
@@ -304,7 +304,7 @@ class Fp8SumBucket(ExchangedBucket):
         counting = axis.start_all_reduce_sum(saturated)
         gathered = None
         if not self.stays:
-            gathered = axis.start_all_gather_in_place(_as_bytes(held.flat))
+            gathered = axis.start_all_gather_in_place(as_bytes(held.flat))
         yield
         counts = counting.wait()
         if gathered is not None:
@@ -331,11 +331,6 @@ def _codes(payload: torch.Tensor) -> torch.Tensor:
 
 def _code_of_max(fmt: StorageFormat) -> int:
     return 0x7E if fmt.name == "fp8" else 0x7B
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return FP8 numbers as bytes, since not every communication backend knows FP8 dtypes."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _format_of(dtype: torch.dtype) -> StorageFormat:
