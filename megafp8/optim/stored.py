@@ -37,7 +37,6 @@ from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grouped import GroupedTensor
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs import OptimSpec, StorageSpec
-from megafp8.specs.optim import Fp8Reduction
 
 
 class StoredMasters(Masters):
@@ -54,6 +53,8 @@ class StoredMasters(Masters):
         scaled_groups  the gradients below FP32, in the buckets that ranks reduce them in
         own_weights    the parameters that are their own masters in few bits
         linears        the weights of linears
+        in_fp8, plain  the parameters whose gradients are below FP32, and the others
+        factors        of sums in FP8 over replicas, one for each of `in_fp8`; see `factor_of`
         row_of         the number of each parameter, where segments are parts of tensors; or None
 
     A tensor-parallel rank's part of a weight is a tensor with a scale of its own.
@@ -88,7 +89,9 @@ class StoredMasters(Masters):
         self.plain.sort(key=lambda param: not pieces_of(param)[0].is_sharded)
         self._lay_out()
         sizes = [len(group.params) for group in self.scaled_groups]
-        self.factors = torch.full((sum(sizes),), self.data.size**-0.5, device=self.device)
+        count = self.data.size
+        factor = {"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5)
+        self.factors = torch.full((sum(sizes),), factor, device=self.device)
         self._factors_of = self.factors.split(sizes)
 
     def _lay_out(self) -> None:
@@ -130,22 +133,31 @@ class StoredMasters(Masters):
     def hold_grad(self, param: nn.Parameter) -> None:
         """Prepare the memory of a parameter's gradient, before it is first written in a step."""
 
-    def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
-        """Return the buckets for the gradient reducer; `in_fp8` says how FP8 ones are summed."""
-        return [
-            *buckets_of(self.flat_grad, self.plain, bucket_bytes),
-            *self.scaled_buckets(in_fp8),
-        ]
+    def reducer_buckets(self) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer."""
+        plain = buckets_of(self.flat_grad, self.plain, self.bucket_size * torch.float32.itemsize)
+        return [*plain, *self._scaled_buckets()]
 
-    def scaled_buckets(self, in_fp8: Fp8Reduction, *, stays: bool = False) -> list[ExchangedBucket]:
+    def owned_buckets(
+        self, plain_groups: Iterable[FlatGrads], *, frees_grads: bool
+    ) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer where a sum stays with its owners only.
+
+        With `frees_grads` those of linears are reduced early in the first step too, since each
+        linear gives one gradient in a microbatch.
+        """
+        scaled = self._scaled_buckets(stays=True)
+        for bucket in scaled if frees_grads else ():
+            bucket.num_gradients = len(bucket.held.params)
+        return [*(ExchangedBucket(group, stays=True) for group in plain_groups), *scaled]
+
+    def _scaled_buckets(self, *, stays: bool = False) -> list[ExchangedBucket]:
         """Return the buckets of the gradients below FP32."""
-        early = not self.storage.sums_in_fp32
-        if in_fp8 == "fp32":
+        early, reduction = not self.storage.sums_in_fp32, self.storage.reduction
+        if reduction == "fp32":
             return [ExchangedBucket(group, stays, early) for group in self.scaled_groups]
-        fixed = {"auto": self.data.size**-0.5, "pre": 1 / self.data.size, "post": 1.0}
-        self.factors.fill_(fixed[in_fp8])
         return [
-            Fp8SumBucket(group, stays, early, factors=factors, adapts=in_fp8 == "auto")
+            Fp8SumBucket(group, stays, early, factors=factors, adapts=reduction == "auto")
             for group, factors in zip(self.scaled_groups, self._factors_of, strict=True)
         ]
 

@@ -19,13 +19,12 @@ from megafp8.optim.stored import StoredMasters, groups_of
 from megafp8.optim.zero import ALIGNMENT, MasterPart, rectangles
 from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import GradBucket
-from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, lay_out
+from megafp8.parallel.scaled_data import FlatGrads, lay_out
 from megafp8.precision.cast import amax_of
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import StorageSpec
-from megafp8.specs.optim import Fp8Reduction
 
 
 @dataclass(frozen=True)
@@ -195,17 +194,9 @@ class SplitStoredMasters(StoredMasters):
             bool(grad.values().isfinite().all()) for segment, grad in both if segment.param is param
         )
 
-    def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
-        """Return the buckets for the gradient reducer; a sum stays with the ranks that own it.
-
-        In stage 2 those of linears are reduced early in the first step too. Each linear gives one
-        gradient in a microbatch.
-        """
-        plain = [ExchangedBucket(group, stays=True) for group in self.plain_groups]
-        scaled = self.scaled_buckets(in_fp8, stays=True)
-        for bucket in scaled if self.frees_grads else ():
-            bucket.num_gradients = len(bucket.held.params)
-        return [*plain, *scaled]
+    def reducer_buckets(self) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer."""
+        return self.owned_buckets(self.plain_groups, frees_grads=self.frees_grads)
 
     def agree(self, amaxes: torch.Tensor) -> torch.Tensor:
         """Return the amaxes of whole tensors, from those of this rank's parts, in place.

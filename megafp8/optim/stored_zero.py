@@ -22,14 +22,13 @@ from megafp8.optim.stored import StoredMasters, groups_of
 from megafp8.optim.zero import ALIGNMENT
 from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import GradBucket
-from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, lay_out_whole
+from megafp8.parallel.scaled_data import FlatGrads, lay_out_whole
 from megafp8.precision.cast import amax_of
 from megafp8.precision.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import Pending
 from megafp8.precision.weights import StoredFp8
 from megafp8.specs import StorageSpec
-from megafp8.specs.optim import Fp8Reduction
 from megafp8.specs.parallel import owners_of
 
 
@@ -162,7 +161,7 @@ class ShardedStoredMasters(StoredMasters):
         most = max([0, *(self._count(selves, rank) for rank in range(size))])
         self._scales = torch.ones(size * most, device=self.device)
         seen = [0] * size
-        for param in selves:  # in the order of owners, as weights are
+        for param in selves:  # each owner's in the model's order, as in the buffers
             owner = self.owner_of[param]
             row, stored = owner * most + seen[owner], self.own_weights[param]
             seen[owner] += 1
@@ -261,17 +260,9 @@ class ShardedStoredMasters(StoredMasters):
             bool(grad.values().isfinite().all()) for segment, grad in both if segment.param is param
         )
 
-    def reducer_buckets(self, *, in_fp8: Fp8Reduction, bucket_bytes: int) -> list[GradBucket]:
-        """Return the buckets for the gradient reducer; a gradient stays with its owner.
-
-        In stage 2 those of linears are reduced early in the first step too. Each linear gives one
-        gradient in a microbatch.
-        """
-        plain = [ExchangedBucket(group, stays=True) for group in self.plain_groups]
-        scaled = self.scaled_buckets(in_fp8, stays=True)
-        for bucket in scaled if self.frees_grads else ():
-            bucket.num_gradients = len(bucket.held.params)
-        return [*plain, *scaled]
+    def reducer_buckets(self) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer."""
+        return self.owned_buckets(self.plain_groups, frees_grads=self.frees_grads)
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -267,14 +267,11 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     elif spec.parallel.fsdp is None:
         sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
     if sinks.reducer is not None:
-        size = spec.parallel.grad_bucket_bytes
         buckets: Sequence[GradBucket]
-        if isinstance(masters, StoredMasters):
-            in_fp8 = spec.optim.storage.reduction
-            buckets = masters.reducer_buckets(in_fp8=in_fp8, bucket_bytes=size)
-        elif isinstance(masters, ShardedMasters):
+        if isinstance(masters, StoredMasters | ShardedMasters):
             buckets = masters.reducer_buckets()
         else:
+            size = spec.parallel.grad_bucket_bytes
             buckets = buckets_of(masters.flat_grad, masters.params, size)
         sinks.reducer.attach(buckets)
 
