@@ -94,7 +94,7 @@ SUITES = (
     ),
     Suite(
         "slow", "tests that take minutes each",
-        _pytest("-m", "slow and not gpu and not slurm and not hosts"),
+        _pytest("-m", "slow and not gpu and not slurm and not hosts", "-n", "2"),
     ),
     Suite(
         "cpus", "numeric tests on imitated older CPUs",
