@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -79,6 +80,11 @@ def local_shard(tensor: Any) -> torch.Tensor:
     """Return the tensor object that a `DTensor` holds, not a view: attributes may be set on it."""
     local: torch.Tensor = tensor._local_tensor
     return local
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` calls hooks of its own after its forward pass."""
+    return bool(module._forward_hooks)
 
 
 # ---------------------------------------------------------------------------------------- autograd

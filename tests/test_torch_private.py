@@ -152,6 +152,15 @@ def test_many_tensors_at_once() -> None:
     assert [norm.item() for norm in torch_private.norms_of([torch.tensor([3.0, 4.0])])] == [5.0]
 
 
+def test_hooks_of_a_module_are_seen() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.has_forward_hooks(module)
+    hook = module.register_forward_hook(lambda *_: None)
+    assert torch_private.has_forward_hooks(module)
+    hook.remove()
+    assert not torch_private.has_forward_hooks(module)
+
+
 def test_the_product_of_tensor_cores_takes_scales_and_an_output_dtype() -> None:
     a, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
     result = torch_private.scaled_mm(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megafp8 import torch_private
 from megafp8.precision.fused import ActivationProducer, CastInto, Make, Produced, Producer
 from megafp8.precision.linear import GradOutput, Linear, backward_of, forward_of, sum_of
 from megafp8.precision.recipes.base import Operand
@@ -61,7 +62,7 @@ def can_run(links: Sequence[Link], consumer: Consumer | None = None) -> bool:
     With a consumer, also whether it can cast the gradient of the last linear's output. A chain does
     not call its linears as modules, so that none may have hooks, which a search for a NaN sets.
     """
-    if any(link.linear._forward_hooks for link in links):
+    if any(torch_private.has_forward_hooks(link.linear) for link in links):
         return False
     with_first = torch.is_grad_enabled()
     quantizers = [link.linear.quantizer for link in links]
