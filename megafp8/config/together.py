@@ -359,14 +359,12 @@ TOGETHER = (
     ),
     Row(
         {GRAPH: True}, {PRECISION: FP16},
-        "FP16's loss scale is a number of the host, and a graph would keep the one it was captured "
-        "with",
+        "FP16's loss scale is a number of the host, and a graph would keep the captured one",
         f"Use trainer.precision=bf16, {NO_GRAPH}",
     ),
     Row(
         {GRAPH: True}, {"model.position_embedding_type": "alibi"},
-        "the slopes of {model.position_embedding_type} are copied from the host in each pass, "
-        "which a graph cannot capture",
+        "each pass copies ALiBi's slopes from the host, which a graph cannot capture",
         f"Use model.position_embedding_type=rope, {NO_GRAPH}",
     ),
     Row(
@@ -376,39 +374,30 @@ TOGETHER = (
     ),
     Row(
         {GRAPH: True}, {PP: above(1)},
-        "a graph holds both passes of one microbatch, and a pipeline's schedule has several "
-        "microbatches in flight",
+        "a graph holds both passes of one microbatch, and a pipeline has several in flight",
         f"Use {PP}=1, {NO_GRAPH}",
     ),
     *(
         Row({GRAPH: True}, {key: above(1)}, CAPTURED, f"Use {key}=1, {NO_GRAPH}", UNPROVEN)
         for key in (TP, CP)
     ),
-    Row(
-        {GRAPH: True}, {BACKEND: one_of("te", "torchao")},
-        "the layers of {model.fp8_backend} have not been shown to keep their tensors in place",
-        f"Use model.fp8_backend=native, {NO_GRAPH}",
-        UNPROVEN,
-    ),
-    Row(
-        {GRAPH: True}, {COMPILE: not_("off")},
-        "capturing layers that torch compiles has not been shown to be right",
-        f"Use model.compile=off, {NO_GRAPH}",
-        UNPROVEN,
-    ),
-    Row(
-        {GRAPH: True}, {LEVEL: FEW_BITS},
-        "capturing sums of gradients in few bits (FP8-LM) has not been shown to be right",
-        f"Leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out, {NO_GRAPH}",
-        UNPROVEN,
+    *(
+        Row({GRAPH: True}, {key: test}, f"{what} not been shown to be right in a graph",
+            f"{instead}, {NO_GRAPH}", UNPROVEN)
+        for key, test, what, instead in (
+            (BACKEND, one_of("te", "torchao"), "the layers of {model.fp8_backend} have",
+             "Use model.fp8_backend=native"),
+            (COMPILE, not_("off"), "layers that torch compiles have", "Use model.compile=off"),
+            (LEVEL, FEW_BITS, "sums of gradients in few bits (FP8-LM) have",
+             "Leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out"),
+        )
     ),
     # --- FP8-LM: gradients, master weights and moments in few bits -----------------------------
     Row(
         {LEVEL: FEW_BITS}, {FSDP: True},
         f"{IN_FEW_BITS} whole tensors, and FSDP shards FP32 ones",
-        "Use model.optim.name=distributed_fused_adam, which shards the states in few bits "
-        "(ZeRO-1), with model.optim.data_parallel_sharding_strategy=optim_grads their gradients "
-        f"too (ZeRO-2), or {NO_LEVEL}",
+        "Use model.optim.name=distributed_fused_adam, which shards such states (ZeRO-1), with "
+        f"model.optim.data_parallel_sharding_strategy=optim_grads gradients too, or {NO_LEVEL}",
     ),
     Row(
         {LEVEL: FEW_BITS}, {BACKEND: one_of("te", "torchao")},
