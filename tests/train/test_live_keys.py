@@ -492,8 +492,11 @@ BACKGROUNDS = {
 SHOWN_ELSEWHERE = {
     # The tokenizer's files name the length, and no step reads it without learned positions.
     ("ALiBi", "model.max_position_embeddings"),
+    # The recipe has these values unless others are given: only E4M3, and powers of two as scales.
+    ("rowwise", "model.fp8_e4m3"),
+    ("rowwise", "model.fp8_power_2_scale"),
 }
-"""Backgrounds and keys whose effect is outside two steps."""
+"""Backgrounds and keys whose effect is outside two steps, or whose value the background has."""
 
 
 @pytest.mark.slow
