@@ -28,7 +28,7 @@ from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
 from megafp8.train.report.fp8 import kernels_of
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
-from tests.precision.kernels.tensor_cores import TensorCores
+from tests.precision.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
 from tests.spec import formats
 from tests.tiny import build_run, microbatch
 
@@ -147,7 +147,14 @@ def test_products_are_those_of_the_ordinary_path(
     assert_same_products(name, shape, TensorCores())
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "blockwise"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_rows_on_a_cpu if name.startswith("rowwise") else ())
+        for name in RECIPES
+        if name != "blockwise"
+    ],
+)
 def test_products_by_torch_on_a_cpu(name: RecipeName) -> None:
     """Which takes no scales of blocks."""
     assert_same_products(name, (33, 50, 21), torch._scaled_mm)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megafp8.precision.kernels.scaled_mm import Layout, check_scales, scaled_mm, unsupported
-from tests.precision.kernels.tensor_cores import TensorCores, exact
+from tests.precision.kernels.tensor_cores import TensorCores, exact, needs_rows_on_a_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -35,7 +35,7 @@ def assert_close(got: torch.Tensor, a: Any, b: Any, a_scale: Any, b_scale: Any, 
 
 @pytest.mark.parametrize("shape", [(32, 16, 48), (33, 17, 50), (1, 1, 1), (7, 130, 129)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("rowwise", [False, pytest.param(True, marks=needs_rows_on_a_cpu)])
 def test_torch_on_a_cpu(shape: tuple[int, int, int], out_dtype: torch.dtype, rowwise: bool) -> None:
     m, n, k = shape
     a, b = operands(m, n, k)
@@ -113,6 +113,7 @@ def test_a_cpu_has_no_fp8_tensor_cores() -> None:
     assert unsupported(torch.device("cpu")) is not None
 
 
+@needs_rows_on_a_cpu
 @pytest.mark.parametrize("inner", [16, 100, 128])
 def test_a_short_row_is_what_it_is_said_to_be(inner: int) -> None:
     """One scale for up to 128 elements is a row's or a block's: their partners differ."""
