@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -11,6 +11,7 @@ from megafp8.config.architecture import gpt_spec
 from megafp8.config.base_model import folder_of_tree
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
+from megafp8.config.precision import precision_spec
 from megafp8.config.rules import effective
 from megafp8.config.schema import (
     Config,
@@ -33,7 +34,6 @@ from megafp8.config.values import (
     parse_data_prefix,
     parse_interval_seconds,
     parse_layout,
-    parse_modules,
     parse_splits,
     steps_or_ratio,
     storage_of,
@@ -41,17 +41,14 @@ from megafp8.config.values import (
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
-    Fp8Recipe,
     FsdpSpec,
     HealthMode,
     HealthSpec,
     InstructionSpec,
-    LossScaleSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
     PipelineSpec,
-    PrecisionSpec,
     ProfileSpec,
     RampupSpec,
     RunSpec,
@@ -61,15 +58,7 @@ from megafp8.specs import (
     TrainSpec,
 )
 from megafp8.specs.parallel import MIB
-from megafp8.specs.precision import (
-    GEMMS,
-    HIGH_PRECISION,
-    AttentionInFp8,
-    AutoBackend,
-    GemmName,
-    ModuleRule,
-    RecipeName,
-)
+from megafp8.specs.precision import AutoBackend
 
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
@@ -91,7 +80,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     trainer, model = tree.trainer, tree.model
     spec = RunSpec(
         model=gpt_spec(model),
-        precision=_precision(trainer, model, resolved),
+        precision=precision_spec(trainer, model, _auto(trainer, model, resolved)),
         parallel=_parallel(trainer, model),
         optim=_optim(model, trainer),
         data=_data(tree),
@@ -231,76 +220,9 @@ def _fsdp(model: Model) -> FsdpSpec | None:
     )
 
 
-def _fp8(model: Model) -> Fp8Recipe | None:
-    if not model.fp8:
-        return None
-    name = cast(RecipeName, model.fp8_recipe)
-    power_2 = model.fp8_power_2_scale
-    precise = dict(zip(GEMMS, model.fp8_split_accumulator, strict=True))
-    return Fp8Recipe(
-        name=name,
-        forward_format="e4m3",
-        backward_format="e4m3" if model.fp8_e4m3 or name in E4M3_RECIPES else "e5m2",
-        margin=model.fp8_margin,
-        interval=model.fp8_interval,
-        amax_history_len=model.fp8_amax_history_len,
-        amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
-        reduce_amax=model.reduce_amax,
-        power_2_scale=name in E4M3_RECIPES if power_2 is None else power_2,
-        params_in_fp8=model.fp8_params,
-        high_precision_gemms=_high_precision_gemms(model),
-        fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
-        fp8_in_evaluation=model.use_autocast_during_eval,
-        pad_inner_dim=model.pad_inner_dim,
-        modules=(*(parse_modules(model.fp8_modules) or ()), *_layers_in_bf16(model)),
-    )
-
-
-def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
-    overridden = zip(GEMMS, model.override_linear_precision, strict=True)
-    high = {gemm for gemm, is_high in overridden if is_high}
-    return frozenset(high if model.fp8_wgrad else {*high, "grad_weight"})
-
-
-def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
-    """Yield `first_last_layers_bf16` as rules over the names of linears."""
-    if not model.first_last_layers_bf16:
-        return
-    first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
-    for layer in range(model.num_layers):
-        if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
-            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")
-
-
 def warmup_steps(given: int | None, max_steps: int) -> int:
     """Return `model.optim.sched.warmup_steps`, or a tenth of the run if it is null."""
     return max_steps // 10 if given is None else given
-
-
-def _precision(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> PrecisionSpec:
-    compute = PRECISIONS[trainer.precision]
-    scale = LossScaleSpec(
-        init_scale=float(model.native_amp_init_scale),
-        growth_interval=model.native_amp_growth_interval,
-        hysteresis=model.hysteresis,
-    )
-    return PrecisionSpec(
-        compute=compute,
-        te_version=model.te_version,
-        user_buffers=model.ub_tp_comm_overlap,
-        attention_in_fp8=_attention_in_fp8(model),
-        fp8=_fp8(model),
-        half_weights=model.megatron_amp_O2,
-        loss_scale=scale if compute == "fp16" else None,
-        backend="native" if model.fp8_backend == "auto" else model.fp8_backend,  # type: ignore[arg-type]  # validated
-        auto=_auto(trainer, model, resolved),
-    )
-
-
-def _attention_in_fp8(model: Model) -> AttentionInFp8:
-    if not model.fp8_dot_product_attention:
-        return "none"
-    return "whole" if model.fp8_multi_head_attention else "core"
 
 
 def _auto(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> AutoBackend | None:
