@@ -81,9 +81,9 @@ def test_all_problems_of_a_bad_command_line_come_at_once_and_soon() -> None:
     """Less than two seconds of processor time are promised; other load does not count."""
     wrong = [f"+{key}x=1" for key in all_keys()] + [f"{key}=[[x]]" for key in nemo_keys()]
     load_all()  # what is read once for all
-    began = time.process_time()
+    began = time.thread_time()
     with pytest.raises(CombinedConfigError) as caught:
         load(wrong)
-    seconds = time.process_time() - began
+    seconds = time.thread_time() - began
     assert len(caught.value.problems) >= len(wrong)
     assert seconds < 2.0, seconds

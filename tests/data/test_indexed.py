@@ -213,10 +213,10 @@ def test_damage_is_reported_at_once(tmp_path: Path) -> None:
     lengths[-1] = 2
     bin_path(tmp_path / "d").write_bytes(bytes(2_000_000))
     write_index(idx_path(tmp_path / "d"), np.dtype("<u2"), lengths, np.arange(1_000_001))
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(DataError, match="sequence 999999"):
         IndexedDataset(tmp_path / "d")
-    assert time.process_time() - started < 1
+    assert time.thread_time() - started < 1
 
 
 def _mutate(original: bytes, rng: np.random.Generator, end: int) -> bytes:

@@ -32,8 +32,8 @@ from megafp8.precision.kernels.triton_rounding import (
 )
 from megafp8.precision.scaled import Dither, ScaledTensor
 
-BLOCK = 2048  # elements of a program
-WARPS = 8  # 8 elements a thread: 16 bytes of FP16, 8 bytes of FP8
+BLOCK = 1024  # elements of a program
+WARPS = 4  # 8 elements a thread: 16 bytes of FP16, 8 bytes of FP8
 
 
 def adam(
