@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def mm_into(
     if on_cpu and a_MK.dtype == torch.float32:
         alpha = 1.0 if scale is None or scale.is_meta else scale.item()
         beta = 0 if is_first else 1
-        return torch.addmm(total_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=total_MN)
+        return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
     out_MN = total_MN if is_first else None
     if a_MK.dtype == torch.float32:
         product = torch.mm(a_MK, b_KN, out=out_MN)
@@ -88,6 +89,46 @@ def mm_into(
     else:
         product = torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out_MN)
     return product if scale is None else product.mul_(scale)
+
+
+def scaled_addmm(
+    start_MN: torch.Tensor,
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    alpha: float,
+    *,
+    beta: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return beta * start + alpha * (a @ b) on a CPU, [M, N], as `torch.addmm` does.
+
+    Where torch's own scaling is wrong, the product is scaled after it was rounded, which needs
+    memory for it. With `beta` 0 the start is not read.
+    """
+    if alpha == 1.0 or a_MK.is_meta or torch_scales_products():
+        return torch.addmm(start_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=out)
+    product = torch.mm(a_MK, b_KN).mul_(alpha)
+    if beta:
+        product.add_(start_MN, alpha=beta)
+    return product if out is None else out.copy_(product)
+
+
+@cache
+def torch_scales_products() -> bool:
+    """Whether `torch.addmm` applies its factor to every element of an FP32 product on this CPU.
+
+    The BLAS library of torch 2.13 for Arm (NVPL) did not, in the last columns, on an emulated CPU
+    with SVE. Sums of small whole numbers are exact, so right products are equal.
+    """
+    numbers = torch.arange(16 * 67, dtype=torch.float32).remainder(13) - 6
+    a_MK, a_KM = numbers[:256].view(16, 16), numbers[:256].view(16, 16).t()
+    b_KN, b_NK = numbers.view(16, 67), numbers.view(67, 16).t()
+    zeros = torch.zeros(16, 67)
+    return all(
+        torch.equal(torch.addmm(zeros, a, b, alpha=0.5), (a.double() @ b.double() / 2).float())
+        for a in (a_MK, a_KM)
+        for b in (b_KN, b_NK)
+    )
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:

@@ -198,5 +198,5 @@ def _scaled_product(
         return product if bias is None else product + bias
     if bias is None:
         empty = a.new_empty(()).expand(a.shape[0], b.shape[1])
-        return torch.addmm(empty, a, b, beta=0, alpha=dequant_scale.item())
-    return torch.addmm(bias.to(a.dtype), a, b, alpha=dequant_scale.item())
+        return bf16.scaled_addmm(empty, a, b, dequant_scale.item(), beta=0)
+    return bf16.scaled_addmm(bias.to(a.dtype), a, b, dequant_scale.item())
