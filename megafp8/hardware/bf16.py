@@ -102,33 +102,39 @@ def scaled_addmm(
 ) -> torch.Tensor:
     """Return beta * start + alpha * (a @ b) on a CPU, [M, N], as `torch.addmm` does.
 
-    Where torch's own scaling is wrong, the product is scaled after it was rounded, which needs
-    memory for it. With `beta` 0 the start is not read.
+    Where torch's own factor is wrong, an FP32 product is scaled after it was rounded, and the
+    result is rounded to the operands' dtype, which needs memory. With `beta` 0 the start is not
+    read.
     """
-    if alpha == 1.0 or a_MK.is_meta or torch_scales_products():
+    if alpha == 1.0 or a_MK.is_meta or torch_scales_products(a_MK.dtype):
         return torch.addmm(start_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=out)
-    product = torch.mm(a_MK, b_KN).mul_(alpha)
+    product = torch.mm(a_MK.float(), b_KN.float()).mul_(alpha)
     if beta:
         product.add_(start_MN, alpha=beta)
-    return product if out is None else out.copy_(product)
+    return product.to(a_MK.dtype) if out is None else out.copy_(product)
 
 
 @cache
-def torch_scales_products() -> bool:
-    """Whether `torch.addmm` applies its factor to every element of an FP32 product on this CPU.
+def torch_scales_products(dtype: torch.dtype) -> bool:
+    """Whether `torch.addmm` applies its factor to every element of a product on this CPU.
 
-    The BLAS library of torch 2.13 for Arm (NVPL) did not, in the last columns, on an emulated CPU
-    with SVE. Sums of small whole numbers are exact, so right products are equal.
+    The BLAS library of torch 2.13 for Arm (NVPL) did not, on emulated CPUs with SVE: in the last
+    columns of FP32 products, and in BF16 products whose inner dimension is odd. Sums of small whole
+    numbers are exact, so right products are equal.
     """
-    numbers = torch.arange(16 * 67, dtype=torch.float32).remainder(13) - 6
-    a_MK, a_KM = numbers[:256].view(16, 16), numbers[:256].view(16, 16).t()
-    b_KN, b_NK = numbers.view(16, 67), numbers.view(67, 16).t()
-    zeros = torch.zeros(16, 67)
     return all(
-        torch.equal(torch.addmm(zeros, a, b, alpha=0.5), (a.double() @ b.double() / 2).float())
-        for a in (a_MK, a_KM)
-        for b in (b_KN, b_NK)
+        torch.equal(torch.addmm(zeros, a, b, alpha=0.5), (a.double() @ b.double() / 2).to(dtype))
+        for rows, inner, columns in ((16, 16, 67), (65, 33, 129))
+        for zeros in [torch.zeros(rows, columns, dtype=dtype)]
+        for a in _both_orders(rows, inner, dtype)
+        for b in _both_orders(inner, columns, dtype)
     )
+
+
+def _both_orders(rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whole numbers from -6 to 6 with rows, and with columns, in contiguous memory."""
+    numbers = (torch.arange(rows * columns).remainder(13) - 6).to(dtype)
+    return numbers.view(rows, columns), numbers.view(columns, rows).t()
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
