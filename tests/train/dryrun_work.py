@@ -24,8 +24,8 @@ from megafp8.train.state import TrainState
 from tests.ranks import Rank
 
 
-def alive() -> dict[int, int]:
-    """Return the bytes of each storage that some Python object refers to, by address."""
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Return each storage with memory that some Python object refers to, by address."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     # Fake tensors that a compilation has left in this process have no memory.
@@ -35,8 +35,8 @@ def alive() -> dict[int, int]:
         for each in tensors
         if not issubclass(type(each), FakeTensor) and not is_quantized(each)
     ]
-    storages = [each.untyped_storage() for each in real if each.device.type == "cpu"]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    found = [each.untyped_storage() for each in real if each.device.type == "cpu"]
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 
 def allocated(run: Any) -> tuple[int, int, object]:
@@ -59,9 +59,9 @@ def measure(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, dict[str, Any]]:
 def built(spec: RunSpec) -> tuple[TrainState, int]:
     """Build a rank's state, ready for a microbatch; return it with its bytes."""
     mesh = join(spec.parallel)
-    before = alive()
+    before = storages()  # keeps their memory, so that no new tensor has the address of a freed one
     state = build(spec, mesh)
-    held = sum(size for place, size in alive().items() if place not in before)
+    held = sum(each.nbytes() for place, each in storages().items() if place not in before)
     held -= len(state.masters.masters) * 4  # Adam's step count of each master weight
     state.sink.begin_step()
     if state.reducer is not None:
