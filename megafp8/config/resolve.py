@@ -37,6 +37,7 @@ from megafp8.config.values import (
     parse_splits,
     steps_or_ratio,
     storage_of,
+    unescaped,
 )
 from megafp8.specs import (
     CheckpointSpec,
@@ -336,7 +337,7 @@ def _instructions(tree: Config) -> InstructionSpec | None:
         validation_files=file_list(model.data.validation_ds.file_names) or (),
         model=folder_of_tree(tree),
         label_key=data.label_key,
-        prompt_template=data.prompt_template,
+        prompt_template=unescaped(data.prompt_template),
         truncation_field=data.truncation_field,
         truncation_method=data.truncation_method,  # type: ignore[arg-type]  # validated
         answer_only_loss=model.answer_only_loss,

@@ -387,3 +387,13 @@ def spell_files(value: object) -> object:
     """Return a value of file names in one spelling: a list, or null."""
     names = file_list(value)
     return value if names is None else list(names)
+
+
+def unescaped(template: str) -> str:
+    """Return a template with a new line for `\\n` and a tab for `\\t`, as NeMo reads it.
+
+    A shell and Hydra leave these pairs of characters as they are. `\\\\` stands for a backslash;
+    one before any other character stays.
+    """
+    meant = {"n": "\n", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nt\\])", lambda match: meant[match[1]], template)

@@ -30,6 +30,8 @@ from megafp8.specs.data import IGNORE, InstructionSpec
 _PACKING, _EPOCH = 11, 12
 Notify = Callable[[str], None]
 
+PROMPT_TOKENS = 64  # the longest prompt that a sample of the model continues
+
 
 def pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Return the examples of each sample, such that their lengths add up to at most `capacity`.
@@ -169,12 +171,12 @@ class PreparedInstructions:
         return "".join(texts).encode()
 
     def validation_prompt(self, num_tokens: int) -> list[int]:
-        """Return the first validation example's prompt, or its last `num_tokens` tokens.
+        """Return the first validation example's prompt, or the last tokens of a long one.
 
         With a loss over prompts too, it is the example's first token.
         """
         tokens, counted = self.validation_examples[0].example(0)
-        return [int(token) for token in tokens[:counted][-num_tokens:]]
+        return [int(token) for token in tokens[:counted][-max(num_tokens, PROMPT_TOKENS) :]]
 
     def train_token_counts(self) -> NDArray[np.int64]:
         """Return how often each token is counted in the training examples, [vocab_size]."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +25,7 @@ _BUILDERS = {
     ".json": "json",
     ".parquet": "parquet",
 }
+_JSON_LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
 _ROWS_AT_ONCE = 512
@@ -81,7 +84,7 @@ class TextSource:
         Raises:
             DataError: A file or the dataset cannot be read, or has no such column.
         """
-        with reading_errors_reported(self.name):
+        with reading_errors_reported(self.name, self._raise_for_a_bad_line):
             for stream, column, where in self._streams():
                 for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
                     if column not in table.column_names:
@@ -125,6 +128,23 @@ class TextSource:
             column = "text" if kind == "text" else self.text_key
             yield stream, column, paths[0] if len(paths) == 1 else self.name
 
+    def _raise_for_a_bad_line(self) -> None:
+        """Raise a DataError for the first line of a plain JSONL file that is not JSON, if any."""
+        for path in [path for _, paths in self._groups() for path in paths]:
+            if path.suffix.lower() not in _JSON_LINES:
+                continue
+            if not path.stat().st_size:
+                raise DataError(path, "file", "is empty", "Leave it out")
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if reason := _json_fault(line.strip()):
+                        raise DataError(
+                            path,
+                            f"line {number}",
+                            f"is not JSON ({reason})",
+                            "Mend it, or leave it out",
+                        )
+
     def _groups(self) -> list[tuple[str, list[Path]]]:
         """Return runs of consecutive files of one kind, in order."""
         groups: list[tuple[str, list[Path]]] = []
@@ -164,6 +184,18 @@ def _files_of(path: Path) -> list[Path]:
         ) from error
 
 
+def _json_fault(line: bytes) -> str:
+    """Return why a line is not JSON text in UTF-8, or an empty string."""
+    if not line:
+        return ""
+    try:
+        # half a surrogate pair is JSON, but no text
+        json.dumps(json.loads(line.decode()), ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return ""
+
+
 def _kind(path: Path) -> str | None:
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return _BUILDERS.get(name.suffix.lower())
@@ -183,8 +215,13 @@ def _checked(text: object, where: object, column: str) -> str:
 
 
 @contextlib.contextmanager
-def reading_errors_reported(name: str) -> Iterator[None]:
-    """Turn errors of `datasets` and of file readers into DataError."""
+def reading_errors_reported(
+    name: str, find_cause: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Turn errors of `datasets` and of file readers into DataError.
+
+    `find_cause` is called after an error, and may raise a DataError that names the cause better.
+    """
     try:
         datasets = load_datasets()
     except ImportError as error:
@@ -193,12 +230,15 @@ def reading_errors_reported(name: str) -> Iterator[None]:
         ) from error
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # the DataError says it
     try:
         yield
     except (DataError, GeneratorExit, KeyboardInterrupt):
         raise
     # Readers of JSON, Parquet and the network raise errors without a common base class.
     except Exception as error:
+        find_cause()
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
         reason = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
@@ -206,6 +246,7 @@ def reading_errors_reported(name: str) -> Iterator[None]:
             name, "text", f"cannot be read ({reason})", "Mend or leave out what it names"
         ) from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if shown:
             datasets.enable_progress_bars()
 

@@ -20,7 +20,9 @@ from megafp8.precision.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.precision.weights import weight_form
 from megafp8.specs.precision import (
     BLOCK,
+    GEMMS,
     HIGH_PRECISION,
+    MARGINS,
     RECIPES,
     Fp8Recipe,
     ModulePrecision,
@@ -138,6 +140,26 @@ def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
             raise Fp8Error(
                 f"recipe.{option}={getattr(recipe, option)}", "must be 1 or more", "Raise it"
             )
+    least, most = MARGINS
+    if not least <= recipe.margin <= most:
+        raise Fp8Error(
+            f"recipe.margin={recipe.margin}", f"must be from {least} to {most}", "Use 0 or 1"
+        )
+    if unknown := set(recipe.high_precision_gemms) - set(GEMMS):
+        raise Fp8Error(
+            f"recipe.high_precision_gemms={sorted(map(str, unknown))}",
+            "names no product",
+            f"Use some of {', '.join(GEMMS)}",
+        )
+    if "delayed" not in used:
+        _refuse_history(recipe)
+    standard = Fp8Recipe.amax_history_len
+    if recipe.amax_compute_algo == "most_recent" and recipe.amax_history_len != standard:
+        raise Fp8Error(
+            f"recipe.amax_history_len={recipe.amax_history_len}",
+            "has no effect with amax_compute_algo='most_recent'",
+            "Leave it out, or use amax_compute_algo='max'",
+        )
     if recipe.power_2_scale and used <= {"delayed", HIGH_PRECISION}:
         raise Fp8Error(
             "recipe.power_2_scale=True",
@@ -145,6 +167,18 @@ def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
             "Leave it out, or use recipe name 'tensorwise'",
         )
     return recipe
+
+
+def _refuse_history(recipe: Fp8Recipe) -> None:
+    """Raise for the first option of delayed scaling that a recipe without history has set."""
+    standard = Fp8Recipe()
+    for option in ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax"):
+        if (value := getattr(recipe, option)) != getattr(standard, option):
+            raise Fp8Error(
+                f"recipe.{option}={value!r}",
+                f"has no effect: {recipe.name} takes scales from the tensor itself",
+                "Leave it out, or use recipe name 'delayed'",
+            )
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -17,6 +17,8 @@ RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 BLOCK = 128  # elements along one side of `blockwise`'s blocks
+MARGINS = (-16, 32)
+"""The least and the largest `margin`; FP32 holds every scale with one of them."""
 
 
 @dataclass(frozen=True)

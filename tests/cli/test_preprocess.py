@@ -302,6 +302,26 @@ def test_files_that_are_not_what_they_say(
     assert name in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b'{"text": "b', "a.jsonl: line 3: is not JSON (Unterminated string"),
+        (b'{"text": "\xff"}', "a.jsonl: line 3: is not JSON ('utf-8' codec can't decode"),
+        (rb'{"text": "\ud800"}', "a.jsonl: line 3: is not JSON ('utf-8' codec can't encode"),
+        (None, "a.jsonl: file: is empty"),
+    ],
+)
+def test_the_bad_line_of_a_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: bytes | None, said: str
+) -> None:
+    """Lines count from 1, and the libraries that read the file add nothing."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"" if bad is None else b'{"text": "a"}\n\n' + bad + b"\n")
+    text = wrong(capsys, path, "--output", tmp_path / "d", "--tokenizer", "bytes", "--workers", 0)
+    assert said in text
+    assert "Failed to" not in text
+
+
 def test_text_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     text = wrong(capsys, tmp_path / "t.jsonl", "--output", tmp_path / "d", "--tokenizer", "bytes",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megafp8.config.values import unescaped
 from megafp8.data.examples import Tokenized, checked_fields, read_examples, tokenized
 from megafp8.data.instructions import PreparedInstructions, pack, prepare_instructions
 from megafp8.data.loader import validation_batches
@@ -170,6 +171,12 @@ def test_a_template_names_the_fields(tmp_path: Path, tokenizer: JsonTokenizer) -
     assert texts_of(tokenized(spec, examples, tokenizer, SEQ), tokenizer) == [
         ("Q: why ({{x}})\nA:", " so")
     ]
+
+
+def test_escaped_characters_of_a_template() -> None:
+    """A shell and Hydra hand over a backslash and an n; NeMo reads them as a new line too."""
+    assert unescaped(r"Q: {q}\n\tA: {a}") == "Q: {q}\n\tA: {a}"
+    assert unescaped(r"\\n \x é" + "\n") == r"\n \x é" + "\n"
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ def converted() -> nn.Module:
     return model
 
 
+IDLE: dict[str, Any] = {
+    "margin": 2, "interval": 3, "amax_history_len": 4, "amax_compute_algo": "most_recent",
+    "reduce_amax": False,
+}  # fmt: skip
+"""Options of delayed scaling, which other recipes do not read."""
+
+
 BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no linear": (lambda: nn.Conv1d(1, 1, 1), {}, "model: Conv1d has neither an nn.Linear"),
     "no module": (lambda: "gpt2", {}, "model: is a str"),
@@ -121,6 +128,23 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "stored": (mlp, {"recipe": fp8.Fp8Recipe(params_in_fp8=True)}, "recipe.params_in_fp8=True"),
     "history": (mlp, {"recipe": fp8.Fp8Recipe(amax_history_len=0)}, "amax_history_len=0"),
+    "margin": (mlp, {"recipe": fp8.Fp8Recipe(margin=3000)}, "margin=3000: must be from -16 to 32"),
+    "products": (
+        mlp, {"recipe": fp8.Fp8Recipe(high_precision_gemms=frozenset({"foo", "output"}))},
+        "high_precision_gemms=\\['foo'\\]: names no product",
+    ),
+    **{
+        f"idle {option}": (
+            mlp, {"recipe": fp8.Fp8Recipe(name="rowwise", **{option: value})},
+            f"recipe.{option}={value!r}: has no effect: rowwise takes scales from the tensor",
+        )
+        for option, value in IDLE.items()
+    },
+    "idle history": (
+        mlp,
+        {"recipe": fp8.Fp8Recipe(amax_history_len=4, amax_compute_algo="most_recent")},
+        "amax_history_len=4: has no effect with amax_compute_algo='most_recent'",
+    ),
     "format": (mlp, {"recipe": fp8.Fp8Recipe(forward_format="e3m4")}, "forward_format='e3m4'"),
     "power of two": (mlp, {"recipe": fp8.Fp8Recipe(power_2_scale=True)}, "power_2_scale=True"),
     "group": (mlp, {"recipe": "rowwise", "amax_group": object()}, "amax_group: recipe rowwise"),

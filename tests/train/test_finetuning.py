@@ -334,6 +334,17 @@ def test_examples_without_packing_need_no_masks(undisturbed: tuple[Place, Done])
     assert resolve(load(argv, config_name="finetune_gpt"), lambda: False).parallel.cp == 2
 
 
+def test_a_new_line_in_a_template_of_the_command_line(undisturbed: tuple[Place, Done]) -> None:
+    """As the documentation's command writes it."""
+    argv = [
+        f"{FILES}=mine.jsonl",
+        f"restore_from_path={undisturbed[0].dir()}",
+        r'model.data.train_ds.prompt_template="Question: {input}\nAnswer: {output}"',
+    ]
+    asked = resolve(load(argv, config_name="finetune_gpt"), lambda: False).data.instructions
+    assert asked is not None and asked.prompt_template == "Question: {input}\nAnswer: {output}"
+
+
 @pytest.mark.parametrize(
     ("key", "values"),
     [

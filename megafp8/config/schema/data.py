@@ -123,7 +123,8 @@ class TrainDs:
     prompt_template: str = key(
         "{input} {output}",
         "How an example becomes text. `{name}` stands for the example's field of that name, and "
-        "the answer's field is at the end. `{{` and `}}` stand for braces.",
+        "the answer's field is at the end. `{{` and `}}` stand for braces, `\\n` for a new "
+        "line and `\\t` for a tab.",
         kind="data",
         needs=OF_EXAMPLES,
     )

@@ -12,7 +12,7 @@ from megafp8.config.values import (
     ranks_beside,
     recipes_in,
 )
-from megafp8.specs.precision import RECIPES
+from megafp8.specs.precision import MARGINS, RECIPES
 
 _CURRENT_RECIPES = [name for name in RECIPES if name != "delayed"]
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
@@ -119,7 +119,7 @@ class Precision:
         "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
         kind="model",
-        valid=between(-16, 32),
+        valid=between(*MARGINS),
         needs=DELAYED,
     )
     fp8_interval: int = key(
