@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, assert_never
 
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
@@ -315,8 +315,10 @@ def _cast_bytes(
             return 6 * (width_in + width_out) + bias
         case "blockwise":
             return 4 * (width_in + width_out) + bias
-        case _:
+        case "high_precision":
             return bias
+        case unknown:  # a recipe without its rule is an error, not a product without casts
+            assert_never(unknown)
 
 
 def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
