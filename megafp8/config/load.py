@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.base_model import with_base
-from megafp8.config.checks import check_values
+from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.errors import DEFAULT, Origin, SettingError, raise_if_any
 from megafp8.config.keys import needs
 from megafp8.config.layers import (
@@ -245,12 +245,12 @@ def _on_this_machine(
 
     The device is looked for only if a key that was given has no effect on a CPU.
     """
-    on_cpu = {**values, ACCELERATOR: "cpu"}
     if gpu_available is None or values.get(ACCELERATOR) != "auto":
         return dict(values)
-    if list(unused(on_cpu)) == list(unused(values)) or gpu_available():
+    sound = within_ranges(values)  # the needs of keys are functions of values that are right
+    if list(unused({**sound, ACCELERATOR: "cpu"})) == list(unused(sound)) or gpu_available():
         return dict(values)
-    return on_cpu
+    return {**values, ACCELERATOR: "cpu"}
 
 
 def _secret_problems(

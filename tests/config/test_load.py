@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.help import default_values, differing_keys, markdown_page
+from megafp8.config.checks import check_values
+from megafp8.config.errors import SettingError
 from megafp8.config.layers import default_job
-from megafp8.config.load import load
+from megafp8.config.load import _on_this_machine, default_tree, load, load_all
 from megafp8.config.schema import all_keys
+from megafp8.config.settings import read_value, read_values
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,3 +200,43 @@ def test_missing_files_are_named_with_those_there_are(tmp_path: Path) -> None:
 def test_unknown_root_key_of_own_yaml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [pretrain_gpt, _self_]\ntrainr: {devices: 2}\n")
     assert the_problem(config_dir=tmp_path, config_name="mine").key.startswith("trainr")
+
+
+WRONG: tuple[object, ...] = (0, -1, 10**12, 0.5, float("nan"), "", "x", "fp8", [], [0], {}, None)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_value_of_any_key_is_a_traceback(fp8: bool) -> None:
+    """On a machine with a GPU and without: rules meet only values that their keys accept."""
+    base = read_values(default_tree(), {})[0] | {"model.fp8": fp8}
+    tree = copy.deepcopy(default_tree())
+    met = 0
+    for path in all_keys():
+        for value in WRONG:
+            OmegaConf.update(tree, path, base[path])
+            try:
+                OmegaConf.update(tree, path, value)
+                read = read_value(tree, path)
+            except (OmegaConfBaseException, ValueError, OverflowError):
+                continue  # not of the key's type, which `read_values` reports
+            met += 1
+            for answer in (False, True):
+                values = _on_this_machine({**base, path: read}, lambda answer=answer: answer)  # type: ignore[misc]
+                check_values(values)
+        OmegaConf.update(tree, path, base[path])
+    assert met > 5 * len(all_keys())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.precision=fp8",
+        "model.tensor_model_parallel_size=0",
+        "model.pipeline_model_parallel_size=0",
+        "model.fsdp_grad_reduce_dtype=float32",
+    ],
+)
+def test_a_wrong_value_is_one_error_where_a_gpu_is_looked_for(override: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        load_all([override, "model.fp8=True"], gpu_available=lambda: False)
+    assert caught.value.key == override.partition("=")[0]

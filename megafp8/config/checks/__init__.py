@@ -24,13 +24,9 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
             is not in it are skipped.
         origins: The layers that set the keys. None: one user set everything.
     """
-    findings: list[Finding] = []
-    good = dict(values)
-    for path, value in values.items():
-        finding = _range_finding(all_keys()[path], value)
-        if finding is not None:
-            findings.append(finding)
-            del good[path]
+    in_ranges = (_range_finding(all_keys()[path], value) for path, value in values.items())
+    findings = [finding for finding in in_ranges if finding is not None]
+    good = within_ranges(values)
     for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
         findings.append(Finding(key, f"has no effect with {setting}", need.hint))
     findings += _findings_together(effective(good))
@@ -41,6 +37,14 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
         origin = "" if origins is None else origins.get(f.key, DEFAULT)
         found.append(SettingError(f.key, values[f.key], f.reason, f.hint, origin=origin))
     return found
+
+
+def within_ranges(values: Values) -> dict[str, Any]:
+    """Return the settings whose values their own keys accept, which rules may then read."""
+    keys = all_keys()
+    return {
+        path: value for path, value in values.items() if _range_finding(keys[path], value) is None
+    }
 
 
 def _findings_together(values: Values) -> Iterator[Finding]:
