@@ -45,6 +45,8 @@ class Verdict:
         first_difference: The first logged step at which any pair of losses differs.
         parts_at: The first step from which on the averaged gap stays beyond the tolerance.
         largest: Step and value of the averaged gap that is farthest from zero.
+        learned: How far the baseline's training loss fell, relative to where it ended: the least of
+            all seeds, NaN if nothing was logged.
     """
 
     word: str
@@ -57,6 +59,7 @@ class Verdict:
     first_difference: int | None
     parts_at: int | None
     largest: tuple[int, float] | None
+    learned: float
 
 
 def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Verdict:
@@ -82,11 +85,18 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     averaged = averaged_gap(pairs)
     beyond = [abs(gap) > tolerance for _, gap in averaged]
     inside = max((i for i, is_beyond in enumerate(beyond) if not is_beyond), default=-1)
+    learned = min((_learned(pair.base) for pair in pairs), key=lambda x: (not math.isnan(x), x))
     word = _word(mean, half_width or 0.0, tolerance)
+    can_tell = learned > 2 * tolerance  # otherwise half of what was learned is within the tolerance
+    if word == "same" and not can_tell:
+        word = "undecided"
     measured = "validation loss" if validated else "training loss"
     sure = "" if half_width is None else f" ± {100 * half_width:.2f} %"
     seeds = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
     note = "" if len(gaps) > 1 else "; more seeds would say how sure this is"
+    if not can_tell:
+        fell = "is not known" if math.isnan(learned) else f"fell by {100 * learned:.2f} %"
+        note += f"; the training loss of {names[0]} {fell}, too little to compare: train longer"
     sentence = (
         f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "
         f"({seeds}, tolerance {100 * tolerance:g} %{note})"
@@ -102,6 +112,7 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
         first_difference=_first_difference(pairs),
         parts_at=averaged[inside + 1][0] if inside + 1 < len(averaged) else None,
         largest=max(averaged, key=lambda item: abs(item[1]), default=None),
+        learned=learned,
     )
 
 
@@ -115,6 +126,13 @@ def _word(mean: float, half_width: float, tolerance: float) -> str:
     if low > tolerance:
         return "worse"
     return "better" if high < -tolerance else "undecided"
+
+
+def _learned(run: RunRecord) -> float:
+    """Return how far a run's training loss fell, relative to where it ended."""
+    first = float(run.metrics[0]["loss"]) if run.metrics else math.nan
+    last = _final(run, validated=False)
+    return first / last - 1 if last else math.inf
 
 
 def _final(run: RunRecord, validated: bool) -> float:

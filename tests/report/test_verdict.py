@@ -71,6 +71,34 @@ def test_the_word_follows_from_the_interval_of_the_gap(gaps: list[float], word: 
         assert "more seeds" in verdict.sentence
 
 
+@pytest.mark.parametrize(
+    ("last", "word", "said"),
+    [
+        (8.0, "undecided", "the training loss of BF16 fell by 0.00 %, too little to compare"),
+        (8.0 / 1.009, "undecided", "fell by 0.90 %"),  # half of it is within 0.5 %
+        (8.0 / 1.011, "same", ""),
+        (math.nan, "undecided", "is not known"),
+    ],
+)
+def test_a_baseline_that_hardly_learned_tells_nothing(last: float, word: str, said: str) -> None:
+    found = pairs([0.0])
+    for run in (found[0].base, found[0].other):
+        for line in run.metrics:
+            line["loss"] = 8.0 if line["step"] == 1 else last  # type: ignore[index]
+    verdict = judge(found, 0.005, NAMES)
+    assert verdict.word == word and said in verdict.sentence
+    assert ("train longer" in verdict.sentence) == bool(said)
+    worse = pairs([0.02])  # what differs does so, however little the baseline learned
+    worse[0].base.metrics[:] = worse[0].base.metrics[:1]  # type: ignore[index]
+    assert judge(worse, 0.005, NAMES).word == "worse"
+
+
+def test_the_least_that_any_seed_learned_counts() -> None:
+    found = pairs([0.0, 0.0])
+    found[1].base.metrics[:] = found[1].base.metrics[:1]  # type: ignore[index]
+    assert judge(found, 0.005, NAMES).word == "undecided"
+
+
 def test_students_t_is_that_of_the_tables() -> None:
     """The density of t, integrated by Simpson's rule from 0, gives 0.475 at each point."""
     for n, value in enumerate(STUDENT, start=1):
