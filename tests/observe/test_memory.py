@@ -38,3 +38,17 @@ def test_cuda_counts_what_is_allocated() -> None:
     before = peak_memory_bytes("gpu")
     block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     assert peak_memory_bytes("gpu") - before >= block.numel()
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak")
+def test_a_second_run_of_a_process_has_a_peak_of_its_own() -> None:
+    code = """if True:
+        from megafp8.observe.memory import begin_peak, peak_memory_bytes
+        first = bytearray(200 << 20)
+        first[:: 4096] = b"x" * len(first[:: 4096])
+        del first
+        assert peak_memory_bytes() > 200 << 20
+        begin_peak()
+        assert peak_memory_bytes() < 200 << 20
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
