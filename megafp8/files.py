@@ -26,6 +26,8 @@ _HINTS = {
     errno.EPERM: "Give this user write permission there or move the run",
     errno.EIO: "The disk or network file system is failing: move the run; older checkpoints stay",
     errno.ENOENT: "Something removed it while it was in use; see the errors of the other ranks",
+    errno.EEXIST: "A file has the name of a folder: choose another folder",
+    errno.ENOTDIR: "A file has the name of a folder: choose another folder",
 }
 _OTHERWISE = "Repair the file system or move the run; older checkpoints are untouched"
 STALE_SECONDS = 24 * 3600.0  # an older folder that is being built belongs to a killed process
@@ -37,10 +39,24 @@ def os_errors_reported(path: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        number = error.errno or 0
-        named = errno.errorcode.get(number, "OSError")
-        reason = f"{doing} failed with {named} ({error.strerror or error})"
-        raise CheckpointError(path, reason, _HINTS.get(number, _OTHERWISE)) from error
+        raise CheckpointError(path, *_reason_and_hint(error, doing)) from error
+
+
+@contextmanager
+def run_errors_reported(path: Path, doing: str) -> Iterator[None]:
+    """Turn an `OSError` inside the block into a `RunError` that names `path`, reason and hint."""
+    try:
+        yield
+    except OSError as error:
+        reason, hint = _reason_and_hint(error, doing)
+        raise RunError(f"{path}: {reason}. {hint}") from error
+
+
+def _reason_and_hint(error: OSError, doing: str) -> tuple[str, str]:
+    number = error.errno or 0
+    named = errno.errorcode.get(number, "OSError")
+    reason = f"{doing} failed with {named} ({error.strerror or error})"
+    return reason, _HINTS.get(number, _OTHERWISE)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -181,11 +197,8 @@ def cache_folder() -> Path:
 
 def write_json_atomically(path: Path, obj: object) -> None:
     """Write `obj` as JSON by `write_atomically`. Raises `RunError`."""
-    try:
+    with run_errors_reported(path, "writing the file"):
         write_atomically(path, json.dumps(obj, indent=1, sort_keys=True) + "\n")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunError(f"{path}: cannot be written ({reason}). Free space or move it") from error
 
 
 def read_json(path: Path) -> dict[str, object]:

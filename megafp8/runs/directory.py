@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +20,16 @@ from megafp8.checkpoint.reader import check_structure
 from megafp8.config.resume import check_continues, full_identity
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
-from megafp8.files import read_json, write_atomically, write_json_atomically
+from megafp8.files import (
+    read_json,
+    run_errors_reported,
+    write_atomically,
+    write_json_atomically,
+)
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING
-from megafp8.runs.lock import LOCK_NAME, RunLock, is_locked
+from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
 from megafp8.runs.tokenizer import TOKENIZER_CONFIG
 from megafp8.specs import RunSpec
@@ -62,15 +68,13 @@ def choose_run(
     another kind of run, and the reverse.
 
     Raises:
-        RunError: The name is not usable, the directory cannot be made, another process uses it, or
-            it has a run and `resume_if_exists` is off.
+        RunError: The name is not usable, the directory cannot be made or written, another process
+            uses it, or it has a run and `resume_if_exists` is off.
     """
     if name is not None:
         path = exp_dir / checked_name(name)
-        try:
+        with run_errors_reported(path, "making the run's directory"):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be made ({error.strerror})") from error
         return _enter_named(path, identity, resume_if_exists, is_sweep)
     skipped: list[str] = []
     if resume_if_exists:
@@ -78,9 +82,10 @@ def choose_run(
             if found := _continue_unnamed(path, identity, is_sweep, skipped):
                 return found
     path, lock = _make_unnamed(exp_dir)
-    _record(path, identity, is_sweep)
     notes = f" ({'; '.join(skipped)})" if skipped else ""
-    return RunChoice(path, False, f"new run {path.name}{notes}", lock)
+    choice = RunChoice(path, False, f"new run {path.name}{notes}", lock)
+    _begin(choice, identity, is_sweep)
+    return choice
 
 
 def mark(run_dir: Path, status: str) -> None:
@@ -110,8 +115,9 @@ def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bo
     lock = RunLock.acquire(path)
     try:
         if not _has_history(path):
-            _record(path, identity, is_sweep)
-            return RunChoice(path, False, f"new run {path.name}", lock, before=before)
+            new = RunChoice(path, False, f"new run {path.name}", lock, before=before)
+            _begin(new, identity, is_sweep)
+            return new
         if not resume_if_exists:
             raise RunError(
                 f"{path} has a run already. Set exp_manager.resume_if_exists=true to continue "
@@ -140,8 +146,13 @@ def _continue_unnamed(
         return None
     try:
         lock = RunLock.acquire(path)
-    except RunError:
+    except LockedError:
         skipped.append(f"{path.name} is in use")
+        return None
+    except RunError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            raise  # a disk that is full now would also refuse a new run, or begin one unasked
+        skipped.append(f"{path.name} is another user's")
         return None
     try:  # another process may have finished it before this one had the lock
         still = _is_candidate(path, identity, is_sweep)
@@ -173,19 +184,22 @@ def _newest_first(exp_dir: Path) -> list[Path]:
 
 def _make_unnamed(exp_dir: Path) -> tuple[Path, RunLock]:
     """Make a directory and lock it; no other process continues it, since it has no record yet."""
-    try:
+    with run_errors_reported(exp_dir, "making the folder of runs"):
         exp_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"{exp_dir}: cannot be made ({error.strerror})") from error
     for name in _timestamped_names():
         path = exp_dir / name
+        with run_errors_reported(path, "making the run's directory"):
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
         try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise RunError(f"{path}: cannot be made ({error.strerror})") from error
-        return path, RunLock.acquire(path)
+            return path, RunLock.acquire(path)
+        except RunError:
+            with suppress(OSError):
+                (path / LOCK_NAME).unlink(missing_ok=True)
+                path.rmdir()
+            raise
     raise AssertionError("unreachable")
 
 
@@ -202,6 +216,21 @@ def _has_history(path: Path) -> bool:
     checkpoints = path / CHECKPOINTS_DIR
     has_checkpoints = checkpoints.is_dir() and any(checkpoints.iterdir())
     return has_checkpoints or (path / RECORD_NAME).exists() or (path / CONFIG_NAME).exists()
+
+
+def _begin(choice: RunChoice, identity: str, is_sweep: bool) -> None:
+    """Record a new run; if that fails, no directory of it stays."""
+    try:
+        _record(choice.path, identity, is_sweep)
+    except BaseException:
+        _give_up(choice)
+        raise
+
+
+def _give_up(choice: RunChoice) -> None:
+    with suppress(OSError):  # the caller raises the error that came first
+        withdraw(choice)
+    choice.release()
 
 
 def _record(path: Path, identity: str, is_sweep: bool) -> None:
@@ -228,7 +257,8 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     """Find or make the run's directory, lock it, and check that the settings continue its run.
 
     Raises:
-        RunError: Another process uses the directory, or it cannot be made.
+        RunError: Another process uses the directory, or it cannot be made, read or written: the
+            disk is full, its quota is used up, it is read-only, …
         ConfigError: The directory has a run of another model, other data or another optimizer.
     """
     observe = spec.observe
@@ -237,15 +267,20 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
         root, name = directory.parent, str(directory.name)
     else:
         root, name = Path(observe.exp_dir), observe.name or ""
-    choice = choose_run(
-        root, name or None, full_identity(spec.resolved), observe.resume_if_exists, is_sweep
-    )
+    identity = full_identity(spec.resolved)
+    with run_errors_reported(root / name, "entering the run's directory"):
+        choice = choose_run(root, name or None, identity, observe.resume_if_exists, is_sweep)
+    config = choice.path / CONFIG_NAME
     try:
-        if choice.continues and (old := recorded_config(choice.path)) is not None:
-            check_continues(old, spec.resolved, run=str(choice.path))
-        write_atomically(choice.path / CONFIG_NAME, yaml.safe_dump(spec.resolved, sort_keys=False))
+        if choice.continues:
+            with run_errors_reported(choice.path, "reading the run's settings"):
+                old = recorded_config(choice.path)
+            if old is not None:
+                check_continues(old, spec.resolved, run=str(choice.path))
+        with run_errors_reported(config, "writing the settings"):
+            write_atomically(config, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:
-        choice.release()
+        _give_up(choice)
         raise
     return choice
 

@@ -11,10 +11,15 @@ import weakref
 from pathlib import Path
 
 from megafp8.errors import RunError
+from megafp8.files import run_errors_reported
 
 LOCK_NAME = ".lock"
 _ATTEMPTS = 5  # `is_locked` of another process locks for microseconds, which must not count
 _PAUSE_SECONDS = 0.005
+
+
+class LockedError(RunError):
+    """Report that another process holds the lock of a run directory."""
 
 
 class RunLock:
@@ -36,20 +41,24 @@ class RunLock:
         """Lock `run_dir`.
 
         Raises:
-            RunError: Another living process holds the lock; its host and number are named.
+            LockedError: Another living process holds the lock; its host and number are named.
+            RunError: The file system has no locks, or refuses to write the file.
         """
         path = run_dir / LOCK_NAME
-        try:
+        with run_errors_reported(path, "opening the lock"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be opened ({error.strerror})") from error
         if not _try_lock(descriptor, path):
             holder = _holder(descriptor)
             os.close(descriptor)
-            raise RunError(f"{run_dir} is in use by {holder}. Wait for it, or use another name")
+            raise LockedError(f"{run_dir} is in use by {holder}. Wait for it, or use another name")
         content = {"host": socket.gethostname(), "pid": os.getpid()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(content).encode() + b"\n", 0)
+        try:
+            with run_errors_reported(path, "writing the lock"):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(content).encode() + b"\n", 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(run_dir, descriptor)
 
     def release(self) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
-from megafp8.errors import RunError
-from megafp8.files import draft_of, put, read_json, write_json_atomically
+from megafp8.files import draft_of, put, read_json, run_errors_reported, write_json_atomically
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
@@ -63,12 +62,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     misnamed = folder / JSON_FILE
     draft = draft_of(target)
     try:
-        tokenizer.save(draft)
-        put(draft, target)  # a kill, or a rank that reads it meanwhile, finds a whole file
-        if tokenizer.file_name != JSON_FILE and _kind_of(misnamed) == tokenizer.file_name:
-            misnamed.unlink()  # earlier versions gave the same tokenizer this name
-    except OSError as error:
-        raise RunError(f"{target}: cannot be written ({error})") from error
+        with run_errors_reported(target, "writing the file"):
+            tokenizer.save(draft)
+            put(draft, target)  # a kill, or a rank that reads it meanwhile, finds a whole file
+            if tokenizer.file_name != JSON_FILE and _kind_of(misnamed) == tokenizer.file_name:
+                misnamed.unlink()  # earlier versions gave the same tokenizer this name
     finally:
         draft.unlink(missing_ok=True)
     write_json_atomically(folder / TOKENIZER_CONFIG, config)

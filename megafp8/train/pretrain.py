@@ -231,7 +231,9 @@ def open_run(
     share = share_of(spec, state)
     saver = _start(path, spec, state, data, console)
     on_main(mesh, lambda: restarts.check_progress(path, state.step))
-    metrics, trackers = _open_logs(path, spec, state, data, console)
+    length = spec.model.max_position_embeddings
+    on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
+    metrics, trackers = _open_logs(path, spec, state, console)
     files_of_health = path if mesh.is_main else None
     run = Run(
         spec=spec,
@@ -303,12 +305,11 @@ def _background_saver(saver: Saver, state: TrainState) -> BackgroundSaver:
 
 
 def _open_logs(
-    path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console
+    path: Path, spec: RunSpec, state: TrainState, console: Console
 ) -> tuple[MetricsFile | None, CompositeTracker]:
     """Return the metrics file and the trackers: None and no tracker on ranks that do not write."""
     if not state.mesh.is_main:
         return None, CompositeTracker([])
-    save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
     metrics = MetricsFile(path / METRICS_NAME, resume_step=state.step, warn=console.warn)
     trackers = open_trackers(
         spec.observe, path, resume_step=state.step, config=spec.resolved, warn=console.warn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import signal
@@ -10,12 +12,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megafp8.errors import RunError
+from megafp8 import files
+from megafp8.errors import ExitCode, RunError
 from megafp8.runs import directory as rundir
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
+from megafp8.specs import RunSpec
+from tests.tiny import run_spec
 
 HERE = Path(__file__).parents[2]
 HOLDER = """
@@ -52,6 +58,21 @@ def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
 def choose(exp_dir: Path, name: str | None = None, identity: str = "a", **more: bool) -> RunChoice:
     options = {"resume_if_exists": True, "is_sweep": False, **more}
     return choose_run(exp_dir, name, identity, **options)
+
+
+def spec_of(exp_dir: Path, name: str | None) -> RunSpec:
+    """Return a run that works in `exp_dir` and may continue."""
+    spec = run_spec()
+    observe = dataclasses.replace(
+        spec.observe, exp_dir=str(exp_dir), name=name, resume_if_exists=True
+    )
+    return dataclasses.replace(spec, observe=observe)
+
+
+def open_files(below: Path) -> list[str]:
+    """Return the files that this process has open in a directory."""
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [name for name in map(os.readlink, links) if name.startswith(f"{below}/")]
 
 
 def begin_and_end(exp_dir: Path, name: str | None = None, **more: bool) -> Path:
@@ -247,5 +268,110 @@ def test_good_names(tmp_path: Path) -> None:
 def test_an_unusable_place_is_an_error_with_a_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in (None, "mine"):
-        with pytest.raises(RunError, match=r"file.*cannot be made"):
+        with pytest.raises(RunError, match=r"file.*: making .* failed with E.*choose another"):
             choose(tmp_path / "file", name)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, where: str, number: int) -> str:
+    """Let the disk fail at one point of entering a run directory; return the words for it."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    def fails_for(name: str) -> Any:
+        def put(draft: Path, path: Path) -> Path:
+            return fails() if path.name == name else real_put(draft, path)
+
+        return put
+
+    real_put = files.put
+    match where:
+        case "directory":
+            monkeypatch.setattr(os, "mkdir", fails)
+            return "making the "
+        case "listing":
+            monkeypatch.setattr(os, "listdir", fails)
+            return "entering the run's directory"
+        case "lock file":
+            monkeypatch.setattr(os, "open", fails)
+            return "opening the lock"
+        case "emptied lock":
+            monkeypatch.setattr(os, "ftruncate", fails)
+            return "writing the lock"
+        case "lock":
+            monkeypatch.setattr(os, "pwrite", fails)
+            return "writing the lock"
+    monkeypatch.setattr(files, "put", fails_for(where))
+    return "writing the settings" if where == "config.yaml" else "writing the file"
+
+
+DISK_ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO]
+
+
+@pytest.mark.parametrize("number", DISK_ERRORS, ids=[errno.errorcode[n] for n in DISK_ERRORS])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((None, w) for w in ("directory", "lock file", "lock", "run.json", "config.yaml")),
+        *(("mine", w) for w in ("directory", "listing", "lock file", "emptied lock")),
+        *(("mine", w) for w in ("run.json", "config.yaml")),
+    ],
+)
+def test_a_disk_that_fails_when_a_directory_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, where: str, number: int
+) -> None:
+    """Every failure is a user's error with folder, reason and hint, and leaves no new run."""
+    exp_dir = tmp_path / "runs"
+    with monkeypatch.context() as patch:
+        doing = fail_at(patch, where, number)
+        with pytest.raises(RunError) as raised:
+            rundir.enter(spec_of(exp_dir, name), is_sweep=False)
+    said = str(raised.value)
+    assert said.startswith(str(exp_dir)) and doing in said, said
+    assert f"failed with {errno.errorcode[number]} ({os.strerror(number)}). " in said
+    hint = said.rpartition("). ")[2]
+    assert "move the run" in hint, said
+    assert raised.value.exit_code == ExitCode.USER_ERROR
+    assert not open_files(tmp_path), "a lock stays open"
+    left = [path for path in exp_dir.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not left and (name is not None or not list(exp_dir.glob("*")))
+    choice = rundir.enter(spec_of(exp_dir, name), is_sweep=False)  # the disk works again
+    assert not choice.continues and is_locked(choice.path)
+    choice.release()
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+@pytest.mark.parametrize("where", ["lock", "config.yaml"])
+def test_a_disk_that_fails_when_a_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, where: str
+) -> None:
+    """A full disk begins no other run in place of the one that would continue."""
+    spec = spec_of(tmp_path, name)
+    first = rundir.enter(spec, is_sweep=False)
+    first.release()
+    before = sorted(path.name for path in first.path.iterdir())
+    with monkeypatch.context() as patch:
+        fail_at(patch, where, errno.ENOSPC)
+        with pytest.raises(RunError, match=rf"{first.path}/.*failed with ENOSPC"):
+            rundir.enter(spec, is_sweep=False)
+    assert list(tmp_path.iterdir()) == [first.path] and not open_files(tmp_path)
+    assert sorted(path.name for path in first.path.iterdir()) == before
+    again = rundir.enter(spec, is_sweep=False)
+    assert again.continues and again.path == first.path
+    again.release()
+
+
+def test_another_users_run_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, acquire = begin_and_end(tmp_path), os.open
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path) == old / rundir.LOCK_NAME:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return acquire(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refused)
+    fresh = choose(tmp_path)
+    assert not fresh.continues and f"{old.name} is another user's" in fresh.reason
+    fresh.release()

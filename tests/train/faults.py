@@ -16,6 +16,7 @@ import torch
 from megafp8 import files
 from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
+from megafp8.runs import tokenizer
 from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
 
@@ -399,6 +400,24 @@ def little_disk_space(num_bytes: int) -> None:
         return os.statvfs_result(fields)
 
     os.statvfs = small
+
+
+def failing_pwrite(number: int) -> None:
+    """Let each `pwrite` fail from now on; the lock of a run is written so."""
+
+    def fails(descriptor: int, content: bytes, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    os.pwrite = fails
+
+
+def failing_tokenizer(number: int) -> None:
+    """Let the copy of the tokenizer in the run's directory fail."""
+
+    def fails(draft: Path, path: Path) -> Path:
+        raise OSError(number, os.strerror(number))
+
+    tokenizer.put = fails
 
 
 def failing_fsync(number: int) -> None:

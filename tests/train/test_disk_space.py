@@ -45,6 +45,27 @@ def test_all_ranks_try(place: Place) -> None:
     assert not list(place.dir().glob("checkpoints/*"))
 
 
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["one rank", "two ranks"])
+def test_a_disk_that_is_full_when_the_run_directory_is_entered(
+    place: Place, ranks: list[str]
+) -> None:
+    """Without an error that all ranks share, the second rank would wait until it is killed."""
+    fault: list[object] = ["failing_pwrite", errno.ENOSPC]
+    done = place.run(*ranks, fault=["in_rank", 0, *fault] if ranks else fault)
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    said = "runs/job/.lock: writing the lock failed with ENOSPC (No space left on device). Free"
+    assert done.output.count(said) == 1, done.output
+    assert "rank" not in done.output, "the launcher reports no rank that died"
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written(place: Place) -> None:
+    done = place.run(*TWO_RANKS, fault=["in_rank", 0, "failing_tokenizer", errno.ENOSPC])
+    assert done.code == 2 and "Traceback" not in done.output, done.output
+    assert done.output.count("runs/job/tokenizer.json: writing the file failed with ENOSPC") == 1
+    assert "rank 1" not in done.output, "the second rank has learned of the error"
+    assert not place.dir().exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "step", "there", "expected"),
     [
