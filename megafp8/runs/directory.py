@@ -53,7 +53,7 @@ class RunChoice:
         return type(self), (self.path, self.continues, self.reason, None, self.identity_changed)
 
     def release(self) -> None:
-        """Unlock the directory; the end of the process does so too."""
+        """Unlock the directory, after the run's last file; the end of the process does so too."""
         if self.lock is not None:
             self.lock.release()
 

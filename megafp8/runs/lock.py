@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-import weakref
 from pathlib import Path
 
 from megafp8.errors import RunError
@@ -22,6 +21,9 @@ class LockedError(RunError):
     """Report that another process holds the lock of a run directory."""
 
 
+_held: set[RunLock] = set()  # the locks of this process
+
+
 class RunLock:
     """Hold an exclusive `flock` on `<run_dir>/.lock` until `release` or death.
 
@@ -32,9 +34,7 @@ class RunLock:
     def __init__(self, run_dir: Path, descriptor: int) -> None:
         self.run_dir = run_dir
         self._descriptor: int | None = descriptor
-        # A forked process (a data loader) shares the lock, and might outlive a killed trainer.
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close(myself()))
+        _held.add(self)
 
     @classmethod
     def acquire(cls, run_dir: Path) -> RunLock:
@@ -63,7 +63,10 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
-        _close(self)
+        _held.discard(self)
+        if (descriptor := self._descriptor) is not None:
+            self._descriptor = None
+            os.close(descriptor)
 
     def __enter__(self) -> RunLock:
         return self
@@ -114,8 +117,13 @@ def _holder(descriptor: int) -> str:
         return "another process"
 
 
-def _close(lock: RunLock | None) -> None:
-    descriptor = getattr(lock, "_descriptor", None)
-    if lock is not None and descriptor is not None:
-        lock._descriptor = None
-        os.close(descriptor)
+def _leave_to_parent() -> None:
+    """Close the locks' files in a forked process; the parent, which has them open, keeps the locks.
+
+    A child, such as a data loader, would share the locks and might outlive a killed trainer.
+    """
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)  # once: a hook cannot be taken back

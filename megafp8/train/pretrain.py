@@ -113,12 +113,16 @@ def _pretrain(
 ) -> int:
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     reporter: Reporter | None = None
+    fails_alone = False
     if mesh.is_main:
         console = JournaledConsole(console, choice.path)
         reporter = Reporter(choice.path, console.warn)
     try:
         return _run_in(choice, spec, mesh, console, stop, command_line, began, reporter)
-    except Exception as error:
+    except BaseException as error:
+        fails_alone = mesh.world.size > 1 and not getattr(error, "is_shared", False)
+        if not isinstance(error, Exception):
+            raise
         is_refused = isinstance(error, UserError) and directory.withdraw(choice)
         if reporter is not None and not is_refused:
             lines = str(error).splitlines() or [""]
@@ -128,6 +132,8 @@ def _pretrain(
     finally:
         if mesh.is_main:
             console.close()  # the journal; the console that shows everything stays open
+        if not fails_alone:  # otherwise other ranks may still write, and this process ends now
+            choice.release()
 
 
 def _run_in(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +128,24 @@ os.kill(os.getpid(), 9)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)  # the child that we left behind
         parent.stdout.close() if parent.stdout else None
+
+
+def test_a_released_lock_leaves_nothing_in_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    locks = []
+    for number in range(3):
+        choice = choose(tmp_path, f"run {number}")
+        assert choice.lock is not None and len(open_files(tmp_path)) == 1
+        locks.append(weakref.ref(choice.lock))
+        choice.release()
+        assert not open_files(tmp_path)
+    del choice
+    gc.collect()
+    assert not hooks, "a hook stays until the process ends"
+    assert [lock() for lock in locks] == [None, None, None]
 
 
 def test_named(tmp_path: Path) -> None:

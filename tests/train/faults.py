@@ -16,7 +16,9 @@ import torch
 from megafp8 import files
 from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
+from megafp8.report.record import read_run
 from megafp8.runs import tokenizer
+from megafp8.runs.lock import is_locked
 from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
 
@@ -400,6 +402,27 @@ def little_disk_space(num_bytes: int) -> None:
         return os.statvfs_result(fields)
 
     os.statvfs = small
+
+
+def watched_jobs(note: str) -> None:
+    """After each job of this process, write to `note` what it has left in its directory."""
+    run_job = pretrain.pretrain
+
+    def watched(spec: Any, **more: Any) -> int:
+        path = Path(spec.observe.explicit_log_dir)
+        try:
+            return run_job(spec, **more)
+        finally:
+            links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+            left = {
+                "status": read_run(path).status,
+                "is_locked": is_locked(path),
+                "open": [name for name in map(os.readlink, links) if name.startswith(str(path))],
+            }
+            with open(note, "a") as file:
+                file.write(json.dumps(left) + "\n")
+
+    pretrain.pretrain = watched
 
 
 def failing_pwrite(number: int) -> None:

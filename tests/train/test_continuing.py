@@ -213,6 +213,23 @@ def test_a_sweeps_jobs_are_never_joined(place: Place) -> None:
     assert done.code == 0 and ": new run " in done.first_line, done.output
 
 
+def test_a_run_that_has_ended_holds_no_lock(place: Place) -> None:
+    """The jobs of a sweep share one process: one finishes, one fails, one stops on a signal."""
+    note = place.cwd / "jobs.jsonl"
+    faults = [
+        ["watched_jobs", str(note)],
+        ["nan_gradient", "final_norm.weight", [4], 1],
+        ["signalled", int(signal.SIGTERM), 5],
+    ]
+    sweep = str(place.cwd / "jobs")  # absolute, as the names of open files are
+    words = ["-m", UNNAMED, "trainer.max_steps=2,8,9", f"hydra.sweep.dir={sweep}"]
+    done = place.run(*words, fault=["both", *faults])
+    assert done.code == 75, done.output
+    left = [json.loads(line) for line in note.read_text().splitlines()]
+    assert [job["status"] for job in left] == ["finished", "failed", "stopped"], done.output
+    assert not any(job["is_locked"] or job["open"] for job in left), left
+
+
 # ---- when to save
 
 
