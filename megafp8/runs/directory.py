@@ -288,8 +288,9 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
 def withdraw(choice: RunChoice) -> bool:
     """Delete the directory of a new run that was refused before its first step.
 
-    Only files that every run writes are deleted, and none that was there before. The directory
-    stays if it has other files. Return whether the run was withdrawn.
+    The caller knows that no step has changed the weights; the files cannot tell, since not every
+    step is logged. Only files that every run writes are deleted, and none that was there before.
+    The directory stays if it has other files. Return whether the run was withdrawn.
     """
     if choice.continues or choice.lock is None:
         return False  # an earlier run, or another process, made the directory

@@ -63,6 +63,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
                 run.health.begin()
             run.profiler.before_step(run.state.step)
             result = train_step(run.state, microbatches, lambda: flags_of(run))
+            run.has_trained |= result.is_finite
             run.profiler.after_step(run.state.step)
             if result.scale_falls:
                 run.state.num_skipped += 1

@@ -113,18 +113,23 @@ def _pretrain(
 ) -> int:
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     reporter: Reporter | None = None
+    run: Run | None = None
     fails_alone = False
     if mesh.is_main:
         console = JournaledConsole(console, choice.path)
         reporter = Reporter(choice.path, console.warn)
     try:
-        return _run_in(choice, spec, mesh, console, stop, command_line, began, reporter)
+        run = _start_run(choice, spec, mesh, console, stop, command_line, began)
+        run.reporter = reporter
+        return _run_to_the_end(run, choice.path, command_line, began)
     except BaseException as error:
         fails_alone = mesh.world.size > 1 and not getattr(error, "is_shared", False)
         if not isinstance(error, Exception):
             raise
-        is_refused = isinstance(error, UserError) and directory.withdraw(choice)
-        if reporter is not None and not is_refused:
+        has_trained = run is not None and run.has_trained
+        is_refused = isinstance(error, UserError) and not has_trained
+        is_withdrawn = is_refused and directory.withdraw(choice)
+        if reporter is not None and not is_withdrawn:
             lines = str(error).splitlines() or [""]
             console.record("failed", f"{type(error).__name__}: {lines[0]}")
             reporter.write("failed")
@@ -136,7 +141,7 @@ def _pretrain(
             choice.release()
 
 
-def _run_in(
+def _start_run(
     choice: RunChoice,
     spec: RunSpec,
     mesh: Mesh,
@@ -144,8 +149,8 @@ def _run_in(
     stop: StopRequest,
     command_line: CommandLine,
     began: float,
-    reporter: Reporter | None,
-) -> int:
+) -> Run:
+    """Return the run, before its first step, after showing and recording its start."""
     path = choice.path
     console.header([f"{path}: {choice.reason}"])
     if command_line.changed:
@@ -156,7 +161,6 @@ def _run_in(
         f"{number.name}: stopping after the first step; again to leave at once"
     )
     run = open_run(path, spec, mesh, console, stop, began)
-    run.reporter = reporter
     console.record(
         "start",
         choice.reason,
@@ -169,10 +173,16 @@ def _run_in(
         first_step=run.state.step,
     )
     stop.answer = lambda number: console.answer(_answer(run, number))
+    return run
+
+
+def _run_to_the_end(run: Run, path: Path, command_line: CommandLine, began: float) -> int:
+    """Train and summarize the run; return the exit code."""
+    mesh, console = run.state.mesh, run.console
     try:
         finished = _train_to_the_end(run, path)
         summary = summarize(run, path, command_line, finished, began)
-        if finished and not spec.train.fast_dev_run:
+        if finished and not run.spec.train.fast_dev_run:
             show_sample(run)
     finally:
         run.close()
@@ -182,8 +192,8 @@ def _run_in(
         except OSError as error:
             console.warn(f"{path / 'summary.json'}: cannot be written ({error})")
         console.record("end", f"{summary.status}, step {summary.step}/{summary.total_steps}")
-        if reporter is not None:
-            reporter.write("finished" if finished else "stopped")
+        if run.reporter is not None:
+            run.reporter.write("finished" if finished else "stopped")
         if finished:
             mark(path, FINISHED)  # last of all: a run that is killed before can be continued
         console.finish(summary.rows())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from megafp8.observe.metrics import read_metrics
-from tests.train.runs import STEPS, Done, Place, assert_same, timeless_metrics
+from megafp8.report.record import read_run
+from tests.train.runs import STEPS, TWO_RANKS, Done, Place, assert_same, timeless_metrics
 
 
 def policy(name: str) -> str:
@@ -50,6 +53,38 @@ def test_the_first_bad_tensor_is_found_among_weights_in_fp8(place: Place) -> Non
     done = place.run("model.fp8_params=True", fault=["nan_gradient", "final_norm.weight", [1]])
     assert done.code == 3 and "Traceback" not in done.output, done.output
     assert "first bad: gradient of final_norm.weight." in done.output
+
+
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["one rank", "two ranks"])
+def test_a_new_run_that_fails_between_two_logged_steps_is_kept(
+    place: Place, undisturbed: tuple[Place, Done], ranks: list[str]
+) -> None:
+    """It begins at step 8, and neither logs nor saves a step before step 11, which fails."""
+    given = [
+        f"exp_manager.resume_from_checkpoint={undisturbed[0].checkpoint(8)}",
+        "trainer.log_every_n_steps=20",
+        "exp_manager.checkpoint_callback_params.every_n_train_steps=20",
+        "trainer.val_check_interval=20",
+    ]
+    fault: list[object] = ["nan_gradient", bad_tensor(undisturbed[0]), [11]]
+    done = place.run(*ranks, *given, fault=["in_rank", 0, *fault] if ranks else fault)
+    assert done.code == 3 and "starting from" in done.output, done.output
+    assert place.steps() == [] and place.metrics() == []
+    run = read_run(place.dir())
+    assert run.status == "failed" and run.config["model.num_layers"] == 2
+    assert [event["kind"] for event in run.events if event["kind"] in ("start", "failed")] == [
+        "start",
+        "failed",
+    ]
+    assert any("error: NonFiniteError: step 11: " in line for line in run.tail)
+    page = (place.dir() / "report.html").read_text()
+    assert "NonFiniteError: step 11: " in page
+
+
+def test_a_new_run_that_fails_in_its_first_step_leaves_nothing(place: Place) -> None:
+    done = place.run(fault=["nan_gradient", "final_norm.weight", [1]])
+    assert done.code == 3, done.output
+    assert not place.dir().exists()
 
 
 def test_skip(place: Place, undisturbed: tuple[Place, Done]) -> None:
