@@ -27,7 +27,7 @@ def peak_memory_bytes(accelerator: str = "cpu") -> int:
 
 
 def begin_peak(accelerator: str = "cpu") -> None:
-    """Let the peak begin anew, for a run in a process that has trained another one before.
+    """Let the peak begin again, for a run in a process that has trained another one before.
 
     Memory that the earlier run has freed goes back to the system first. On Linux the peak of
     resident memory is set to what is resident now; elsewhere it stays the process's.

@@ -21,6 +21,7 @@ from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.journal import JournaledConsole
 from megafp8.observe.live import open_console
+from megafp8.observe.memory import begin_peak
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
@@ -81,6 +82,7 @@ def pretrain(
         try:
             spec = choose.settle(spec, mesh)
             choose.check(spec, mesh.device)
+            begin_peak(spec.parallel.accelerator)  # a sweep trains several runs in a process
             prepare_process(
                 mesh.device,
                 fp32=spec.precision.compute == "fp32",
