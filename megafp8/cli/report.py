@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.sweep_results import read_sweep, sweep_page
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
 from megafp8.report.page import run_page, runs_page
@@ -54,6 +55,8 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
     if len(runs) == 1 and not problems and folder is None:
         page = run_page(runs[0])
         target = output or runs[0].path / REPORT_FILE
+    elif folder is not None and (page_of_sweep := _page_of_sweep(folder, runs)) is not None:
+        page, target = page_of_sweep, output or folder / REPORT_FILE
     else:
         title = f"{len(runs)} runs" if folder is None else f"{len(runs)} runs in {folder}"
         page = runs_page(title, runs, problems=problems)
@@ -63,6 +66,15 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
     except OSError as error:
         raise RunError(f"{target}: cannot be written ({error.strerror}). Use --output") from error
     return target
+
+
+def _page_of_sweep(folder: Path, runs: Sequence[RunRecord]) -> str | None:
+    """Return the page of a folder that a sweep wrote, unless it has runs of other jobs besides."""
+    results = read_sweep(folder)
+    if results is None:
+        return None
+    of_jobs = {Path(result.directory).name for result in results}
+    return sweep_page(results, folder) if {run.path.name for run in runs} <= of_jobs else None
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _list(folders: Sequence[Path], newest: int | None) -> None:
-    paths = sorted({path for folder in folders for path in runs_below(folder)}, key=age)
+    paths = sorted({path for folder in folders for path in _runs_in(folder)}, key=age)
     if not paths:
         named = ", ".join(map(str, folders))
         raise RunError(f"{named}: no runs. Name the folder that has them (exp_manager.exp_dir)")
@@ -60,6 +60,12 @@ def _list(folders: Sequence[Path], newest: int | None) -> None:
     console.print(table)
     if len(shown) < len(paths):
         console.print(f"{len(paths) - len(shown)} older runs: --all")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder, or in its folders, as a folder of sweeps has them."""
+    below = sorted(folder.glob("*")) if folder.is_dir() else []
+    return runs_below(folder) or [run for each in below for run in runs_below(each)]
 
 
 def _figures(run: RunRecord) -> tuple[str, str, str, str]:

@@ -100,8 +100,9 @@ def read_result(job: Job) -> Result:
     try:
         return Result(**json.loads(job.result_file.read_text()))
     except FileNotFoundError:
-        result = result_of(job, int(ExitCode.CRASHED), "the job left no result")
-        return result if job.directory.is_dir() else replace(result, outcome="not started")
+        if not job.directory.is_dir():
+            return replace(result_of(job, int(ExitCode.CRASHED)), outcome="not started")
+        return result_of(job, int(ExitCode.CRASHED), "the job left no result")
 
 
 def print_results(results: Sequence[Result], directory: Path) -> int:
@@ -112,7 +113,8 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
     code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
     stopped = int(ExitCode.SAVED_ON_SIGNAL)
     code = stopped if any(result.code == stopped for result in results) else code
-    if directory.is_dir():  # it was not made if every job was refused
+    is_other = _is_of_another_sweep(results, directory)
+    if directory.is_dir() and not is_other:  # it was not made if every job was refused
         text = json.dumps([asdict(result) for result in results], indent=2)
         (directory / SUMMARY_NAME).write_text(text + "\n")
     own, shared = _own_overrides(results)
@@ -148,7 +150,13 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
         if result.problem is not None:
             lines = result.problem.splitlines()
             print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
-    _write_page(results, own, directory)
+    if is_other:
+        print(
+            f"{directory} has the results of another sweep, which are left as they are: "
+            "choose another hydra.sweep.dir"
+        )
+    else:
+        _write_page(results, directory)
     sys.stdout.flush()
     return code
 
@@ -184,8 +192,34 @@ def _best(results: Sequence[Result]) -> int | None:
     return None
 
 
-def _write_page(results: Sequence[Result], own: dict[int, str], directory: Path) -> None:
-    """Write the page of all jobs; a page that cannot be written costs a line, not the sweep."""
+def _is_of_another_sweep(results: Sequence[Result], directory: Path) -> bool:
+    """Whether a directory has results of other jobs, beside which all of these were refused."""
+    earlier = read_sweep(directory)
+    return (
+        earlier is not None
+        and all(result.code == ExitCode.USER_ERROR for result in results)
+        and [each.overrides for each in earlier] != [each.overrides for each in results]
+    )
+
+
+def read_sweep(directory: Path) -> list[Result] | None:
+    """Return the results in a sweep's `sweep.json`; None without one that can be read."""
+    try:
+        return [Result(**each) for each in json.loads((directory / SUMMARY_NAME).read_text())]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def sweep_page(results: Sequence[Result], directory: Path) -> str | None:
+    """Return the page of all jobs, refused ones with their reasons; None if there is no run."""
+    found = _page_and_runs(results, directory)
+    return None if found is None else found[0]
+
+
+def _page_and_runs(
+    results: Sequence[Result], directory: Path
+) -> tuple[str, list[RunRecord]] | None:
+    own, _ = _own_overrides(results)
     runs: list[RunRecord] = []
     labels, notes = [], []
     for result in results:
@@ -193,7 +227,6 @@ def _write_page(results: Sequence[Result], own: dict[int, str], directory: Path)
         if result.problem is not None:
             notes.append((label, result.problem))
         try:
-            # This process may still hold the lock of the run, which is no longer at work.
             status = _STATUS.get(result.code, "failed")
             runs.append(read_run(Path(result.directory), status))
         except RunError:
@@ -201,16 +234,20 @@ def _write_page(results: Sequence[Result], own: dict[int, str], directory: Path)
         labels.append(label)
         if result.problem is not None and runs[-1].tail:
             notes[-1] = (label, "\n".join([result.problem, "", *runs[-1].tail]))
-    if not runs or not directory.is_dir():
-        return
+    if not runs:
+        return None
+    lead = [f"{len(results)} jobs in {directory}"]
+    return runs_page(f"sweep {directory.name}", runs, labels=labels, lead=lead, notes=notes), runs
+
+
+def _write_page(results: Sequence[Result], directory: Path) -> None:
+    """Write the page of all jobs; a page that cannot be written costs a line, not the sweep."""
+    runs: list[RunRecord] = []
     try:
-        page = runs_page(
-            f"sweep {directory.name}",
-            runs,
-            labels=labels,
-            lead=[f"{len(results)} jobs in {directory}"],
-            notes=notes,
-        )
+        found = _page_and_runs(results, directory) if directory.is_dir() else None
+        if found is None:
+            return
+        page, runs = found
         write_atomically(directory / REPORT_FILE, page)
         print(f"report: {directory / REPORT_FILE}")
     except Exception as error:  # whatever is wrong with a job's files, the sweep has its results

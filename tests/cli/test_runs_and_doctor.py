@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 
-from megafp8.cli import doctor, inspect, runs
+from megafp8.cli import doctor, inspect, report, runs
 from megafp8.cli.dryrun import fits
 from megafp8.cli.generate import fitting_tokens
 from megafp8.cli.preprocess import main as preprocess
@@ -240,6 +241,46 @@ def test_whether_a_job_fits() -> None:
     assert fits(shares, KNOWN["h100"]).startswith("fits on H100 SXM: 66.1 GiB of 74.5 GiB")  # type: ignore[arg-type]
     shares.append(Share(60 * 10**9, 13 * 10**9))
     assert fits(shares, KNOWN["h100"]).startswith("does not fit on H100 SXM: 68.0 GiB")  # type: ignore[arg-type]
+
+
+def result_of(job: int, folder: Path, code: int = 0, problem: str | None = None) -> Result:
+    return Result(
+        job=job, overrides=[f"model.seed={job}"], directory=str(folder / str(job)), code=code,
+        outcome="finished" if code == 0 else "refused", val_loss=2.0 if code == 0 else None,
+        train_loss=None, tokens_per_second=None, wall_seconds=None, problem=problem,
+    )  # fmt: skip
+
+
+def test_the_report_of_a_sweeps_folder_keeps_refused_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "0")
+    print_results([result_of(0, tmp_path), result_of(1, tmp_path, 2, "no such recipe")], tmp_path)
+    assert report.main([str(tmp_path)]) == 0
+    assert "no such recipe" in (tmp_path / "report.html").read_text()
+    make_run(tmp_path / "other")  # the page shows this run too, and so is not the sweep's
+    assert report.main([str(tmp_path)]) == 0
+    assert "2 runs in" in (tmp_path / "report.html").read_text()
+
+
+def test_a_refused_sweep_leaves_the_results_of_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "0")
+    print_results([result_of(0, tmp_path)], tmp_path)
+    before = [(tmp_path / name).read_text() for name in ("sweep.json", "report.html")]
+    refused = replace(result_of(0, tmp_path, 2, "is a run of others"), overrides=["model.seed=9"])
+    assert print_results([refused], tmp_path) == 2
+    assert before == [(tmp_path / name).read_text() for name in ("sweep.json", "report.html")]
+    assert "choose another hydra.sweep.dir" in capsys.readouterr().out
+
+
+def test_runs_of_a_folder_of_sweeps_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "multirun" / "today" / "0")
+    assert runs.main([str(tmp_path / "multirun")]) == 0
+    assert "today/0" in capsys.readouterr().out
 
 
 def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

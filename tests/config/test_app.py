@@ -226,6 +226,7 @@ def test_sweep_ends_when_a_job_was_saved_on_a_signal(tmp_path: Path) -> None:
     done = shell(tmp_path, "-m", "model.num_layers=3,1", "hydra.sweep.dir=here")
     assert done.returncode == 75 and done.stdout.count("fp8=") == 1
     assert outcomes(tmp_path / "here") == [("saved on a signal", 75), ("not started", 1)]
+    assert "left no result" not in done.stdout
 
 
 def test_directories_of_jobs_by_their_overrides(tmp_path: Path) -> None:
