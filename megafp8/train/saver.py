@@ -33,6 +33,7 @@ from megafp8.files import os_errors_reported
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.train import state_dict
+from megafp8.train.scaling_dict import SCALING_LAYOUT, scaling_layout
 from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
@@ -114,6 +115,7 @@ class Saver:
         """Return the scalars of the state, and the metrics that were measured last."""
         return {
             **self.meta,
+            SCALING_LAYOUT: scaling_layout(state),
             METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,

@@ -9,7 +9,8 @@
     scaling/<direction>/<field>/<tensor>[/shards]
     rng/torch                        torch's default generator (our own generators have no state)
 
-The manifest's meta has the scalars: step, samples, updates, configuration, data fingerprint.
+The manifest's meta has the scalars: step, samples, updates, configuration, data fingerprint; and
+the layout of FP8 scales (`scaling_dict`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from megafp8.precision.scaled import ScaledTensor
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs.geometry import Box, boxes_of_run
 from megafp8.specs.optim import MOMENT_GROUP
+from megafp8.train.scaling_dict import load_scaling, scaling_placements
 from megafp8.train.state import TrainState
 
 
@@ -90,7 +92,7 @@ def _passing_placements(state: TrainState) -> Iterator[Placement]:
     With `keeps_addresses` the tables of FP8 scaling are updated in place instead.
     """
     if isinstance(state.scaling, ScalingState):
-        yield from _scaling_placements(state)
+        yield from scaling_placements(state)
     yield from _factor_placements(state)
     if state.mesh.is_main:
         rng = torch.get_rng_state()
@@ -144,7 +146,7 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     for line in _load_states(reader, state, _states(state)):
         notify(line)
     if isinstance(state.scaling, ScalingState):
-        _load_scaling(reader, state, notify)
+        load_scaling(reader, state, notify)
         if isinstance(state.scaling, TeScaling):
             state.scaling.push()
     for line in _load_factors(reader, state):
@@ -384,74 +386,3 @@ def _load_factors(reader: Reader, state: TrainState) -> Iterator[str]:
     missing = len({p.tensor.data_ptr() for p in own if p.name not in stored})
     if missing:
         yield f"{missing} gradients summed in FP8 begin with the factor 1/sqrt(ranks)"
-
-
-def _scaling_placements(state: TrainState) -> Iterator[Placement]:
-    """Yield the placements of FP8 scales and histories.
-
-    They are the same on all ranks if amaxes are reduced; otherwise each rank has a shard.
-    """
-    assert isinstance(state.scaling, ScalingState)
-    stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
-    for name, row in _scaling_rows(state.scaling):
-        if is_synchronized:
-            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
-        else:
-            shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
-            yield Placement(f"{name}/shards", shape, offset, row[None])
-
-
-def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
-    for direction, table in scaling.tables.items():
-        for field, tensor in table.tensors().items():
-            for name, row in zip(table.names, tensor.unbind(0), strict=True):
-                yield f"scaling/{direction}/{field}/{name}", row
-
-
-def _is_synchronized(state: TrainState) -> bool:
-    assert isinstance(state.scaling, ScalingState)
-    mesh = state.mesh
-    is_over_all = state.scaling.recipe.reduce_amax and mesh.amax.size == mesh.stage.size
-    return is_over_all or mesh.stage.size == 1
-
-
-def _load_scaling(reader: Reader, state: TrainState, notify: Notify) -> None:
-    """Load FP8 scales and histories.
-
-    Shards of another layout are merged by the rule of a reduction: the larger amax and the smaller
-    scale are taken.
-    """
-    assert isinstance(state.scaling, ScalingState)
-    stored = set(reader.names())
-    own = list(_scaling_placements(state))
-    if own and not any(name.startswith("scaling/") for name in stored):
-        notify("the checkpoint was made without FP8: scales and amax histories have initial values")
-        state.scaling.forget_staged()  # amaxes of the weights from before the checkpoint was read
-        return
-    same_layout = [
-        p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape
-    ]
-    reader.load_into(same_layout)
-    loaded = {p.name for p in same_layout}
-    merged = 0
-    for placement in own:
-        if placement.name in loaded:
-            continue
-        base = placement.name.removesuffix("/shards")
-        source = base if base in stored else f"{base}/shards"
-        if source not in stored:
-            raise CheckpointError(
-                reader.path, f"lacks {base}", "Continue with the FP8 settings of the checkpoint"
-            )
-        value = reader.read(source)
-        if source.endswith("/shards"):
-            field = base.split("/")[2]
-            value = value.amin(0) if field == "quant_scale" else value.amax(0)
-            merged += 1
-        placement.tensor.copy_(value.view_as(placement.tensor))
-    if merged:
-        notify(
-            f"{merged} FP8 scaling entries differed between the ranks that saved them "
-            "(model.reduce_amax=False or model.tp_only_amax_red=True): the larger amax and the "
-            "smaller scale of each are used"
-        )

@@ -1,0 +1,140 @@
+"""List what a checkpoint has of FP8 scales and histories, and load them in any layout of ranks.
+
+Ranks that reduce their amaxes together have the same scales. If these are all ranks of a pipeline
+stage, a checkpoint has each scale once. Otherwise it has the scales of every rank of the stage, as
+`NAME/shards` with one row for each rank, and the manifest's meta says which ranks these were:
+
+    "scaling_layout": {"tp": 2, "cp": 1, "dp": 4, "amax": 2}
+
+These are the sizes of the axes that make up a stage, and the number of ranks that had the same
+scales. Pipeline stages are not among them: they divide the layers, and each layer's rows are of the
+same ranks with any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.reader import Reader
+from megafp8.config.resume import flat
+from megafp8.config.schema import all_keys
+from megafp8.config.values import SIZES, model_ranks, world_size
+from megafp8.errors import CheckpointError
+from megafp8.precision.scaling import ScalingState
+from megafp8.train.state import TrainState
+
+SCALING_LAYOUT = "scaling_layout"
+"""The key of the manifest's meta; None there, or no such key, in a run without FP8."""
+
+_SHARDS = "/shards"
+
+
+def scaling_layout(state: TrainState) -> dict[str, int] | None:
+    """Return the ranks of a stage and how many of them have the same scales; None without FP8."""
+    if not isinstance(state.scaling, ScalingState):
+        return None
+    mesh = state.mesh
+    amax = mesh.amax.size if state.scaling.recipe.reduce_amax else 1
+    return {"tp": mesh.tp.size, "cp": mesh.cp.size, "dp": mesh.dp.size, "amax": amax}
+
+
+def _saved_layout(meta: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the layout in which a checkpoint was saved; None if its manifest does not say it.
+
+    Older versions recorded only the settings of the run, from which the layout follows.
+    """
+    if SCALING_LAYOUT in meta:
+        recorded: dict[str, int] | None = meta[SCALING_LAYOUT]
+        return recorded
+    config = meta.get("config")
+    if not isinstance(config, Mapping) or not config:
+        return None
+    values = {path: key.default for path, key in all_keys().items()} | flat(config)
+    tp, cp = (values[size] for size in SIZES[:2])
+    dp = world_size(values) // model_ranks(values)
+    amax = tp * cp * (1 if values["model.tp_only_amax_red"] else dp)
+    return {"tp": tp, "cp": cp, "dp": dp, "amax": amax if values["model.reduce_amax"] else 1}
+
+
+def scaling_placements(state: TrainState) -> Iterator[Placement]:
+    """Yield the placements of FP8 scales and histories.
+
+    They are the same on all ranks if amaxes are reduced; otherwise each rank has a shard.
+    """
+    assert isinstance(state.scaling, ScalingState)
+    stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
+    for name, row in _scaling_rows(state.scaling):
+        if is_synchronized:
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
+        else:
+            shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
+            yield Placement(f"{name}{_SHARDS}", shape, offset, row[None])
+
+
+def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
+    for direction, table in scaling.tables.items():
+        for field, tensor in table.tensors().items():
+            for name, row in zip(table.names, tensor.unbind(0), strict=True):
+                yield f"scaling/{direction}/{field}/{name}", row
+
+
+def _is_synchronized(state: TrainState) -> bool:
+    assert isinstance(state.scaling, ScalingState)
+    mesh = state.mesh
+    is_over_all = state.scaling.recipe.reduce_amax and mesh.amax.size == mesh.stage.size
+    return is_over_all or mesh.stage.size == 1
+
+
+def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None]) -> None:
+    """Load FP8 scales and histories.
+
+    Shards that were saved in another layout are merged by the rule of a reduction: the larger amax
+    and the smaller scale are taken. So all ranks that share their scales have the same ones, also
+    where the number of ranks is that of the checkpoint and the groups are others.
+
+    Raises:
+        CheckpointError: The checkpoint lacks the scales of a tensor.
+    """
+    assert isinstance(state.scaling, ScalingState)
+    stored = set(reader.names())
+    own = list(scaling_placements(state))
+    if own and not any(name.startswith("scaling/") for name in stored):
+        notify("the checkpoint was made without FP8: scales and amax histories have initial values")
+        state.scaling.forget_staged()  # amaxes of the weights from before the checkpoint was read
+        return
+    is_same_layout = _saved_layout(reader.meta) == scaling_layout(state)
+    same = [
+        p
+        for p in own
+        if p.name in stored
+        and reader.global_shape(p.name) == p.global_shape
+        and (is_same_layout or not p.name.endswith(_SHARDS))
+    ]
+    reader.load_into(same)
+    loaded = {p.name for p in same}
+    merged = 0
+    for placement in own:
+        if placement.name in loaded:
+            continue
+        base = placement.name.removesuffix(_SHARDS)
+        source = base if base in stored else f"{base}{_SHARDS}"
+        if source not in stored:
+            raise CheckpointError(
+                reader.path, f"lacks {base}", "Continue with the FP8 settings of the checkpoint"
+            )
+        value = reader.read(source)
+        if source.endswith(_SHARDS):
+            field = base.split("/")[2]
+            value = value.amin(0) if field == "quant_scale" else value.amax(0)
+            merged += 1
+        placement.tensor.copy_(value.view_as(placement.tensor))
+    if merged:
+        notify(
+            f"{merged} FP8 scaling entries differed between the ranks that saved them "
+            "(model.reduce_amax=False or model.tp_only_amax_red=True): the larger amax and the "
+            "smaller scale of each are used"
+        )
