@@ -71,7 +71,7 @@ def resume_from(
 
 def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
     meta = state_dict.load(path, state, console.warn)
-    if meta["data_fingerprint"] != data.fingerprint:
+    if meta["data_fingerprint"] != data.fingerprint:  # on all ranks, as `open_on_all` has checked
         raise_on_all(
             CheckpointError(
                 path,

@@ -30,7 +30,7 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
-from megafp8.runs.data import RunData, open_data
+from megafp8.runs.data import RunData, open_on_all
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME
 from megafp8.runs.preflight import require_disk_space
@@ -243,7 +243,7 @@ def open_run(
     Raises:
         UserError: A part of the spec cannot be fulfilled. No step has been trained then.
     """
-    data = open_data(spec.data, console.event)
+    data = open_on_all(spec.data, mesh, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
     share = share_of(spec, state)

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megafp8.runs.data import describe_fingerprints
 from tests.train.runs import STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
 
 EVERY = "exp_manager.checkpoint_callback_params.every_n_train_steps"
@@ -128,6 +131,49 @@ def test_other_data_under_the_same_name(place: Place, tmp_path: Path) -> None:
     assert done.code == 2, done.output
     assert "was trained on other data" in done.output and "model.data.data_prefix" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["new", "continued"])
+def test_a_rank_with_a_copy_of_other_data(place: Place, tmp_path: Path, stopped: bool) -> None:
+    """All ranks leave with one message that names the ranks, whether the run is new or not."""
+    two = "trainer.devices=2"
+    if stopped:
+        first = place.run(two, fault=["in_rank", 0, "signalled", int(signal.SIGTERM), 2])
+        assert first.code == 75, first.output
+    older = make_dataset(tmp_path / "older", seed=1)
+    began = time.monotonic()
+    done = place.run(two, fault=["in_rank", 1, "reads_other_data", str(older)])
+    assert done.code == 2 and time.monotonic() - began < 60, done.output
+    (line,) = [line for line in done.output.splitlines() if "different data" in line]
+    assert line.startswith(f"error: model.data.data_prefix={place.data}: ranks have"), line
+    host = re.escape(socket.gethostname())
+    values = re.findall(rf"fingerprint (\S+) has rank (\d) on {host}", line)
+    assert [rank for _, rank in values] == ["0", "1"] and values[0][0] != values[1][0]
+    assert "Give every host the same files" in line
+    assert "Traceback" not in done.output and "died" not in done.output, done.output
+    assert place.dir().exists() == stopped, "a new run that was refused leaves no directory"
+
+
+def test_a_rank_without_data(place: Place, tmp_path: Path) -> None:
+    """The others do not wait for it, and the message says on which rank and host it failed."""
+    fault = ["in_rank", 1, "reads_other_data", str(tmp_path / "none")]
+    done = place.run("trainer.devices=2", fault=fault)
+    assert done.code == 2, done.output
+    (line,) = [line for line in done.output.splitlines() if str(tmp_path / "none") in line]
+    assert line.startswith(f"error: rank 1 on {socket.gethostname()}: {tmp_path / 'none'}"), line
+    assert "Traceback" not in done.output and "died" not in done.output, done.output
+
+
+def test_ranks_by_their_data() -> None:
+    """A large job's message stays short."""
+    found = [(f"n{rank // 8}", "a" * 64) for rank in range(64)]
+    found[8:16] = [("n1", "b" * 64)] * 8
+    found[20] = ("n2", "b" * 64)
+    assert describe_fingerprints(found) == (
+        "fingerprint aaaaaaaaaaaaaaaaaaaa has ranks 0 to 7 on n0, ranks 16, 17, 18, 19, 21, 22, 23 "
+        "on n2, ranks 24 to 31 on n3, ranks 32 to 39 on n4 and 3 more hosts; "
+        "fingerprint bbbbbbbbbbbbbbbbbbbb has ranks 8 to 15 on n1, rank 20 on n2"
+    )
 
 
 def test_resume_if_exists_off(place: Place) -> None:
