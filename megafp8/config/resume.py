@@ -2,6 +2,11 @@
 
 Settings about length, logging, layout and policy may change when a run continues; those about
 model, data and optimizer may not. The `kind` of a key in the schema says which it is.
+
+A setting is compared where it has an effect, with the value that was last in effect in the run. In
+a layout without effect, such as `model.optim.grad_sync_dtype` on one rank, no value can be given
+and none is compared. So that a later layout cannot silently begin with another value, checkpoints
+record under `LAST_IN_EFFECT` what was in effect before.
 """
 
 from __future__ import annotations
@@ -12,10 +17,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.keys import FREE_KINDS
+from megafp8.config.keys import FREE_KINDS, Values
+from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
 
 Resolved = Mapping[str, Any]
+
+LAST_IN_EFFECT = "last_in_effect"
+"""The key of a checkpoint's meta for `last_in_effect`; older versions did not write it."""
 
 _ABSENT = "absent"
 
@@ -32,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def identity(resolved: Resolved) -> str:
-    """Return a hash of model, data and optimizer, equal for runs that may continue each other."""
+    """Return a hash of model, data and optimizer, equal for runs that one layout may continue."""
     fixed = {k: _meaning(k, value) for k, value in flat(resolved).items() if _is_fixed(k)}
     return _digest(fixed)
 
@@ -42,24 +51,68 @@ def full_identity(resolved: Resolved) -> str:
     return _digest(flat(resolved))
 
 
-def differences(old: Resolved, new: Resolved) -> list[Difference]:
+def differences(
+    old: Resolved, new: Resolved, earlier: Mapping[str, Any] | None = None
+) -> list[Difference]:
     """Return the keys of model, data and optimizer whose values differ.
 
-    A key that one side lacks has its default there, so that a run made by an older version
+    A key that has no effect in `new` does not differ, nor does one that never had an effect in the
+    run. A key that one side lacks has its default there, so that a run made by an older version
     continues.
+
+    Args:
+        old: The settings with which the run was trained last.
+        new: The settings that are to continue it.
+        earlier: What `last_in_effect` returned when the run was continued with `old`.
     """
-    before, after = flat(old), flat(new)
-    found = []
-    for key in [*all_keys(), *sorted((before.keys() | after.keys()) - all_keys().keys())]:
-        default = all_keys()[key].default if key in all_keys() else _ABSENT
-        was, now = before.get(key, default), after.get(key, default)
-        if _is_fixed(key) and _meaning(key, was) != _meaning(key, now):
+    before, after = _with_defaults(old), _with_defaults(new)
+    known, found = all_keys(), []
+    for key in [*known, *sorted((before.keys() | after.keys()) - known.keys())]:
+        if not _is_fixed(key) or not _has_effect(key, after):
+            continue
+        last = before if _has_effect(key, before) else earlier or {}
+        if key in known and key not in last:
+            continue  # it had no effect before
+        was, now = last.get(key, _ABSENT), after.get(key, _ABSENT)
+        if _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))
     return found
 
 
-def check_continues(old: Resolved, new: Resolved, *, run: str) -> None:
+def last_in_effect(
+    old: Resolved, new: Resolved, earlier: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the keys that have no effect in `new` and had one in the run, with the last values.
+
+    They are those of model, data and optimizer that need a layout; arguments as in `differences`.
+    """
+    before, after = _with_defaults(old), _with_defaults(new)
+    found = {}
+    for key in filter(_is_fixed, all_keys()):
+        if _has_effect(key, after):
+            continue
+        last = before if _has_effect(key, before) else earlier or {}
+        if key in last:
+            found[key] = last[key]
+    return found
+
+
+def _with_defaults(resolved: Resolved) -> dict[str, Any]:
+    return {path: key.default for path, key in all_keys().items()} | flat(resolved)
+
+
+def _has_effect(key: str, values: Values) -> bool:
+    """Whether a key is read; one that is never idle counts as if it were, with its default."""
+    known = all_keys().get(key)
+    return known is None or known.never_idle or unmet_need(key, values) is None
+
+
+def check_continues(
+    old: Resolved, new: Resolved, earlier: Mapping[str, Any] | None = None, *, run: str
+) -> None:
     """Raise unless settings `new` can continue the run that was made with `old`.
+
+    Arguments are those of `differences`.
 
     Raises:
         ConfigError: A key differs that must not; all of them are named.
@@ -72,7 +125,7 @@ def check_continues(old: Resolved, new: Resolved, *, run: str) -> None:
                 f"the run {run} was made with {d.old}",
                 f"Give {d.key}={d.old} to continue it, or another exp_manager.name for a new run",
             )
-            for d in differences(old, new)
+            for d in differences(old, new, earlier)
         ]
     )
 

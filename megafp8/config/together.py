@@ -342,11 +342,6 @@ TOGETHER = (
         f"{FSDP}=True shards the optimizer's states already",
         f"Use model.optim.name=fused_adam, {NO_FSDP}",
     ),
-    Row(
-        {FSDP: True}, {"model.optim.grad_sync_dtype": not_("fp32")},
-        f"with {FSDP}=True, FSDP sums the gradients and has its own dtype for the sums",
-        "Use model.fsdp_grad_reduce_dtype",
-    ),
     # --- CUDA graphs ---------------------------------------------------------------------------
     *(
         Row({GRAPH: True}, {key: above(0)}, DRAWN, f"Use {key}=0, {NO_GRAPH}")

@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from megafp8.checkpoint.reader import check_structure
-from megafp8.config.resume import check_continues, full_identity
+from megafp8.config.resume import LAST_IN_EFFECT, check_continues, full_identity
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
 from megafp8.files import (
@@ -274,9 +274,9 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     try:
         if choice.continues:
             with run_errors_reported(choice.path, "reading the run's settings"):
-                old = recorded_config(choice.path)
+                old = recorded_settings(choice.path)
             if old is not None:
-                check_continues(old, spec.resolved, run=str(choice.path))
+                check_continues(old.config, spec.resolved, old.earlier, run=str(choice.path))
         with run_errors_reported(config, "writing the settings"):
             write_atomically(config, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:
@@ -327,30 +327,40 @@ def check(spec: RunSpec) -> None:
         return
     if is_locked(path):
         raise RunError(f"{path} is in use by another process")
-    old = recorded_config(path)
+    old = recorded_settings(path)
     if old is not None and not observe.resume_if_exists:
         raise RunError(
             f"{path} has a run already. Set exp_manager.resume_if_exists=true to continue it, or "
             "choose another name"
         )
     if old is not None:
-        check_continues(old, spec.resolved, run=str(path))
+        check_continues(old.config, spec.resolved, old.earlier, run=str(path))
 
 
-def recorded_config(run_dir: Path) -> dict[str, Any] | None:
-    """Return the configuration of the newest readable checkpoint, else of config.yaml, or None."""
+class Recorded(NamedTuple):
+    """Hold the settings that a run was trained with last.
+
+    `earlier` has the last values of those without effect in `config` that had one before.
+    """
+
+    config: dict[str, Any]
+    earlier: dict[str, Any]
+
+
+def recorded_settings(run_dir: Path) -> Recorded | None:
+    """Return the settings of the newest readable checkpoint, else of config.yaml, or None."""
     root = run_dir / CHECKPOINTS_DIR
     for step_dir in sorted(root.glob("step_*"), reverse=True):
         try:
-            config = check_structure(step_dir).meta["config"]
-        except (CheckpointError, KeyError):
+            meta = check_structure(step_dir).meta
+        except CheckpointError:
             continue  # loading the checkpoint reports the damage
-        if isinstance(config, dict):
-            return config
+        if isinstance(meta.get("config"), dict):
+            return Recorded(meta["config"], meta.get(LAST_IN_EFFECT) or {})
     try:
         config = yaml.safe_load((run_dir / CONFIG_NAME).read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RunError(f"{run_dir / CONFIG_NAME}: cannot be read ({error})") from error
-    return config if isinstance(config, dict) else None
+    return Recorded(config, {}) if isinstance(config, dict) else None

@@ -15,7 +15,7 @@ from megafp8.checkpoint.manifest import MANIFEST_NAME, Placement
 from megafp8.checkpoint.reader import Reader, check_structure
 from megafp8.config.architecture import shape_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.resume import differences
+from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -83,11 +83,14 @@ def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: C
             )
         )
     saver.metrics = dict(meta.get(METRICS, {}))
+    earlier = meta.get(LAST_IN_EFFECT)
+    saver.meta[LAST_IN_EFFECT] = last_in_effect(meta["config"], saver.meta["config"], earlier)
 
 
 def _check_settings(path: Path, spec: RunSpec) -> None:
-    config = check_structure(path).meta.get("config")
-    if not isinstance(config, dict) or "data_fingerprint" not in check_structure(path).meta:
+    meta = check_structure(path).meta
+    config = meta.get("config")
+    if not isinstance(config, dict) or "data_fingerprint" not in meta:
         raise CheckpointError(
             path,
             "has weights, but no state of training",
@@ -101,7 +104,7 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
                 f"the checkpoint {path} was made with {d.old}",
                 f"Set {d.key}={d.old}, or use restore_from_path, which reads the weights only",
             )
-            for d in differences(config, spec.resolved)
+            for d in differences(config, spec.resolved, meta.get(LAST_IN_EFFECT))
             if d.key != "restore_from_path"  # whose weights the checkpoint has trained further
         ]
     )

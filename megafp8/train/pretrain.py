@@ -16,6 +16,7 @@ from megafp8 import __version__
 from megafp8.backends import choose
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
+from megafp8.config.resume import LAST_IN_EFFECT
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
@@ -298,7 +299,7 @@ def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:
 def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console) -> Saver:
     """Fill `state` from the run's own checkpoint, or from one that the settings name."""
     kept = spec.checkpoint
-    meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint}
+    meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint, LAST_IN_EFFECT: {}}
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
     saver = Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     load.load_newest(saver, state, data, console)

@@ -147,8 +147,7 @@ COUNTS = {
     "model.reduce_amax=False": (FP8, {"2 replicas", "2 tensor-parallel ranks",
                                       "2 context-parallel ranks", "2 sharded replicas"}),
     "model.tp_only_amax_red=True": (FP8, {"2 replicas", "2 sharded replicas"}),
-    "model.optim.grad_sync_dtype=bf16": (
-        [], {"2 replicas", "2 context-parallel ranks", "2 sharded replicas"}),
+    "model.optim.grad_sync_dtype=bf16": ([], {"2 replicas", "2 context-parallel ranks"}),
     "model.grad_allreduce_chunk_size_mb=7": ([], {"2 replicas", "2 context-parallel ranks"}),
     "model.transformer_engine=False": (["trainer.accelerator=cpu"], set()),
     "model.fp8_amax_history_len=7": ([*FP8, "model.fp8_amax_compute_algo=most_recent"], set()),

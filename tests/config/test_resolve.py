@@ -14,7 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
-from megafp8.config.resume import check_continues, differences, flat, full_identity, identity
+from megafp8.config.resume import (
+    check_continues,
+    differences,
+    flat,
+    full_identity,
+    identity,
+    last_in_effect,
+)
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
 from megafp8.errors import UserError
@@ -150,6 +157,60 @@ def test_model_data_and_optimizer_do_not(override: str) -> None:
 def test_tensor_parallel_size_may_change() -> None:
     two = run_spec("trainer.devices=2", "model.tensor_model_parallel_size=2")
     assert differences(run_spec().resolved, two.resolved) == []
+
+
+TWO, FP8, SHARDED = "trainer.devices=2", "model.fp8=True", "model.fsdp=True"
+OF_A_LAYOUT = {
+    "model.optim.grad_sync_dtype=bf16": ([TWO], [[], [TWO, "model.tensor_model_parallel_size=2"],
+                                                 [TWO, SHARDED]]),
+    "model.fsdp_grad_reduce_dtype=bf16": ([TWO, SHARDED], [[], [TWO]]),
+    "model.reduce_amax=False": ([TWO, FP8], [[FP8]]),
+    "model.tp_only_amax_red=True": (
+        [TWO, FP8], [[FP8], [TWO, FP8, "model.tensor_model_parallel_size=2"]]),
+}  # fmt: skip
+"""For a setting: settings with which it has an effect, and some with which it has none."""
+
+
+@pytest.mark.parametrize("setting", OF_A_LAYOUT)
+def test_a_key_without_effect_in_a_layout_does_not_stop_a_run(setting: str) -> None:
+    """Back where it has an effect, it must be given its last value; any other is refused."""
+    key = setting.partition("=")[0]
+    where, elsewhere = OF_A_LAYOUT[setting]
+    given, left_out = run_spec(*where, setting).resolved, run_spec(*where).resolved
+    last, default = flat(given)[key], flat(left_out)[key]
+    for other in elsewhere:
+        idle = run_spec(*other).resolved
+        check_continues(given, idle, run="runs/x")
+        earlier = last_in_effect(given, idle)
+        assert earlier[key] == last and set(earlier) <= LAYOUTS_KEYS
+        once_more = last_in_effect(idle, idle, earlier)
+        assert once_more == earlier, "it is remembered through any number of layouts"
+        check_continues(idle, given, once_more, run="runs/x")
+        (problem,) = problems(
+            lambda idle=idle, earlier=earlier: check_continues(
+                idle, left_out, earlier, run="runs/x"
+            )
+        )
+        assert problem.key == key and problem.value == default
+        assert f"Give {key}={last} to continue it" in problem.hint
+        assert key not in last_in_effect(idle, given, earlier), "the settings have it again"
+
+
+LAYOUTS_KEYS = {setting.partition("=")[0] for setting in OF_A_LAYOUT}
+
+
+@pytest.mark.parametrize("setting", OF_A_LAYOUT)
+def test_a_key_of_a_layout_is_compared_where_both_have_an_effect(setting: str) -> None:
+    key = setting.partition("=")[0]
+    where, elsewhere = OF_A_LAYOUT[setting]
+    given, left_out = run_spec(*where, setting).resolved, run_spec(*where).resolved
+    for old, new in ((given, left_out), (left_out, given)):
+        (problem,) = problems(lambda old=old, new=new: check_continues(old, new, run="runs/x"))
+        assert problem.key == key and f"{key}={flat(old)[key]}" in problem.hint
+    for other in elsewhere:
+        idle = run_spec(*other).resolved
+        assert differences(idle, given) == [], "the run has used no value yet"
+        assert differences(idle, given, last_in_effect(left_out, idle))[0].key == key
 
 
 def test_a_key_that_an_older_run_lacks_counts_with_its_default() -> None:

@@ -423,7 +423,7 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
             "one scale for each weight",
         ),
         ({"model.optim.name": "distributed_fused_adam"}, "model.optim.name", "already"),
-        ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP sums"),
+        ({"model.optim.grad_sync_dtype": "bf16"}, "model.optim.grad_sync_dtype", "FSDP has"),
         ({"model.megatron_amp_O2": False}, "model.megatron_amp_O2", "one dtype"),
         (HYBRID, "model.fsdp_sharding_strategy", "one node"),
         (

@@ -133,6 +133,36 @@ def test_other_data_under_the_same_name(place: Place, tmp_path: Path) -> None:
     assert "Traceback" not in done.output
 
 
+def test_a_setting_of_several_ranks_moves_to_one_and_back(place: Place) -> None:
+    """From two ranks to one and back: never silently with another value than the last one."""
+    two, dtype = "trainer.devices=2", "model.optim.grad_sync_dtype"
+
+    def recorded(step: int) -> tuple[str, dict[str, object]]:
+        manifest = json.loads((place.checkpoint(step) / "manifest.json").read_text())
+        meta = manifest["meta"]
+        return meta["config"]["model"]["optim"]["grad_sync_dtype"], meta["last_in_effect"]
+
+    stop = ["signalled", int(signal.SIGTERM)]
+    done = place.run(two, f"{dtype}=bf16", fault=["in_rank", 1, *stop, 2])
+    assert done.code == 75 and recorded(2) == ("bf16", {}), done.output
+    done = place.run(f"{dtype}=bf16")
+    assert done.code == 2 and f"{dtype}=bf16" in done.output and "has no effect" in done.output
+    for step in (4, 6):
+        done = place.run(fault=[*stop, step])
+        assert done.code == 75 and f"continuing after step {step - 2}" in done.output, done.output
+        config, earlier = recorded(step)
+        assert config == "fp32" and earlier[dtype] == "bf16"
+    done = place.run(two)
+    assert done.code == 2 and place.steps()[-1] == 6, done.output
+    assert f"Give {dtype}=bf16 to continue it" in done.output and "Traceback" not in done.output
+    started = ["exp_manager.name=other", f"model.resume_from_checkpoint={place.checkpoint(6)}"]
+    done = place.run(two, *started)
+    assert done.code == 2 and f"Set {dtype}=bf16, or use" in done.output, done.output
+    done = place.run(two, f"{dtype}=bf16")
+    assert done.code == 0 and "continuing after step 6 of 12" in done.output, done.output
+    assert recorded(STEPS) == ("bf16", {}) and "dp all_reduce_sum bfloat16" in str(place.summary())
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["new", "continued"])
 def test_a_rank_with_a_copy_of_other_data(place: Place, tmp_path: Path, stopped: bool) -> None:
     """All ranks leave with one message that names the ranks, whether the run is new or not."""

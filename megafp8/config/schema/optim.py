@@ -249,7 +249,10 @@ class Optim:
         "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
         kind="optim",
         valid=one_of("fp32", "bf16"),
-        needs=SUMMED,
+        needs=both(
+            needs("model.fsdp", False, hint="Leave it out; FSDP has model.fsdp_grad_reduce_dtype"),
+            SUMMED,
+        ),
     )
     data_parallel_sharding_strategy: str = key(
         "optim",
