@@ -60,7 +60,7 @@ def connect(backend: str) -> Store:
         shared, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
         # torchrun's store outlives its ranks and holds the addresses of those that have died.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start{start}", shared)  # type: ignore[attr-defined]
+        store = _for_next_job(dist.PrefixStore(f"start{start}", shared), rank)  # type: ignore[attr-defined]
         _join(backend, store, rank, size)
         return store
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -77,6 +77,16 @@ def connect(backend: str) -> Store:
     await_all(store, rank, size, f"{host}:{port}", seconds)
     _join(backend, store, rank, size)
     return store
+
+
+def _for_next_job(store: Store, rank: int) -> Store:
+    """Return the part of the launcher's store that belongs to the job which joins now.
+
+    The store outlives a job of a sweep, and torch gives the groups of each job the same names. Each
+    rank counts its own joins in the store. All ranks join equally often, so their counts agree.
+    """
+    job = store.add(f"joined/{rank}", 1)
+    return dist.PrefixStore(f"job{job}", store)  # type: ignore[attr-defined]
 
 
 def _warn_of_hosts_that_never_meet(environment: Mapping[str, str]) -> None:

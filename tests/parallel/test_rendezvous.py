@@ -20,6 +20,7 @@ from megafp8.parallel.rendezvous import (
     reach,
     serve,
 )
+from tests.ranks import run_ranks
 
 
 @pytest.fixture
@@ -108,3 +109,10 @@ def test_nccl_gets_the_gpu_of_this_rank(monkeypatch: pytest.MonkeyPatch, backend
     monkeypatch.setenv("LOCAL_RANK", "3")
     rendezvous._join(backend, dist.HashStore(), 3, 4)  # type: ignore[attr-defined]
     assert given["device_id"] == (torch.device("cuda", 3) if backend == "nccl" else None)
+
+
+def test_the_same_ranks_join_again_for_the_next_job() -> None:
+    """The store of torchrun still has the keys and addresses of the first job."""
+    sums = [3.0, 3.0, 30.0, 30.0, 300.0, 300.0]
+    work = "tests.parallel.rank_joins:join_again"
+    assert run_ranks(work, 2, {"times": 3}, timeout=30) == [sums, sums]
