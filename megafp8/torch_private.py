@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,6 +199,13 @@ def join_simulated_group(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """Set the timeout in seconds of later collectives of a process group; tried with gloo."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def fsdp_all_gather(before: Callable[[torch.Tensor], None]) -> Any:

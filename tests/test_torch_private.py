@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from fnmatch import fnmatch
 from functools import cache
 from typing import Any
@@ -239,6 +240,17 @@ def test_the_engine_of_backward_and_the_maker_of_subclasses_can_be_wrapped(
     made = torch.Tensor._make_wrapper_subclass(Bytes, (2, 3), dtype=torch.float32)
     assert called == ["backward", "subclass"] and made.shape == (2, 3)
     assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_a_group_of_gloo_gets_another_timeout() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+        torch_private.set_timeout(group, 7.0)
+        gloo = group._get_backend(torch.device("cpu"))
+        assert gloo.options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_simulated_group_and_the_collectives_of_fsdp() -> None:

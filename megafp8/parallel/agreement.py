@@ -1,7 +1,9 @@
 """How ranks agree: one rank's value on all of them, and one rank's error raised by all of them.
 
-Objects travel pickled between the processes of one job; nothing here reads a file. They are not
-counted in `Traffic`: a step of training sends none, unless it logs FP8's health.
+The ranks agree within `Mesh.agreement`, where they wait for a rank that works on files however long
+it takes, or within a `group` that the caller gives. Objects travel pickled between the processes of
+one job; nothing here reads a file. They are not counted in `Traffic`: a step of training sends
+none, unless it logs FP8's health.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ T = TypeVar("T")
 def on_main(mesh: Mesh, act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `act` on the main rank alone and return its value on every rank.
 
-    The main rank gets the very object, the others a pickled copy. The ranks agree within `group`;
-    None stands for all ranks' own.
+    The main rank gets the very object, the others a pickled copy.
 
     Raises:
         UserError: What `act` raised, on every rank.
@@ -51,7 +52,7 @@ def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) ->
     if mesh.world.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
+    dist.broadcast_object_list(box, src=0, group=group or mesh.agreement)
     return box[0]
 
 
@@ -60,13 +61,18 @@ def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> li
     if mesh.world.size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group or mesh.agreement)
     return values
 
 
 def first_known(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the lowest rank's object that is not None, on every rank."""
     return next((v for v in gather(mesh, value, group) if v is not None), None)
+
+
+def wait_for_all(mesh: Mesh) -> None:
+    """Return when all ranks have called this function, however long one of them reads files."""
+    gather(mesh, None)
 
 
 def agree(mesh: Mesh, *flags: bool) -> list[bool]:

@@ -49,6 +49,8 @@ class Mesh:
     ends: Axis
     traffic: Traffic
     store: Store | None = None  # the ranks' common key-value store; None with one rank
+    # Ranks wait in this group for one that works on files. None with one rank, or simulated ranks.
+    agreement: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -95,9 +97,8 @@ def join(spec: ParallelSpec) -> Mesh:
     store = None
     if not dist.is_initialized():  # a second mesh over the same ranks reuses the group
         store = rendezvous.connect("nccl" if on_gpu else "gloo")
-    sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
-    mesh = _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
-    return replace(mesh, store=store)
+    mesh = _mesh_of(spec, device)
+    return replace(mesh, store=store, agreement=rendezvous.group_that_waits())
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup | None:
@@ -121,6 +122,11 @@ def leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _mesh_of(spec: ParallelSpec, device: torch.device) -> Mesh:
+    sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
+    return _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
 
 
 def _mesh(
@@ -165,8 +171,8 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[Mesh]:
         return
     join_simulated_group(rank, spec.world_size)
     try:
-        made = join(replace(spec, accelerator="cpu"))
+        made = _mesh_of(spec, device)
         with device, planning_for(planned):
-            yield replace(made, device=device)
+            yield made
     finally:
         leave()

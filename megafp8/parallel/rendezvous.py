@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import sys
 import time
@@ -21,11 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from megafp8 import torch_private
 from megafp8.errors import RunError
 
 Store = Any  # torch's stubs lack its stores
 UNREACHABLE_SECONDS = 20.0  # for a name that does not resolve or a network without a route
 JOIN_SECONDS = 600.0  # for all ranks to connect: imports may come from a slow file system
+WAITING_SECONDS = 24 * 3600.0
+"""How long ranks wait for one that works on files. If a rank dies, its connections break, so that
+the others learn of it at once; one that hangs is found by `trainer.step_timeout`."""
 _NOTICE_SECONDS = 30.0
 
 
@@ -110,6 +115,42 @@ def _join(backend: str, store: Store, rank: int, size: int) -> None:
     # NCCL connects now, where an error can be reported, instead of in the first collective.
     device = local_gpu() if backend == "nccl" else None
     dist.init_process_group(backend, store=groups, rank=rank, world_size=size, device_id=device)
+
+
+def group_that_waits() -> dist.ProcessGroup:
+    """Return a new group of all ranks, in which they wait for each other as long as files take.
+
+    A checkpoint may take longer to write or to read than the timeout of a group that trains, which
+    is 10 minutes with NCCL. The new group is one of gloo's: it sends from host memory over TCP. All
+    ranks call this function together.
+
+    Raises:
+        RunError: The ranks cannot connect.
+    """
+    _allow_open_files(dist.get_world_size())
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=JOIN_SECONDS)
+        )
+    except RuntimeError as error:
+        raise RunError(
+            f"{socket.gethostname()} cannot connect to the other ranks over TCP: "
+            f"{str(error).strip().splitlines()[0]}. Set GLOO_SOCKET_IFNAME to the network "
+            "interface by which the hosts reach each other"
+        ) from error
+    torch_private.set_timeout(group, WAITING_SECONDS)
+    return group
+
+
+def _allow_open_files(more: int) -> None:
+    """Raise this process's limit of open files by `more`, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = soft + more
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serve(host: str, port: int) -> Store:

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import os_errors_reported
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.rendezvous import group_that_waits
 from megafp8.train import state_dict
 from megafp8.train.scaling_dict import SCALING_LAYOUT, scaling_layout
 from megafp8.train.state import TrainState
@@ -79,7 +79,7 @@ class Saver:
     ) -> Path:
         """Save `pieces` and `meta`, which were taken from a state at `step`; see `save`.
 
-        The ranks agree within `group`, or within the group of all ranks if it is None.
+        The ranks agree within `group`, or within that of the mesh if it is None.
         """
         if bad := first_known(mesh, _first_nonfinite(pieces), group):
             raise_on_all(
@@ -236,10 +236,6 @@ def _over(placement: Placement, block: torch.Tensor) -> Placement:
     return Placement(placement.name, placement.global_shape, placement.offset, tensor)
 
 
-# A rank that is done waits for the slowest. If a rank dies, the launcher or training ends the rest.
-_AGREEMENT = timedelta(days=1)
-
-
 @dataclass(frozen=True)
 class Saved:
     """Describe a checkpoint that is on the disk, and the time that it took."""
@@ -263,7 +259,7 @@ class BackgroundSaver:
         self._snapshot = Snapshot(self._placements.now())
         self._group = None
         if state.mesh.world.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_AGREEMENT)
+            self._group = group_that_waits()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
         self._error: BaseException | None = None

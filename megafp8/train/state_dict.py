@@ -31,6 +31,7 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.optim.stored import StoredAdamW, StoredMasters
+from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.precision.cast import amax_of
 from megafp8.precision.grouped import GroupedTensor, groups_shape
@@ -139,6 +140,8 @@ class RepeatedPlacements:
 def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     """Fill `state` from a verified checkpoint of any layout, and return the manifest's meta.
 
+    All ranks call it together.
+
     Raises:
         CheckpointError: The checkpoint lacks a tensor, or a loss scale that `state` needs.
     """
@@ -164,14 +167,16 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
         except ValueError as error:
             hint = "Continue from another checkpoint: model.resume_from_checkpoint"
             raise CheckpointError(step_dir, str(error), hint) from error
+    wait_for_all(state.mesh)  # before the write-back's collectives: ranks read different bytes
     state.masters.write_back()
     return meta
 
 
 def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
-    """Fill the master weights alone from a checkpoint of any layout."""
+    """Fill the master weights alone from a checkpoint of any layout; all ranks call it together."""
     for line in _load_states(reader, state, itertools.islice(_states(state), 1)):
         notify(line)
+    wait_for_all(state.mesh)
 
 
 States = Iterable[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]
