@@ -30,6 +30,8 @@ _HINTS = {
     errno.ENOTDIR: "A file has the name of a folder: choose another folder",
 }
 _OTHERWISE = "Repair the file system or move the run; older checkpoints are untouched"
+PROGRESS = "MEGAFP8_PROGRESS"
+"""The environment variable by which our launcher tells its ranks the file for `note_progress`."""
 STALE_SECONDS = 24 * 3600.0  # an older folder that is being built belongs to a killed process
 
 
@@ -57,6 +59,16 @@ def _reason_and_hint(error: OSError, doing: str) -> tuple[str, str]:
     named = errno.errorcode.get(number, "OSError")
     reason = f"{doing} failed with {named} ({error.strerror or error})"
     return reason, _HINTS.get(number, _OTHERWISE)
+
+
+def note_progress() -> None:
+    """Show our launcher that this rank does not hang, by the time of a file that both know.
+
+    After a signal the launcher waits for ranks that make progress. Other launchers name no file.
+    """
+    if file := os.environ.get(PROGRESS):
+        with suppress(OSError):  # the launcher has ended, or its folder is full
+            os.utime(file)
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ from megafp8.checkpoint.manifest import (
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.step_directories import step_of
 from megafp8.errors import CheckpointError
+from megafp8.files import note_progress
 from megafp8.precision.grouped import values_of
 from megafp8.specs.geometry import Box
 
@@ -103,6 +104,7 @@ def _sha256(path: Path) -> str:
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            note_progress()
     return digest.hexdigest()
 
 
@@ -272,6 +274,7 @@ class Reader:
                     if groups is not None:
                         stored = values_of(stored, groups, overlap.offset[-1])
                     target.copy_(stored)
+                    note_progress()
                     if factor is not None:
                         target.mul_(factor.to(target.device))
         except (SafetensorError, OSError) as error:

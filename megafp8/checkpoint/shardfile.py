@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+from megafp8.files import note_progress
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -37,6 +39,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _CHUNK_BYTES = 16 << 20
+_FLUSH_BYTES = 1 << 30
+"""After so many bytes the file is flushed to the disk. With one flush at the end, a rank could show
+no progress for as long as the disk takes for a whole file."""
 _ALIGNMENT_BYTES = 8
 
 
@@ -52,13 +57,26 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[
     # With wide dtypes first, every tensor starts at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     digest, size = hashlib.sha256(), 0
-    with ThreadPoolExecutor(1) as hasher, open(path, "xb", buffering=0) as file:
+    flushed = 0
+    with (
+        open(path, "xb", buffering=0) as file,
+        ThreadPoolExecutor(1) as hasher,
+        ThreadPoolExecutor(1) as flusher,
+    ):
+        flush: Future[None] | None = None
         for chunk in _chunks(ordered):
             hashed = hasher.submit(digest.update, chunk)  # runs while the same bytes are written
             _write_all(file.fileno(), chunk)
             hashed.result()
             size += len(chunk)
-        os.fsync(file.fileno())
+            note_progress()
+            if size - flushed >= _FLUSH_BYTES:
+                if flush is not None:
+                    flush.result()
+                flush, flushed = flusher.submit(_flush, file.fileno()), size
+        if flush is not None:
+            flush.result()
+        _flush(file.fileno())
     return size, digest.hexdigest()
 
 
@@ -85,6 +103,11 @@ def _header(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text
+
+
+def _flush(descriptor: int) -> None:
+    os.fsync(descriptor)
+    note_progress()
 
 
 def _write_all(descriptor: int, content: memoryview) -> None:

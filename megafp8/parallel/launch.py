@@ -21,19 +21,27 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megafp8.errors import ExitCode
+from megafp8.errors import ExitCode, RunError
+from megafp8.files import PROGRESS
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_SECONDS = 0.05
 RESTARTED = (int(ExitCode.CRASHED), int(ExitCode.HUNG))
 """What another start may mend; a setting or a loss that is not finite it will not."""
-SHUTDOWN_SECONDS = 120.0  # time for a rank to finish its step and save after a signal
+SHUTDOWN_SECONDS = 120.0
+"""After a signal, ranks that show no progress for so long are killed.
+
+Progress is a step that begins, a validated batch, or a part of a checkpoint that is written,
+flushed or read. At most 1 GiB is flushed at once, so that 9 MB/s for each rank are fast enough.
+"""
 GRACE_SECONDS = 5.0  # time for ranks that see another rank's error to report their own
 SPINS = 1000
 """How often a waiting thread of OpenMP looks before it sleeps: some tens of microseconds."""
 LAUNCHER = "MEGAFP8LAUNCHER_PID"
+_SHUTDOWN = "MEGAFP8_SHUTDOWN_SECONDS"
 _NOTES = "MEGAFP8_NOTES"
+_PROGRESS_NAME = "progress"
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -117,7 +125,11 @@ def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: in
     The first signal that asks to save and leave is passed on to every rank; the second one ends all
     ranks at once. If ranks die or hang, all ranks are started again, up to `max_restarts` times,
     and resume the run from its newest checkpoint.
+
+    Raises:
+        RunError: MEGAFP8_SHUTDOWN_SECONDS is no number of seconds.
     """
+    patience = _patience(os.environ)
     signals: list[signal.Signals] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -130,7 +142,8 @@ def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: in
                 "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names of the restart counts
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             }
-            code = _run([sys.executable, "-u", script, *argv], num_ranks, counts, signals)
+            command = [sys.executable, "-u", script, *argv]
+            code = _run(command, num_ranks, counts, signals, patience)
             if signals or code not in RESTARTED or restart == max_restarts:
                 return code
             _tell(f"starting all ranks again: restart {restart + 1} of {max_restarts}")
@@ -145,6 +158,7 @@ def _run(
     num_ranks: int,
     counts: Mapping[str, str],
     signals: Sequence[signal.Signals],
+    patience: float,
 ) -> int:
     """Run all ranks once and return the job's exit code; no process of the job is left then."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
@@ -153,6 +167,7 @@ def _run(
     # has a new store, without the addresses of ranks that are dead.
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # where ranks write why they died
+    (notes / _PROGRESS_NAME).touch()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
@@ -163,7 +178,7 @@ def _run(
                     command, env={**os.environ, **own, **counts}, start_new_session=True
                 )
             )
-        return _watch(ranks, signals, notes)
+        return _watch(ranks, signals, notes, patience)
     finally:
         _end(ranks)
         shutil.rmtree(notes, ignore_errors=True)
@@ -200,32 +215,61 @@ def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[s
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         LAUNCHER: str(os.getpid()),
         _NOTES: str(notes),
+        PROGRESS: str(notes / _PROGRESS_NAME),
     }
 
 
+def _patience(environment: Mapping[str, str]) -> float:
+    """Return the seconds without progress after which signalled ranks are killed."""
+    text = environment.get(_SHUTDOWN, str(SHUTDOWN_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds > 0:
+        return seconds
+    raise RunError(
+        f"{_SHUTDOWN}={text}: is not a number of seconds above 0. Set it to the longest time in "
+        f"which a rank that saves may show no progress, or unset it ({SHUTDOWN_SECONDS:.0f})"
+    )
+
+
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], signals: Sequence[signal.Signals], notes: Path
+    ranks: Sequence[subprocess.Popen[bytes]],
+    signals: Sequence[signal.Signals],
+    notes: Path,
+    patience: float,
 ) -> int:
-    """Wait for the ranks and return the job's exit code."""
+    """Wait for the ranks and return the job's exit code.
+
+    A rank that has failed gives the others `GRACE_SECONDS`. After a signal, all ranks have time to
+    save as long as one of them makes progress, and `patience` seconds after that.
+    """
     first_failed: int | None = None
     passed_on = False
-    deadline = float("inf")
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+    deadline = last_progress = float("inf")
+    noted = 0
+    while any(rank.poll() is None for rank in ranks):
+        now = time.monotonic()
+        if now > deadline or now - last_progress > patience:
+            break
         time.sleep(POLL_SECONDS)
         if len(signals) > 1:
             return 128 + signals[1]
         if signals and not passed_on:
             passed_on = True
-            deadline = time.monotonic() + SHUTDOWN_SECONDS
             for rank in ranks:
                 rank.send_signal(signals[0])
+        if passed_on and (newest := (notes / _PROGRESS_NAME).stat().st_mtime_ns) != noted:
+            noted, last_progress = newest, time.monotonic()
         if first_failed is None:
             failed = [i for i, rank in enumerate(ranks) if _is_failure(rank.poll())]
             first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
             if first_failed is not None:
                 was_killed = _code(ranks[first_failed]) < 0
                 deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
-    return _code_of_job(ranks, first_failed, signals[0] if signals else None, notes)
+    asked = signals[0] if signals else None
+    return _code_of_job(ranks, first_failed, asked, notes, patience)
 
 
 def _code_of_job(
@@ -233,6 +277,7 @@ def _code_of_job(
     first_failed: int | None,
     asked: signal.Signals | None,
     notes: Path,
+    patience: float = SHUTDOWN_SECONDS,
 ) -> int:
     """Return the job's exit code and report the rank that failed first, unless it reported
     itself.
@@ -258,7 +303,10 @@ def _code_of_job(
         return int(ExitCode.CRASHED)
     if None in codes:
         rank = codes.index(None)
-        _tell(f"rank {rank} has not left {SHUTDOWN_SECONDS:.0f} s after the signal: killed")
+        _tell(
+            f"rank {rank} has not left after the signal, and no rank has made progress for "
+            f"{patience:g} s: killed. {_SHUTDOWN} allows more time"
+        )
         return int(ExitCode.CRASHED)
     if int(ExitCode.SAVED_ON_SIGNAL) in codes:
         _tell(f"{asked.name if asked else 'a signal to a rank'}: all ranks have left")
@@ -268,7 +316,8 @@ def _code_of_job(
 
 def _first_note(notes: Path) -> tuple[int, str] | None:
     """Return the rank that noted an error first, and the error."""
-    files = sorted(notes.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    files = [file for file in notes.iterdir() if file.name != _PROGRESS_NAME]
+    files.sort(key=lambda file: file.stat().st_mtime_ns)
     return (int(files[0].name), files[0].read_text()) if files else None
 
 

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, Self
 
 from megafp8.errors import ExitCode
+from megafp8.files import note_progress
 from megafp8.parallel.mesh import Mesh
 
 REPORT_SECONDS = 3.0  # time for the other ranks to notice and report
@@ -38,7 +39,7 @@ class Watchdog:
     """Watches this rank while its context is active.
 
     The rank must call `beat` at every sign of progress. With `timeout_seconds` None nothing is
-    watched.
+    watched here.
     """
 
     def __init__(self, mesh: Mesh, timeout_seconds: float | None) -> None:
@@ -60,7 +61,8 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, what: str) -> None:
-        """Restart the timeout and note that `what` begins now."""
+        """Restart the timeout and note that `what` begins now; our launcher sees it, too."""
+        note_progress()
         if self.timeout_seconds is None:
             return
         self._what, self._last = what, time.monotonic()

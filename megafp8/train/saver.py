@@ -28,7 +28,7 @@ from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.reader import SCALES
 from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
-from megafp8.files import os_errors_reported
+from megafp8.files import note_progress, os_errors_reported
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.rendezvous import group_that_waits
@@ -158,6 +158,7 @@ def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
             parts = flat.split(_ELEMENTS_OF_ONE_THREAD) if flat.device.type == "cpu" else (flat,)
             if not all(torch.isfinite(part).all() for part in parts):
                 return placement.name
+            note_progress()
     return None
 
 

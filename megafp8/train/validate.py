@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from megafp8.data.loader import Microbatch, num_validation_batches, validation_batches
+from megafp8.files import note_progress
 from megafp8.observe.summary import bits_per_byte
 from megafp8.train.run import Run
 from megafp8.train.state import TrainState
@@ -72,9 +73,10 @@ def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
 
 
 def _shown(run: Run, batches: Iterable[Microbatch], total: int) -> Iterator[Microbatch]:
-    """Yield the batches, and show how many of them are done."""
+    """Yield the batches, and show how many of them are done, to the launcher too."""
     for done, batch in enumerate(batches):
         run.console.validating(done, total)
+        note_progress()
         yield batch
 
 

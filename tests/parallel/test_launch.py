@@ -1,17 +1,32 @@
 """Ranks that die are started again as often as `trainer.max_restarts` says, and no other code is.
+After a signal ranks have time to save as long as they make progress.
 
 The ranks run a few lines of Python and train nothing; tests/train/test_restarts.py has real runs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.train.runs import ROOT
+from megafp8.checkpoint import reader, shardfile
+from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.step_directories import steps
+from megafp8.errors import RunError
+from megafp8.parallel.launch import launch
+from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.watchdog import Watchdog
+from megafp8.train import saver, validate
+from tests.train.runs import ROOT, wait_until
 
 RANK = """\
 import os, pathlib, signal, sys
@@ -58,3 +73,110 @@ def test_not_more_often_than_asked(tmp_path: Path) -> None:
 def test_an_error_to_correct_is_not_tried_again(code: int, tmp_path: Path) -> None:
     found, _, noted = starts(tmp_path, 2, 9, str(code))
     assert found == code and noted == ["02"]
+
+
+SAVING = """\
+import os, pathlib, signal, sys, time
+import torch
+from megafp8.checkpoint import store
+from megafp8.checkpoint.manifest import Placement
+
+folder, rank, slow_rank, pause = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), *map(
+    float, sys.argv[2:]
+)
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+(folder / f"{rank}.ready").touch()
+while not told:
+    time.sleep(0.01)
+if rank == slow_rank:
+    write = os.write
+    os.write = lambda *given: (time.sleep(pause), write(*given))[1]
+tensors = [Placement(f"weight{n}", (8,), (0,), torch.ones(8)) for n in range(6)]
+root = folder / f"checkpoints{rank}"
+staging = store.begin(root, 1)
+store.commit(staging, root, 1, [store.write_shard(staging, "a.safetensors", tensors)], {})
+sys.exit(75)
+"""
+PATIENCE = 3.0
+
+
+def told_to_leave(folder: Path, slow_rank: int, pause: float) -> tuple[int, str, list[list[int]]]:
+    """Tell a job of two ranks to leave, one of which pauses before each write of its checkpoint.
+
+    Return the exit code, stderr, and the steps that each rank has saved.
+    """
+    script = folder / "rank.py"
+    script.write_text(SAVING)
+    words = [str(script), "0", str(folder), str(slow_rank), str(pause)]
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, *words],
+        cwd=ROOT,
+        env={**os.environ, "MEGAFP8_SHUTDOWN_SECONDS": str(PATIENCE), "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(
+            lambda: len(list(folder.glob("*.ready"))) == 2 or job.poll() is not None, "ranks"
+        )
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    return job.returncode, errors, [steps(folder / f"checkpoints{rank}") for rank in (0, 1)]
+
+
+def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
+    """The 7 writes of rank 1 take longer than a rank may show no progress; each one is shorter."""
+    began = time.monotonic()
+    pause = PATIENCE / 3
+    code, errors, saved = told_to_leave(tmp_path, 1, pause)
+    assert (code, saved) == (75, [[1], [1]]), errors
+    assert time.monotonic() - began > 7 * pause > PATIENCE
+    assert "SIGTERM: all ranks have left" in errors
+
+
+def test_a_rank_that_hangs_while_it_saves_is_killed(tmp_path: Path) -> None:
+    code, errors, saved = told_to_leave(tmp_path, 1, 1000.0)
+    assert (code, saved) == (1, [[1], []]), errors
+    assert "rank 1 has not left after the signal, and no rank has made progress for 3 s" in errors
+
+
+@pytest.mark.parametrize("wrong", ["soon", "-1", "nan", ""])
+def test_a_wrong_time_for_saving_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAFP8_SHUTDOWN_SECONDS", wrong)
+    with pytest.raises(RunError, match=f"MEGAFP8_SHUTDOWN_SECONDS={wrong}: is not a number"):
+        launch("rank.py", [], 2)
+
+
+def test_what_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are written, flushed or hashed, checked tensors, steps and validated batches."""
+    shown: list[str] = []
+    monkeypatch.setenv("MEGAFP8_PROGRESS", "the launcher's file")
+    monkeypatch.setattr(os, "utime", shown.append)
+
+    def num_shown() -> int:
+        count = len(shown)
+        shown.clear()
+        return count
+
+    monkeypatch.setattr(shardfile, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(shardfile, "_FLUSH_BYTES", 250)
+    monkeypatch.setattr(reader, "_CHUNK_BYTES", 100)
+    path = tmp_path / "a.safetensors"
+    size, sha256 = shardfile.write_safetensors(path, {"a": torch.arange(1000).to(torch.uint8)})
+    header = size - 1000
+    after_header, flushes = 0, 0
+    for written in (header, *range(header + 100, size + 1, 100)):
+        if written - after_header >= 250:
+            after_header, flushes = written, flushes + 1
+    assert flushes >= 3 and num_shown() == 11 + flushes + 1
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == reader._sha256(path)
+    assert num_shown() == -(-size // 100)
+    Watchdog(single_rank(), None).beat("step 1")
+    assert num_shown() == 1
+    whole = [Placement(f"model/{name}", (2,), (0,), torch.ones(2)) for name in "abc"]
+    assert saver._first_nonfinite(whole) is None and num_shown() == 3
+    run = SimpleNamespace(console=SimpleNamespace(validating=lambda done, total: None))
+    assert list(validate._shown(run, [1, 2], 2)) == [1, 2] and num_shown() == 2  # type: ignore
