@@ -10,10 +10,10 @@ from pathlib import Path
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Workers of pytest-xdist share the cores: they and the processes they start get one thread each.
-# The variable must be set before torch is imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests and the processes that they start get one thread each: workers of pytest-xdist share the
+# cores, and the bits of a sum can depend on the number of threads, while tests compare the bits of
+# processes. The variable must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
