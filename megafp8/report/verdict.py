@@ -7,6 +7,7 @@ gaps between seeds says how sure the mean gap is.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -85,9 +86,11 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     averaged = averaged_gap(pairs)
     beyond = [abs(gap) > tolerance for _, gap in averaged]
     inside = max((i for i, is_beyond in enumerate(beyond) if not is_beyond), default=-1)
-    learned = min((_learned(pair.base) for pair in pairs), key=lambda x: (not math.isnan(x), x))
+    falls = [_fall(pair.base) for pair in pairs]
+    learned = min((fall for fall, _ in falls), key=lambda x: (not math.isnan(x), x))
     word = _word(mean, half_width or 0.0, tolerance)
-    can_tell = learned > 2 * tolerance  # otherwise half of what was learned is within the tolerance
+    # Otherwise half of what was learned is within the tolerance, or none of it may be learned.
+    can_tell = all(fall > max(2 * tolerance, noise) for fall, noise in falls)
     if word == "same" and not can_tell:
         word = "undecided"
     measured = "validation loss" if validated else "training loss"
@@ -96,6 +99,8 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     note = "" if len(gaps) > 1 else "; more seeds would say how sure this is"
     if not can_tell:
         fell = "is not known" if math.isnan(learned) else f"fell by {100 * learned:.2f} %"
+        if any(fall > 2 * tolerance and not fall > noise for fall, noise in falls):
+            fell += ", which its scatter from step to step explains"
         note += f"; the training loss of {names[0]} {fell}, too little to compare: train longer"
     sentence = (
         f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "
@@ -128,19 +133,38 @@ def _word(mean: float, half_width: float, tolerance: float) -> str:
     return "better" if high < -tolerance else "undecided"
 
 
-def _learned(run: RunRecord) -> float:
-    """Return how far a run's training loss fell, relative to where it ended."""
-    first = float(run.metrics[0]["loss"]) if run.metrics else math.nan
-    last = _final(run, validated=False)
-    return first / last - 1 if last else math.inf
+def _fall(run: RunRecord) -> tuple[float, float]:
+    """Return how far a run's training loss fell, and how far scatter alone may make it fall.
+
+    Both are relative to where the loss ended. Half of the mean square of the successive differences
+    is the variance of one logged loss (von Neumann and others, 1941); a trend makes it larger, not
+    smaller. The fall is the first loss minus the mean of the last n, so that its variance is
+    1 + 1/n of that. The second figure is the half width of its 95 % interval by Student's t with
+    one degree of freedom for each difference; infinite without a difference.
+    """
+    losses = [loss for line in run.metrics if math.isfinite(loss := float(line["loss"]))]
+    end = _final(run, validated=False)
+    if not losses or math.isnan(end) or end == 0:
+        return math.nan, math.inf
+    steps = [after - before for before, after in itertools.pairwise(losses)]
+    if not steps:
+        return losses[0] / end - 1, math.inf
+    variance = statistics.fmean(step * step for step in steps) / 2
+    error = math.sqrt(variance * (1 + 1 / _num_last(len(losses))))
+    return losses[0] / end - 1, STUDENT[min(len(steps), len(STUDENT)) - 1] * error / end
 
 
 def _final(run: RunRecord, validated: bool) -> float:
     if validated:
         return run.figure("val_loss") or math.nan
     losses = [float(line["loss"]) for line in run.metrics]
-    last = losses[-max(1, round(LAST * len(losses))) :]
+    last = losses[-_num_last(len(losses)) :]
     return statistics.fmean(last) if last else math.nan
+
+
+def _num_last(logged: int) -> int:
+    """Return of how many losses the mean is a run's training loss."""
+    return max(1, round(LAST * logged))
 
 
 def gaps_of(pair: Pair) -> tuple[list[int], list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import statistics
 from collections.abc import Sequence
@@ -91,6 +92,38 @@ def test_a_baseline_that_hardly_learned_tells_nothing(last: float, word: str, sa
     worse = pairs([0.02])  # what differs does so, however little the baseline learned
     worse[0].base.metrics[:] = worse[0].base.metrics[:1]  # type: ignore[index]
     assert judge(worse, 0.005, NAMES).word == "worse"
+
+
+def with_losses(losses: Sequence[float]) -> list[Pair]:
+    found = pairs([0.0])
+    for run in (found[0].base, found[0].other):
+        run.metrics[:] = [{"step": s, "loss": loss} for s, loss in enumerate(losses, start=1)]  # type: ignore[index]
+    return found
+
+
+def test_a_fall_that_scatter_explains_is_not_learned() -> None:
+    """A run with a learning rate of 1e-12 logged these losses, in another order."""
+    scattered = [8.3681, 8.3120, 8.2843, 8.3550, 8.3630, 8.3043, 8.3609, 8.3460, 8.2559]
+    verdict = judge(with_losses(scattered), 0.005, NAMES)
+    assert verdict.learned > 0.013 and verdict.word == "undecided"
+    assert "fell by 1.36 %, which its scatter from step to step explains" in verdict.sentence
+    learned = [loss - 0.1 * step for step, loss in enumerate(scattered)]
+    assert judge(with_losses(learned), 0.005, NAMES).word == "same"
+
+
+@pytest.mark.parametrize(("logged", "word"), [(2, "undecided"), (4, "undecided"), (5, "same")])
+def test_few_logged_steps_tell_nothing(logged: int, word: str) -> None:
+    """An even fall by n - 1 differences d has a half width of t(n - 1) d: 3.18 d and 2.78 d."""
+    even = [8.0 - 0.5 * step for step in range(logged)]
+    assert judge(with_losses(even), 0.005, NAMES).word == word
+
+
+def test_the_scatter_is_that_of_a_fall_without_learning() -> None:
+    """Of 2000 runs whose losses only scatter, at most 2.5 % and three deviations fall so far."""
+    draw = random.Random(1)
+    runs = [[8.0 + draw.gauss(0.0, 0.5) for _ in range(9)] for _ in range(2000)]
+    told = sum(judge(with_losses(losses), 0.0, NAMES).word == "same" for losses in runs)
+    assert told / 2000 < 0.025 + 3 * math.sqrt(0.025 * 0.975 / 2000)
 
 
 def test_the_least_that_any_seed_learned_counts() -> None:
