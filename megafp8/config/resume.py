@@ -108,22 +108,33 @@ def _has_effect(key: str, values: Values) -> bool:
 
 
 def check_continues(
-    old: Resolved, new: Resolved, earlier: Mapping[str, Any] | None = None, *, run: str
+    old: Resolved,
+    new: Resolved,
+    earlier: Mapping[str, Any] | None = None,
+    *,
+    run: str,
+    is_sweep: bool = False,
 ) -> None:
     """Raise unless settings `new` can continue the run that was made with `old`.
 
-    Arguments are those of `differences`.
+    The first three arguments are those of `differences`. `run` is the run's directory, `is_sweep`
+    says that a sweep chose it.
 
     Raises:
         ConfigError: A key differs that must not; all of them are named.
     """
+    of_directory = "exp_manager.name"
+    if is_sweep:
+        of_directory = "hydra.sweep.dir"
+    elif flat(new).get("exp_manager.explicit_log_dir") is not None:
+        of_directory = "exp_manager.explicit_log_dir"
     raise_if_any(
         [
             SettingError(
                 d.key,
                 d.new,
                 f"the run {run} was made with {d.old}",
-                f"Give {d.key}={d.old} to continue it, or another exp_manager.name for a new run",
+                f"Give {d.key}={d.old} to continue it, or another {of_directory} for a new run",
             )
             for d in differences(old, new, earlier)
         ]

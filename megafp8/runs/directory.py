@@ -276,7 +276,9 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
             with run_errors_reported(choice.path, "reading the run's settings"):
                 old = recorded_settings(choice.path)
             if old is not None:
-                check_continues(old.config, spec.resolved, old.earlier, run=str(choice.path))
+                check_continues(
+                    old.config, spec.resolved, old.earlier, run=str(choice.path), is_sweep=is_sweep
+                )
         with run_errors_reported(config, "writing the settings"):
             write_atomically(config, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:

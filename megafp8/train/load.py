@@ -78,8 +78,8 @@ def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: C
                 f"was trained on other data (fingerprint {meta['data_fingerprint'][:12]}, now "
                 f"{data.fingerprint[:12]})",
                 "Name the data of the checkpoint by model.data.data_prefix (or, to fine-tune, by "
-                "model.data.train_ds.file_names), or start a new run with "
-                "another exp_manager.name",
+                "model.data.train_ds.file_names), or start a new run in another directory: by "
+                "exp_manager.name, or by hydra.sweep.dir in a sweep",
             )
         )
     saver.metrics = dict(meta.get(METRICS, {}))

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from megafp8 import files
-from megafp8.errors import ExitCode, RunError
+from megafp8.errors import ConfigError, ExitCode, RunError
 from megafp8.runs import directory as rundir
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
 from megafp8.specs import RunSpec
+from tests.config.helpers import run_spec as settings_of
 from tests.tiny import run_spec
 
 HERE = Path(__file__).parents[2]
@@ -379,6 +380,16 @@ def test_a_disk_that_fails_when_a_run_continues(
     again = rundir.enter(spec, is_sweep=False)
     assert again.continues and again.path == first.path
     again.release()
+
+
+def test_a_sweep_over_another_ones_jobs_is_told_what_chooses_the_directory(tmp_path: Path) -> None:
+    def job(*overrides: str) -> RunSpec:
+        log_dir = f"exp_manager.explicit_log_dir={tmp_path / 'sweep' / '0'}"
+        return settings_of(log_dir, "exp_manager.resume_if_exists=True", *overrides)
+
+    rundir.enter(job(), is_sweep=True).release()
+    with pytest.raises(ConfigError, match=r"or another hydra\.sweep\.dir for a new run"):
+        rundir.enter(job("model.seed=7"), is_sweep=True)
 
 
 def test_another_users_run_is_not_continued(

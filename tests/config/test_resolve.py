@@ -154,6 +154,22 @@ def test_model_data_and_optimizer_do_not(override: str) -> None:
     assert "exp_manager.name" in problem.hint
 
 
+@pytest.mark.parametrize(
+    ("more", "is_sweep", "of_directory"),
+    [
+        ([], False, "exp_manager.name"),
+        (["exp_manager.explicit_log_dir=x"], False, "exp_manager.explicit_log_dir"),
+        (["exp_manager.explicit_log_dir=x"], True, "hydra.sweep.dir"),
+    ],
+)
+def test_the_hint_names_what_chooses_the_directory(
+    more: list[str], is_sweep: bool, of_directory: str
+) -> None:
+    old, new = run_spec(*more).resolved, run_spec("model.seed=1", *more).resolved
+    (problem,) = problems(lambda: check_continues(old, new, run="runs/x", is_sweep=is_sweep))
+    assert problem.hint.endswith(f"or another {of_directory} for a new run")
+
+
 def test_tensor_parallel_size_may_change() -> None:
     two = run_spec("trainer.devices=2", "model.tensor_model_parallel_size=2")
     assert differences(run_spec().resolved, two.resolved) == []
