@@ -6,7 +6,7 @@ not the run, and is reported once.
 
 from megafp8.observe.console import Console, SilentConsole, StepReport
 from megafp8.observe.live import open_console
-from megafp8.observe.memory import peak_memory_bytes
+from megafp8.observe.memory import PeakMemory, peak_memory_bytes
 from megafp8.observe.metrics import MetricsFile, read_metrics
 from megafp8.observe.summary import RunSummary, bits_per_byte, write_summary
 from megafp8.observe.trackers import (
@@ -22,6 +22,7 @@ __all__ = [
     "CompositeTracker",
     "Console",
     "MetricsFile",
+    "PeakMemory",
     "RunSummary",
     "SilentConsole",
     "StepReport",

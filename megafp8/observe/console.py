@@ -52,7 +52,7 @@ class StepReport:
     mfu_full: float
     hfu_causal: float
     hfu_full: float
-    memory_bytes: int  # peak of the printing rank
+    memory_bytes: int | None  # peak of the printing rank, if it is known
     data_wait_fraction: float  # of the step's time, 0 to 1
     health: str | None = None  # the FP8 health of the last logged step, in a few words
     curve: tuple[float, ...] = ()  # the training loss from the first step on, in means of steps
@@ -208,8 +208,9 @@ def cost_of(report: StepReport) -> list[str]:
         f"{format_count(report.tokens_per_second):>5} tok/s",
         format_tflops(report.tflops_causal),
         _utilization(report),
-        f"mem {format_bytes(report.memory_bytes)}",
     ]
+    if report.memory_bytes is not None:
+        parts.append(f"mem {format_bytes(report.memory_bytes)}")
     if report.data_wait_fraction >= LEAST_DATA_WAIT:
         parts.append(f"data wait {100 * report.data_wait_fraction:.0f} %")
     return parts

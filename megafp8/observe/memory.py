@@ -26,11 +26,33 @@ def peak_memory_bytes(accelerator: str = "cpu") -> int:
     return _peak_resident_bytes()
 
 
-def begin_peak(accelerator: str = "cpu") -> None:
-    """Let the peak begin again, for a run in a process that has trained another one before.
+class PeakMemory:
+    """Measure the peak memory of a run, in a process that may have trained other runs before.
 
-    Memory that the earlier run has freed goes back to the system first. On Linux the peak of
-    resident memory is set to what is resident now; elsewhere it stays the process's.
+    Args:
+        accelerator: As for `peak_memory_bytes`.
+    """
+
+    def __init__(self, accelerator: str = "cpu") -> None:
+        self._accelerator = accelerator
+        self._began_again = _begin_peak(accelerator)
+        self._before = peak_memory_bytes(accelerator)
+
+    def bytes(self) -> int | None:
+        """Return the peak since this object was made, in bytes.
+
+        It is None if it is not known: the process's peak could not begin again, and has not risen
+        since, so that it may be that of an earlier run.
+        """
+        peak = peak_memory_bytes(self._accelerator)
+        return peak if self._began_again or peak > self._before else None
+
+
+def _begin_peak(accelerator: str) -> bool:
+    """Let the process's peak begin again; return whether it did.
+
+    Memory that an earlier run has freed goes back to the system first. On Linux the peak of
+    resident memory is set to what is resident now; elsewhere it stays as it is.
     """
     gc.collect()
     if accelerator == "gpu":
@@ -38,11 +60,14 @@ def begin_peak(accelerator: str = "cpu") -> None:
 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        return
+        return True
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # of glibc; other C libraries have none
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
+    try:
         _CLEAR.write_text("5")  # proc(5): resets VmHWM
+    except OSError:  # not on Linux, or a sandbox forbids it
+        return False
+    return True
 
 
 def _peak_resident_bytes() -> int:

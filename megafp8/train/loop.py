@@ -11,7 +11,6 @@ from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
-from megafp8.observe.memory import peak_memory_bytes
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
@@ -214,7 +213,7 @@ def report_of(
         mfu_full=used.mfu_full,
         hfu_causal=used.hfu_causal,
         hfu_full=used.hfu_full,
-        memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
+        memory_bytes=run.memory.bytes(),
         data_wait_fraction=waited / seconds,
         health=run.health.verdict(),
         curve=run.curve.points,
@@ -238,9 +237,10 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         "mfu_full": report.mfu_full,
         "hfu_causal": report.hfu_causal,
         "hfu_full": report.hfu_full,
-        "peak_memory_bytes": report.memory_bytes,
         "data_wait_fraction": report.data_wait_fraction,
     }
+    if report.memory_bytes is not None:
+        values["peak_memory_bytes"] = report.memory_bytes
     if spec.train.rampup is not None:
         values["global_batch_size"] = samples
     if result.loss_scale is not None:

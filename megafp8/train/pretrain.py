@@ -22,7 +22,7 @@ from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.journal import JournaledConsole
 from megafp8.observe.live import open_console
-from megafp8.observe.memory import begin_peak
+from megafp8.observe.memory import PeakMemory
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
@@ -83,7 +83,6 @@ def pretrain(
         try:
             spec = choose.settle(spec, mesh)
             choose.check(spec, mesh.device)
-            begin_peak(spec.parallel.accelerator)  # a sweep trains several runs in a process
             prepare_process(
                 mesh.device,
                 fp32=spec.precision.compute == "fp32",
@@ -244,6 +243,7 @@ def open_run(
     Raises:
         UserError: A part of the spec cannot be fulfilled. No step has been trained then.
     """
+    memory = PeakMemory(spec.parallel.accelerator)  # a sweep trains several runs in a process
     data = open_on_all(spec.data, mesh, console.event)
     spec = with_vocabulary(spec, data)
     state = build(spec, mesh)
@@ -269,6 +269,7 @@ def open_run(
         bytes_per_token=len(data.validation_text()) / data.num_final_tokens,
         curve=logged_curve(path / METRICS_NAME, state.step, spec.train.log_every_n_steps),
         peak=peak_of_ranks(spec, mesh),
+        memory=memory,
     )
     console.header(describe(spec, state, data, share, run.peak))
     if state.step >= spec.train.max_steps:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megafp8.observe.console import Console, StepReport
 from megafp8.observe.curve import LossCurve
+from megafp8.observe.memory import PeakMemory
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.plan.utilization import Peak
@@ -39,6 +40,7 @@ class Run:
     bytes_per_token: float  # of the validation text
     curve: LossCurve  # of the training loss; complete on the main rank only
     peak: Peak  # of one rank
+    memory: PeakMemory  # of this rank
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None

@@ -43,12 +43,24 @@ def test_cuda_counts_what_is_allocated() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak")
 def test_a_second_run_of_a_process_has_a_peak_of_its_own() -> None:
     code = """if True:
-        from megafp8.observe.memory import begin_peak, peak_memory_bytes
+        from megafp8.observe import PeakMemory, peak_memory_bytes
         first = bytearray(200 << 20)
         first[:: 4096] = b"x" * len(first[:: 4096])
         del first
         assert peak_memory_bytes() > 200 << 20
-        begin_peak()
-        assert peak_memory_bytes() < 200 << 20
+        assert PeakMemory().bytes() < 200 << 20
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_peak_that_cannot_begin_again_is_known_once_it_has_risen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "none" / "clear_refs")
+    status = tmp_path / "status"
+    monkeypatch.setattr(memory, "_STATUS", status)
+    status.write_text("VmHWM:  500 kB\n")
+    peak = memory.PeakMemory()
+    assert peak.bytes() is None  # may be an earlier run's
+    status.write_text("VmHWM:  501 kB\n")
+    assert peak.bytes() == 501 * 1024

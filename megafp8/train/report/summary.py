@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from megafp8.data.tokenize import continuation
 from megafp8.observe.curve import sparkline
-from megafp8.observe.memory import peak_memory_bytes
 from megafp8.observe.summary import RunSummary
 from megafp8.optim.schedules import learning_rate
 from megafp8.report.writer import REPORT_FILE
@@ -89,7 +88,7 @@ def summarize(
         wall_seconds=time.monotonic() - began,
         **{field: getattr(run.last_report, field, None) for field in SPEED},
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
-        peak_memory_bytes=peak_memory_bytes(spec.parallel.accelerator),
+        peak_memory_bytes=run.memory.bytes(),
         precision=precision_of(spec, state),
         metrics_file=str(path / "metrics.jsonl"),
         report_file=str(path / REPORT_FILE),
