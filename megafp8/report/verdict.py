@@ -98,7 +98,9 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     seeds = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
     note = "" if len(gaps) > 1 else "; more seeds would say how sure this is"
     if not can_tell:
-        fell = "is not known" if math.isnan(learned) else f"fell by {100 * learned:.2f} %"
+        fell = f"{'rose' if learned < 0 else 'fell'} by {100 * abs(learned):.2f} %"
+        if math.isnan(learned):
+            fell = "is not known"
         if any(fall > 2 * tolerance and not fall > noise for fall, noise in falls):
             fell += ", which its scatter from step to step explains"
         note += f"; the training loss of {names[0]} {fell}, too little to compare: train longer"

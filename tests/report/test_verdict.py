@@ -77,6 +77,7 @@ def test_the_word_follows_from_the_interval_of_the_gap(gaps: list[float], word: 
     [
         (8.0, "undecided", "the training loss of BF16 fell by 0.00 %, too little to compare"),
         (8.0 / 1.009, "undecided", "fell by 0.90 %"),  # half of it is within 0.5 %
+        (8.0 / 0.998, "undecided", "the training loss of BF16 rose by 0.20 %, too little"),
         (8.0 / 1.011, "same", ""),
         (math.nan, "undecided", "is not known"),
     ],
