@@ -41,6 +41,7 @@ from megafp8.config.load import Loaded, load_all, tree_with_nemo_keys
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.secrets import hide, variable_in
 from megafp8.errors import ExitCode, UserError
+from megafp8.runs.find import CONFIG_NAME
 
 CHECKED_JOBS = 32
 """The number of jobs that are checked before the first one starts.
@@ -124,6 +125,7 @@ class Sweep:
     def _run(self, job: Job) -> Result:
         words = hide(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
+        before = _settings_written(job)
         try:
             loaded = self._load(job)
             cfg = loaded.cfg
@@ -137,7 +139,8 @@ class Sweep:
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
             return result_of(job, self.task(cfg, app_info(loaded, options, **more)))
         except UserError as error:
-            return result_of(job, report_error(error), str(error))
+            began = _settings_written(job) != before  # a run writes them when it begins
+            return replace(result_of(job, report_error(error), str(error)), began=began)
         except Exception as error:
             traceback.print_exc()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -150,7 +153,7 @@ class Sweep:
         except UserError as error:
             words = hide(" ".join(job.overrides))
             print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
-            return result_of(job, report_error(error), str(error))
+            return replace(result_of(job, report_error(error), str(error)), began=False)
         return None
 
     def _load(self, job: Job) -> Loaded:
@@ -293,6 +296,15 @@ def _needs_number(settings: Any) -> bool:
 
 def _directory(settings: Any) -> Path:
     return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
+
+
+def _settings_written(job: Job) -> tuple[int, int] | None:
+    """Return which file has the settings of the run in a job's directory; None without a run."""
+    try:
+        found = (job.directory / CONFIG_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _returned(job: Job, objective: float) -> JobReturn:

@@ -50,7 +50,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished."""
+    """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished.
+
+    `began` is False if the job was refused before it began, so that a run in its directory is that
+    of another job.
+    """
 
     job: int
     overrides: list[str]
@@ -62,6 +66,7 @@ class Result:
     tokens_per_second: float | None
     wall_seconds: float | None
     problem: str | None
+    began: bool = True
 
     @property
     def objective(self) -> float:
@@ -226,11 +231,13 @@ def _page_and_runs(
         label = f"{result.job}: {_SECTIONS.sub('', own[result.job])}"
         if result.problem is not None:
             notes.append((label, result.problem))
+        if not result.began:
+            continue
         try:
             status = _STATUS.get(result.code, "failed")
             runs.append(read_run(Path(result.directory), status))
         except RunError:
-            continue  # the job was refused, or did not start
+            continue  # the job left no run
         labels.append(label)
         if result.problem is not None and runs[-1].tail:
             notes[-1] = (label, "\n".join([result.problem, "", *runs[-1].tail]))

@@ -14,18 +14,25 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.schema import all_keys
 from megafp8.errors import ExitCode, NonFiniteError, RunError
+from tests.report.made import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """\
 import sys
 from megafp8.cli.main import run_app
 from megafp8.config.resolve import resolve
+from megafp8.errors import RunError
 
 def task(cfg, info):
     spec = resolve(cfg, lambda: False)
     job = f"job={info.job_num} dir={info.directory} log_dir={spec.observe.explicit_log_dir}"
     print(f"fp8={spec.precision.fp8 is not None} {job} sweep={info.is_sweep}")
     assert spec.model.num_layers != 99, "a bug"
+    if spec.model.num_layers in (96, 97):
+        if spec.model.num_layers == 97:
+            (info.directory / "config.yaml.new").write_text("model: {num_layers: 97}")
+            (info.directory / "config.yaml.new").replace(info.directory / "config.yaml")
+        raise RunError("no disk" if spec.model.num_layers == 97 else "a run of other settings")
     return {1: 0, 2: 3, 3: 75}.get(spec.model.num_layers, 0)
 
 sys.exit(run_app(sys.argv[1:], task))
@@ -160,6 +167,19 @@ def test_a_sweep_continues_after_refused_and_failed_jobs_and_reports_them(
         assert "AssertionError: a bug" in done.stderr  # a bug keeps its traceback
     assert (tmp_path / "here" / "3" / "job.json").exists()
     assert not (tmp_path / "here" / "2").exists()  # nothing of a refused job
+
+
+def test_a_refused_job_does_not_show_the_run_of_another_one(tmp_path: Path) -> None:
+    """Its directory has a run of an earlier sweep; a run that began there is the job's own."""
+    for number in range(3):
+        make_run(tmp_path / "here" / str(number))
+    done = shell(tmp_path, "-m", "model.num_layers=x,96,97", "hydra.sweep.dir=here")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    results = json.loads((tmp_path / "here" / "sweep.json").read_text())
+    assert [(r["code"], r["began"]) for r in results] == [(2, False), (2, False), (2, True)]
+    page = (tmp_path / "here" / "report.html").read_text()
+    assert "<td>2: num_layers=97<td class=failed>" in page and page.count("<td class=failed>") == 1
+    assert "a run of other settings" in page and "no disk" in page
 
 
 def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
