@@ -150,6 +150,21 @@ def test_blocks_need_their_multiples() -> None:
         recipe("model.fp8_recipe=blockwise", "model.ffn_hidden_size=1040")
 
 
+def test_a_size_refused_for_blocks_names_the_recipe_and_that_others_would_take_it() -> None:
+    narrow = ("model.fp8_recipe=blockwise", "model.num_attention_heads=4", "model.hidden_size=64")
+    with pytest.raises(ConfigError) as caught:
+        recipe(*narrow, "model.ffn_hidden_size=256")
+    text = str(caught.value)
+    assert "model.hidden_size=64" in text and "blockwise (model.fp8_recipe)" in text
+    assert "another recipe than blockwise: the others need multiples of 16" in text
+    with pytest.raises(ConfigError) as caught:
+        recipe("model.fp8_recipe=blockwise", "model.ffn_hidden_size=1048")
+    assert "another recipe" not in str(caught.value)  # 1048 is no multiple of 16 either
+    with pytest.raises(ConfigError) as caught:
+        recipe("model.ffn_hidden_size=1048")
+    assert "blockwise" not in str(caught.value)
+
+
 def test_padding_allows_odd_sizes() -> None:
     odd = ("model.hidden_size=36", "model.ffn_hidden_size=100")
     with pytest.raises(ConfigError, match="multiples of 16"):

@@ -14,7 +14,7 @@ from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
 from megafp8.config.together import NATIVE
 from megafp8.config.values import E4M3_RECIPES, TENSOR_CORE_MULTIPLE, recipes_in, size_multiple
-from megafp8.specs.precision import RecipeName
+from megafp8.specs.precision import BLOCK, RecipeName
 
 rule = Rules()
 
@@ -55,11 +55,30 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
     multiple = size_multiple(v)
     if v["model.fp8"] and v[key] % (multiple * tp):
         shared = f" divided by model.tensor_model_parallel_size={tp}" if tp > 1 else ""
+        wider = _other_recipe(v, v[key], tp)
         yield Finding(
             key,
-            f"FP8 GEMMs need multiples of {multiple} on each rank; {v[key]}{shared} is not one",
-            f"Nearest values: {nearest_multiples(v[key], step)}; or model.fp8=False",
+            f"{_products_of(v)} need multiples of {multiple} on each rank; {v[key]}{shared} is not "
+            "one",
+            f"Nearest values: {nearest_multiples(v[key], step)}{wider}; or model.fp8=False",
         )
+
+
+def _products_of(v: Values) -> str:
+    """Return the subject of a refusal of a size: it names the recipe if others need less."""
+    if size_multiple(v) != BLOCK:
+        return "FP8 GEMMs"
+    key = "recipe" if v["model.fp8_recipe"] == "blockwise" else "modules"
+    return f"FP8 GEMMs of blockwise (model.fp8_{key})"
+
+
+def _other_recipe(v: Values, size: int, ranks: int) -> str:
+    """Return the part of a hint that names another recipe, where that accepts the size."""
+    if size_multiple(v) != BLOCK or size % (TENSOR_CORE_MULTIPLE * ranks):
+        return ""
+    return (
+        f"; or another recipe than blockwise: the others need multiples of {TENSOR_CORE_MULTIPLE}"
+    )
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.micro_batch_size", "model.encoder_seq_length")
@@ -71,10 +90,11 @@ def _fp8_tokens(v: Values) -> Iterator[Finding]:
         length_step = multiple // math.gcd(multiple, micro)
         yield Finding(
             "model.micro_batch_size",
-            f"times model.encoder_seq_length={length} is {micro * length} tokens; FP8 GEMMs need a "
-            f"multiple of {multiple}",
+            f"times model.encoder_seq_length={length} is {micro * length} tokens; "
+            f"{_products_of(v)} need a multiple of {multiple}",
             f"Nearest micro batch sizes: {nearest_multiples(micro, micro_step)}; "
-            f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}",
+            f"or model.encoder_seq_length: {nearest_multiples(length, length_step)}"
+            + _other_recipe(v, micro * length, 1),
         )
 
 
