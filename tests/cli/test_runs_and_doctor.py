@@ -27,7 +27,7 @@ from megafp8.observe.metrics import MetricsFile
 from megafp8.plan.hardware import KNOWN
 from megafp8.runs.find import find_run
 from megafp8.specs import TensorHealth
-from megafp8.train.report.summary import rise_of_rate
+from megafp8.train.report.summary import continue_command, note_to_continue, rise_of_rate
 from tests.report.made import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -220,6 +220,18 @@ def test_a_longer_run_warns_of_a_higher_learning_rate() -> None:
     assert note is not None and "rises from 1.0e-04 to 1.1e-03" in note
     flat = resolve(load(["model.optim.sched.min_lr=2e-3"]), lambda: False)
     assert rise_of_rate(flat) is None
+
+
+def test_a_run_past_the_steps_of_a_command_is_told_so_and_can_continue() -> None:
+    spec = resolve(load(["model.fp8=True", "trainer.max_steps=2"]), lambda: False)
+    note = note_to_continue(spec, 6)
+    assert note is not None and "trained nothing" in note
+    assert "step 6" in note and "trainer.max_steps=2" in note
+    assert note_to_continue(spec, 2) == rise_of_rate(spec)
+    command = ["python", "pretrain_gpt.py", "exp_manager.name=a", "trainer.max_steps=2"]
+    for step, longer in ((6, 12), (2, 4)):
+        text = continue_command(spec, Path("runs/a"), command, True, step)
+        assert text == f"python pretrain_gpt.py exp_manager.name=a trainer.max_steps={longer}"
 
 
 def test_an_ordinary_path_needs_no_quotes() -> None:

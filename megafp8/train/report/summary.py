@@ -74,9 +74,11 @@ def summarize(
         continue_command=(
             None  # a trial run leaves nothing to continue
             if spec.train.fast_dev_run
-            else continue_command(spec, path, command_line.command, finished)
+            else continue_command(spec, path, command_line.command, finished, state.step)
         ),
-        continue_note=rise_of_rate(spec) if finished and not spec.train.fast_dev_run else None,
+        continue_note=(
+            note_to_continue(spec, state.step) if finished and not spec.train.fast_dev_run else None
+        ),
         bytes_per_token=run.bytes_per_token,
         **found,
         train_loss=mean[0] if mean else None,
@@ -167,12 +169,12 @@ def _num_validated(run: Run) -> int:
 
 
 def continue_command(
-    spec: RunSpec, path: Path, command: Sequence[str], finished: bool
+    spec: RunSpec, path: Path, command: Sequence[str], finished: bool, step: int
 ) -> str | None:
     """Return the command that continues a run.
 
-    It is the same command for a run that was stopped. A finished run needs more steps, and its name
-    if the command does not give one.
+    It is the same command for a run that was stopped. A finished run needs more steps than `step`,
+    the one that it has reached, and its name if the command does not give one.
     """
     if not finished:
         return shlex.join(command)
@@ -180,8 +182,18 @@ def continue_command(
     names_run = ("exp_manager.name=", "exp_manager.explicit_log_dir=")
     if not any(key in argument for argument in arguments for key in names_run):
         arguments.append(f"exp_manager.name={path.name}")
-    arguments.append(f"trainer.max_steps={2 * spec.train.max_steps}")
+    arguments.append(f"trainer.max_steps={2 * max(spec.train.max_steps, step)}")
     return shlex.join(arguments)
+
+
+def note_to_continue(spec: RunSpec, step: int) -> str | None:
+    """Return what is to be known before a finished run at `step` continues, or None."""
+    if step > spec.train.max_steps:
+        return (
+            f"this command trained nothing: the run is at step {step} already, past "
+            f"trainer.max_steps={spec.train.max_steps}"
+        )
+    return rise_of_rate(spec)
 
 
 def rise_of_rate(spec: RunSpec) -> str | None:
