@@ -30,6 +30,17 @@ TENSORWISE = Fp8Recipe(
 BLOCKWISE = Fp8Recipe(name="blockwise", backward_format="e4m3", fast_accumulation=frozenset())
 
 
+def test_the_page_of_recipes_says_what_blockwise_needs_beside_its_defaults() -> None:
+    """A table that calls a cell proven must say which settings the cell needs."""
+    by_default = dataclasses.replace(BLOCKWISE, fast_accumulation=frozenset({"output"}))
+    reason = te_recipe.why_not(by_default)
+    assert reason is not None
+    needed = reason.rpartition("use ")[2].replace(" ", "")
+    assert needed == "model.fp8_split_accumulator=[true,true,true]"
+    for name in ("fp8.md", "backends.md"):
+        assert needed in (ROOT / "docs" / name).read_text()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_delayed(version: str) -> None:
     made = te_recipe.make(DELAYED, classes := recipe_classes(version))
