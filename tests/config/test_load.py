@@ -13,11 +13,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.help import default_values, differing_keys, markdown_page
 from megafp8.config.checks import check_values
-from megafp8.config.errors import SettingError
+from megafp8.config.errors import Origin, SettingError
 from megafp8.config.layers import default_job
-from megafp8.config.load import _on_this_machine, default_tree, load, load_all
+from megafp8.config.load import (
+    _on_this_machine,
+    _without_warmup_of_tuning,
+    default_tree,
+    load,
+    load_all,
+)
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_value, read_values
+from megafp8.errors import ConfigError
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,3 +247,33 @@ def test_a_wrong_value_is_one_error_where_a_gpu_is_looked_for(override: str) -> 
     with pytest.raises(SettingError) as caught:
         load_all([override, "model.fp8=True"], gpu_available=lambda: False)
     assert caught.value.key == override.partition("=")[0]
+
+
+def test_a_short_fine_tuning_does_not_fail_at_the_warm_up_of_our_own_file(tmp_path: Path) -> None:
+    """Errors of data are left to be seen; a warm-up that a user sets is refused as before."""
+    refusal = "is more than trainer.max_steps=5"
+
+    def problems(*given: str, folder: Path | None = None) -> str:
+        with pytest.raises(ConfigError) as caught:  # no model and no data are named
+            load_all(["trainer.max_steps=5", *given], folder, "finetune_gpt")
+        return str(caught.value)
+
+    found = problems()
+    assert refusal not in found and "no data is named" in found
+    assert refusal in problems("model.optim.sched.warmup_steps=20")
+    own = "defaults: [pretrain_gpt, _self_]\nmodel: {optim: {sched: {warmup_steps: 20}}}\n"
+    (tmp_path / "finetune_gpt.yaml").write_text(own)
+    assert refusal in problems(folder=tmp_path)
+
+
+def test_the_warm_up_that_a_short_fine_tuning_leaves_is_listed() -> None:
+    key = "model.optim.sched.warmup_steps"
+    origin = Origin("finetune_gpt.yaml", 1, is_users=True)
+    for steps, kept in ((5, None), (19, None), (20, 20), (300, 20)):
+        tree, origins = copy.deepcopy(default_tree()), {key: origin}
+        OmegaConf.update(tree, key, 20)
+        OmegaConf.update(tree, "trainer.max_steps", steps)
+        idle = _without_warmup_of_tuning(tree, origins)
+        assert OmegaConf.select(tree, key) == kept and (key in origins) == (kept is not None)
+        named = [(setting.value, found.setting) for setting, found in idle]
+        assert named == ([] if kept else [(20, f"trainer.max_steps={steps}")])
