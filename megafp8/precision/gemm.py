@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 from megafp8.hardware import bf16
+from megafp8.hardware.addmm import scaled_addmm
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.grad_sink import GradSum
@@ -198,5 +199,5 @@ def _scaled_product(
         return product if bias is None else product + bias
     if bias is None:
         empty = a.new_empty(()).expand(a.shape[0], b.shape[1])
-        return bf16.scaled_addmm(empty, a, b, dequant_scale.item(), beta=0)
-    return bf16.scaled_addmm(bias.to(a.dtype), a, b, dequant_scale.item())
+        return scaled_addmm(empty, a, b, dequant_scale.item(), beta=0)
+    return scaled_addmm(bias.to(a.dtype), a, b, dequant_scale.item())
