@@ -18,7 +18,7 @@ GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
 BLOCK = 128  # elements along one side of `blockwise`'s blocks
 MARGINS = (-16, 32)
-"""The least and the largest `margin`; FP32 holds every scale with one of them."""
+"""The least and the largest `margin` that a run may have."""
 
 
 @dataclass(frozen=True)

@@ -293,36 +293,34 @@ def test_an_unusable_place_is_an_error_with_a_path(tmp_path: Path) -> None:
             choose(tmp_path / "file", name)
 
 
+CALLS = {
+    "directory": ("mkdir", "making the "),
+    "listing": ("listdir", "entering the run's directory"),
+    "lock file": ("open", "opening the lock"),
+    "emptied lock": ("ftruncate", "writing the lock"),
+    "lock": ("pwrite", "writing the lock"),
+}
+"""The function of `os` that fails at each point, and the words of the error."""
+
+
 def fail_at(monkeypatch: pytest.MonkeyPatch, where: str, number: int) -> str:
-    """Let the disk fail at one point of entering a run directory; return the words for it."""
+    """Let the disk fail at one of `CALLS`, or when the file of that name is put in its place.
+
+    Return the words for it.
+    """
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    def fails_for(name: str) -> Any:
-        def put(draft: Path, path: Path) -> Path:
-            return fails() if path.name == name else real_put(draft, path)
-
-        return put
+    def put(draft: Path, path: Path) -> Any:
+        return fails() if path.name == where else real_put(draft, path)
 
     real_put = files.put
-    match where:
-        case "directory":
-            monkeypatch.setattr(os, "mkdir", fails)
-            return "making the "
-        case "listing":
-            monkeypatch.setattr(os, "listdir", fails)
-            return "entering the run's directory"
-        case "lock file":
-            monkeypatch.setattr(os, "open", fails)
-            return "opening the lock"
-        case "emptied lock":
-            monkeypatch.setattr(os, "ftruncate", fails)
-            return "writing the lock"
-        case "lock":
-            monkeypatch.setattr(os, "pwrite", fails)
-            return "writing the lock"
-    monkeypatch.setattr(files, "put", fails_for(where))
+    if where in CALLS:
+        name, words = CALLS[where]
+        monkeypatch.setattr(os, name, fails)
+        return words
+    monkeypatch.setattr(files, "put", put)
     return "writing the settings" if where == "config.yaml" else "writing the file"
 
 

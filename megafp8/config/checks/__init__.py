@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import MISSING
@@ -24,9 +24,8 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
             is not in it are skipped.
         origins: The layers that set the keys. None: one user set everything.
     """
-    in_ranges = (_range_finding(all_keys()[path], value) for path, value in values.items())
-    findings = [finding for finding in in_ranges if finding is not None]
-    good = within_ranges(values)
+    findings = list(_outside_ranges(values))
+    good = _without(findings, values)
     for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
         findings.append(Finding(key, f"has no effect with {setting}", need.hint))
     findings += _findings_together(effective(good))
@@ -41,10 +40,19 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
 
 def within_ranges(values: Values) -> dict[str, Any]:
     """Return the settings whose values their own keys accept, which rules may then read."""
-    keys = all_keys()
-    return {
-        path: value for path, value in values.items() if _range_finding(keys[path], value) is None
-    }
+    return _without(_outside_ranges(values), values)
+
+
+def _outside_ranges(values: Values) -> Iterator[Finding]:
+    for path, value in values.items():
+        finding = _range_finding(all_keys()[path], value)
+        if finding is not None:
+            yield finding
+
+
+def _without(findings: Iterable[Finding], values: Values) -> dict[str, Any]:
+    bad = {finding.key for finding in findings}
+    return {path: value for path, value in values.items() if path not in bad}
 
 
 def _findings_together(values: Values) -> Iterator[Finding]:
