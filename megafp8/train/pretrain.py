@@ -31,10 +31,11 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
-from megafp8.runs.data import RunData, open_on_all
+from megafp8.runs.data import RunData
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME
 from megafp8.runs.preflight import require_disk_space
+from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size

@@ -18,7 +18,7 @@ from megafp8 import files
 from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
 from megafp8.report.record import read_run
-from megafp8.runs import data, tokenizer
+from megafp8.runs import same_data, tokenizer
 from megafp8.runs.lock import is_locked
 from megafp8.train import loop, pretrain, saver, state_dict, step, validate
 
@@ -346,8 +346,8 @@ def full_disk_at(number: int) -> None:
 
 def reads_other_data(prefix: str) -> None:
     """Open the dataset `prefix` instead of the run's, as a host with a copy of its own does."""
-    open_data = data.open_data
-    data.open_data = lambda spec, notify: open_data(replace(spec, prefix=prefix), notify)
+    open_data = same_data.open_data
+    same_data.open_data = lambda spec, notify: open_data(replace(spec, prefix=prefix), notify)
 
 
 def in_rank(rank: int, *fault: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.runs.data import describe_fingerprints
+from megafp8.runs.same_data import describe_fingerprints
 from tests.train.runs import STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
 
 EVERY = "exp_manager.checkpoint_callback_params.every_n_train_steps"

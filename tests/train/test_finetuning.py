@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -250,28 +249,28 @@ def test_a_killed_run_continues_bit_for_bit(tuning: Finetuning) -> None:
 # --- errors of the command ------------------------------------------------------------------------
 
 
-def command(place: Finetuning, *argv: str) -> tuple[int, str, float]:
-    """Run the real command; return its code, its output and its CPU time in seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def command(place: Finetuning, *argv: str) -> tuple[int, str, set[str]]:
+    """Run the real command; return its code, its output and the modules that it imported."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "finetune_gpt.py"), *argv],
+        [sys.executable, "-X", "importtime", str(ROOT / "finetune_gpt.py"), *argv],
         cwd=place.cwd,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, done.stdout + done.stderr, seconds
+    imported = re.compile(r"^import time:.*\|(.*)\n", re.MULTILINE)
+    modules = {name.strip() for name in imported.findall(done.stderr)}
+    return done.returncode, done.stdout + imported.sub("", done.stderr), modules
 
 
 def test_bad_data_is_named_before_torch_is_imported(tuning: Finetuning) -> None:
+    """The import of torch takes a second or more, so the message would come late."""
     path = write(tuning.cwd / "bad.jsonl", *GOOD, {"input": "a"})
-    code, output, seconds = command(tuning, base(tuning), f"{FILES}={path}")
+    code, output, modules = command(tuning, base(tuning), f"{FILES}={path}")
     assert code == 2
     assert output.startswith(f"error: {path}, line 41: output: is missing")
-    assert seconds < 2  # of the CPU; most of it are the imports of Hydra and the tokenizer
+    assert "megafp8.data.instructions" in modules and "torch" not in modules
     assert not (tuning.cwd / "runs").exists()
 
 
