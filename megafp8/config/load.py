@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.errors import DEFAULT, Origin, SettingError, raise_if_any
-from megafp8.config.keys import needs, needs_above
+from megafp8.config.keys import needs
 from megafp8.config.layers import (
     DEFAULT_CONFIG,
     HYDRA,
@@ -42,8 +42,6 @@ from megafp8.config.values import one_line, plain
 
 ACCELERATOR = "trainer.accelerator"
 GRAPH, BACKEND = "model.enable_cuda_graph", "model.fp8_backend"
-STEPS, WARMUP_STEPS = "trainer.max_steps", "model.optim.sched.warmup_steps"
-TUNING = "finetune_gpt.yaml"
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,6 @@ def load_all(
     tree, origins, in_layers = merge(layers)
     problems += in_layers
     idle = _without_graphs_of_nemo(tree, origins)
-    if not any((folder / TUNING).is_file() for folder in source.directories[:-1]):
-        idle += _without_warmup_of_tuning(tree, origins)
     values, unreadable = read_values(tree, origins)
     problems += unreadable + _secret_problems(values, origins)
     bad = {problem.key for problem in problems}
@@ -215,29 +211,6 @@ def _without_graphs_of_nemo(
     del origins[GRAPH]
     found = Unused(GRAPH, needs(BACKEND, "native"), f"{BACKEND}={plain(backend)}")
     return [(Setting(GRAPH, value, origin), found)]
-
-
-def _without_warmup_of_tuning(
-    tree: DictConfig, origins: dict[str, Origin]
-) -> list[tuple[Setting, Unused]]:
-    """Unset the warm-up of the fine-tuning job where the run is shorter; return the setting.
-
-    The run then warms up for a tenth of its steps, as pretraining does. A warm-up that anyone else
-    set stays, and is refused if it is too long.
-    """
-    origin = origins.get(WARMUP_STEPS, DEFAULT)
-    if origin != TUNING:
-        return []
-    try:
-        warmup, steps = read_value(tree, WARMUP_STEPS), read_value(tree, STEPS)
-    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        return []  # `read_values` reports it
-    if not isinstance(warmup, int) or not isinstance(steps, int) or warmup <= steps:
-        return []
-    OmegaConf.update(tree, WARMUP_STEPS, None)
-    del origins[WARMUP_STEPS]
-    found = Unused(WARMUP_STEPS, needs_above(STEPS, warmup - 1), f"{STEPS}={steps}")
-    return [(Setting(WARMUP_STEPS, warmup, origin), found)]
 
 
 @cache
