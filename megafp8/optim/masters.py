@@ -237,14 +237,16 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     """Return the L2 norm of the gradients of the whole logical model, as a 0-d FP64 tensor.
 
     The squares of sharded parameters are summed over tensor-parallel ranks, and all squares over
-    pipeline stages and the optimizer's shards. A replicated parameter counts once.
+    pipeline stages and the optimizer's shards. A replicated parameter counts once: as the mean of
+    the tensor-parallel ranks, so that all of them get the same norm, and all learn of a gradient
+    that is not finite on one of them.
     """
     squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
     if masters.grads:  # a shard may be all padding
         of_each = masters.squared_norms()
         squares = torch.stack([of_each[rows].sum() for rows in masters.rows_of_norm])
     masters.shards.all_reduce_sum(squares)
-    return pp.all_reduce_sum(tp.all_reduce_sum(squares[0]) + squares[1]).sqrt()
+    return pp.all_reduce_sum(tp.all_reduce_sum(squares[0] + squares[1] / tp.size)).sqrt()
 
 
 def coefficient(norm: float, spec: OptimSpec) -> float:

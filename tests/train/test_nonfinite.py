@@ -39,6 +39,14 @@ def test_stop(place: Place, undisturbed: tuple[Place, Done]) -> None:
     assert_same(place, reference)
 
 
+def test_a_bad_gradient_of_a_whole_parameter_on_one_of_two_ranks_stops_both(place: Place) -> None:
+    """Each tensor-parallel rank has its own gradient of the parameter; none waits for the other."""
+    fault = ["in_rank", 1, "nan_gradient", "final_norm.weight", [3]]
+    done = place.run(*TWO_RANKS, fault=fault)
+    assert done.code == 3, done.output
+    assert "error: step 3: " in done.output and "gradient of final_norm.weight." in done.output
+
+
 def test_a_run_without_a_name_continues_by_the_name_that_the_error_gives(place: Place) -> None:
     done = place.run("exp_manager.name=null", fault=["nan_gradient", "final_norm.weight", [4]])
     assert done.code == 3, done.output
