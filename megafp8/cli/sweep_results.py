@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from megafp8.config.secrets import hide
@@ -118,8 +119,11 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
     code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
     stopped = int(ExitCode.SAVED_ON_SIGNAL)
     code = stopped if any(result.code == stopped for result in results) else code
-    is_other = _is_of_another_sweep(results, directory)
-    if directory.is_dir() and not is_other:  # it was not made if every job was refused
+    is_other = _is_another_sweeps(directory, results)
+    is_left = is_other and all(result.code == ExitCode.USER_ERROR for result in results)
+    if directory.is_dir() and not is_left:  # it was not made if every job was refused
+        if is_other:
+            print(f"\n[sweep] results of an earlier sweep are kept in {_kept(directory)}")
         text = json.dumps([asdict(result) for result in results], indent=2)
         (directory / SUMMARY_NAME).write_text(text + "\n")
     own, shared = _own_overrides(results)
@@ -155,7 +159,7 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
         if result.problem is not None:
             lines = result.problem.splitlines()
             print(f"job {result.job}: {' '.join(line.strip() for line in lines)}")
-    if is_other:
+    if is_left:
         print(
             f"{directory} has the results of another sweep, which are left as they are: "
             "choose another hydra.sweep.dir"
@@ -197,14 +201,19 @@ def _best(results: Sequence[Result]) -> int | None:
     return None
 
 
-def _is_of_another_sweep(results: Sequence[Result], directory: Path) -> bool:
-    """Whether a directory has results of other jobs, beside which all of these were refused."""
+def _is_another_sweeps(directory: Path, results: Sequence[Result]) -> bool:
+    """Whether the `sweep.json` of a directory has results of jobs with other overrides."""
     earlier = read_sweep(directory)
-    return (
-        earlier is not None
-        and all(result.code == ExitCode.USER_ERROR for result in results)
-        and [each.overrides for each in earlier] != [each.overrides for each in results]
-    )
+    if earlier is None:
+        return (directory / SUMMARY_NAME).exists()  # it cannot be read, and may be anything
+    return [each.overrides for each in earlier] != [each.overrides for each in results]
+
+
+def _kept(directory: Path) -> Path:
+    """Give the `sweep.json` of a directory the first free name of sweep-1.json and so on."""
+    names = (directory / f"sweep-{number}.json" for number in count(1))
+    path = next(name for name in names if not name.exists())
+    return (directory / SUMMARY_NAME).rename(path)
 
 
 def read_sweep(directory: Path) -> list[Result] | None:

@@ -287,6 +287,27 @@ def test_a_refused_sweep_leaves_the_results_of_another_one(
     assert "choose another hydra.sweep.dir" in capsys.readouterr().out
 
 
+def test_the_results_of_an_earlier_sweep_are_kept_beside_those_of_a_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same sweep again continues, and its results take the place of the earlier ones."""
+    first = [result_of(0, tmp_path)]
+    for _ in range(2):
+        print_results(first, tmp_path)
+    earlier = (tmp_path / "sweep.json").read_text()
+    assert "are kept" not in capsys.readouterr().out
+    for number in (1, 2):
+        others = [
+            result_of(0, tmp_path, 2, "is a run of others"),
+            replace(result_of(1, tmp_path), overrides=[f"model.seed={number + 5}"]),
+        ]
+        print_results(others, tmp_path)
+        assert f"are kept in {tmp_path / f'sweep-{number}.json'}" in capsys.readouterr().out
+        assert (tmp_path / f"sweep-{number}.json").read_text() == earlier
+        earlier = (tmp_path / "sweep.json").read_text()
+        assert f"model.seed={number + 5}" in earlier
+
+
 def test_runs_of_a_folder_of_sweeps_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
