@@ -260,7 +260,7 @@ def _watch(
             passed_on = True
             for rank in ranks:
                 rank.send_signal(signals[0])
-        if passed_on and (newest := (notes / _PROGRESS_NAME).stat().st_mtime_ns) != noted:
+        if passed_on and (newest := _progress(notes)) != noted:
             noted, last_progress = newest, time.monotonic()
         if first_failed is None:
             failed = [i for i, rank in enumerate(ranks) if _is_failure(rank.poll())]
@@ -316,9 +316,20 @@ def _code_of_job(
 
 def _first_note(notes: Path) -> tuple[int, str] | None:
     """Return the rank that noted an error first, and the error."""
-    files = [file for file in notes.iterdir() if file.name != _PROGRESS_NAME]
-    files.sort(key=lambda file: file.stat().st_mtime_ns)
-    return (int(files[0].name), files[0].read_text()) if files else None
+    try:
+        files = [file for file in notes.iterdir() if file.name != _PROGRESS_NAME]
+        files.sort(key=lambda file: file.stat().st_mtime_ns)
+        return (int(files[0].name), files[0].read_text()) if files else None
+    except OSError:  # somebody has emptied the folder of temporary files
+        return None
+
+
+def _progress(notes: Path) -> int:
+    """Return when a rank last made progress, in nanoseconds; -1 if the file is gone."""
+    try:
+        return (notes / _PROGRESS_NAME).stat().st_mtime_ns
+    except OSError:
+        return -1
 
 
 def _is_failure(code: int | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,10 +102,13 @@ sys.exit(75)
 PATIENCE = 3.0
 
 
-def told_to_leave(folder: Path, slow_rank: int, pause: float) -> tuple[int, str, list[list[int]]]:
+def told_to_leave(
+    folder: Path, slow_rank: int, pause: float, *, is_cleaned: bool = False
+) -> tuple[int, str, list[list[int]]]:
     """Tell a job of two ranks to leave, one of which pauses before each write of its checkpoint.
 
-    Return the exit code, stderr, and the steps that each rank has saved.
+    With `is_cleaned` the launcher's temporary folder is deleted before. Return the exit code,
+    stderr, and the steps that each rank has saved.
     """
     script = folder / "rank.py"
     script.write_text(SAVING)
@@ -112,7 +116,12 @@ def told_to_leave(folder: Path, slow_rank: int, pause: float) -> tuple[int, str,
     job = subprocess.Popen(
         [sys.executable, "-c", JOB, *words],
         cwd=ROOT,
-        env={**os.environ, "MEGAFP8_SHUTDOWN_SECONDS": str(PATIENCE), "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "MEGAFP8_SHUTDOWN_SECONDS": str(PATIENCE),
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(folder),
+        },  # fmt: skip
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -120,6 +129,9 @@ def told_to_leave(folder: Path, slow_rank: int, pause: float) -> tuple[int, str,
         wait_until(
             lambda: len(list(folder.glob("*.ready"))) == 2 or job.poll() is not None, "ranks"
         )
+        if is_cleaned:
+            (temporary,) = folder.glob("megafp8-*")
+            shutil.rmtree(temporary)
         job.send_signal(signal.SIGTERM)
         _, errors = job.communicate(timeout=60)
     finally:
@@ -135,6 +147,11 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
     assert (code, saved) == (75, [[1], [1]]), errors
     assert time.monotonic() - began > 7 * pause > PATIENCE
     assert "SIGTERM: all ranks have left" in errors
+
+
+def test_ranks_save_though_the_folder_of_temporary_files_was_emptied(tmp_path: Path) -> None:
+    code, errors, saved = told_to_leave(tmp_path, 1, 0.0, is_cleaned=True)
+    assert (code, saved) == (75, [[1], [1]]), errors
 
 
 def test_a_rank_that_hangs_while_it_saves_is_killed(tmp_path: Path) -> None:
