@@ -238,7 +238,8 @@ def reading_errors_reported(
         raise
     # Readers of JSON, Parquet and the network raise errors without a common base class.
     except Exception as error:
-        find_cause()
+        with contextlib.suppress(OSError):  # the error itself then says what cannot be read
+            find_cause()
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
         reason = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__

@@ -322,6 +322,23 @@ def test_the_bad_line_of_a_file_is_named(
     assert "Failed to" not in text
 
 
+def test_a_file_that_cannot_be_opened_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "texts" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"text": "a"}\n')
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(TextSource, "_streams", refuse)
+    monkeypatch.setattr(TextSource, "_raise_for_a_bad_line", refuse)
+    text = wrong(capsys, path.parent, "--output", tmp_path / "d", "--tokenizer", "bytes",
+                 "--workers", 0)  # fmt: skip
+    assert "cannot be read (PermissionError" in text and str(path) in text
+
+
 def test_text_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     text = wrong(capsys, tmp_path / "t.jsonl", "--output", tmp_path / "d", "--tokenizer", "bytes",
