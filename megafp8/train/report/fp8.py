@@ -239,7 +239,8 @@ class HealthLog:
         self._is_attached = False
         scaling = self._state.scaling
         assert isinstance(scaling, ScalingState)
-        seen = gather(self._state.mesh, (self._probe.detach(), num_nonfinite(scaling)))
+        mesh = self._state.mesh  # no rank works on files here, so the ranks' own network will do
+        seen = gather(mesh, (self._probe.detach(), num_nonfinite(scaling)), mesh.world.group)
         if self._file is None:
             return
         nonfinite: dict[str, int] = {}
