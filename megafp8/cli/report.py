@@ -55,8 +55,8 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
     if len(runs) == 1 and not problems and folder is None:
         page = run_page(runs[0])
         target = output or runs[0].path / REPORT_FILE
-    elif folder is not None and (page_of_sweep := _page_of_sweep(folder, runs)) is not None:
-        page, target = page_of_sweep, output or folder / REPORT_FILE
+    elif folder is not None and (of_sweep := _page_of_sweep(folder, runs, problems)):
+        page, target = of_sweep, output or folder / REPORT_FILE
     else:
         title = f"{len(runs)} runs" if folder is None else f"{len(runs)} runs in {folder}"
         page = runs_page(title, runs, problems=problems)
@@ -68,13 +68,15 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
     return target
 
 
-def _page_of_sweep(folder: Path, runs: Sequence[RunRecord]) -> str | None:
+def _page_of_sweep(folder: Path, runs: Sequence[RunRecord], problems: Sequence[str]) -> str | None:
     """Return the page of a folder that a sweep wrote, unless it has runs of other jobs besides."""
     results = read_sweep(folder)
     if results is None:
         return None
     of_jobs = {Path(result.directory).name for result in results}
-    return sweep_page(results, folder) if {run.path.name for run in runs} <= of_jobs else None
+    if not {run.path.name for run in runs} <= of_jobs:
+        return None
+    return sweep_page(results, folder, problems)
 
 
 if __name__ == "__main__":

@@ -137,14 +137,17 @@ class Sweep:
             )
             options = replace(self.options, overrides=job.overrides)
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
-            return result_of(job, self.task(cfg, app_info(loaded, options, **more)))
+            result = result_of(job, self.task(cfg, app_info(loaded, options, **more)))
+            if result.code != ExitCode.USER_ERROR:
+                return result
         except UserError as error:
-            began = _settings_written(job) != before  # a run writes them when it begins
-            return replace(result_of(job, report_error(error), str(error)), began=began)
+            result = result_of(job, report_error(error), str(error))
         except Exception as error:
             traceback.print_exc()
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             return result_of(job, int(ExitCode.CRASHED), line)
+        # A run writes its settings when it begins; a refused one leaves those of an earlier run.
+        return replace(result, began=_settings_written(job) != before)
 
     def _refusal(self, job: Job) -> Result | None:
         """Return the result of a job that cannot be run, after reporting it; None if it can."""

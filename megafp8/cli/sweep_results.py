@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -121,7 +122,8 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
     code = stopped if any(result.code == stopped for result in results) else code
     is_other = _is_another_sweeps(directory, results)
     is_left = is_other and all(result.code == ExitCode.USER_ERROR for result in results)
-    if directory.is_dir() and not is_left:  # it was not made if every job was refused
+    writes = os.environ.get("RANK", "0") == "0"  # with torchrun every rank comes here
+    if writes and directory.is_dir() and not is_left:  # it was not made if all were refused
         if is_other:
             print(f"\n[sweep] results of an earlier sweep are kept in {_kept(directory)}")
         text = json.dumps([asdict(result) for result in results], indent=2)
@@ -164,7 +166,7 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
             f"{directory} has the results of another sweep, which are left as they are: "
             "choose another hydra.sweep.dir"
         )
-    else:
+    elif writes:
         _write_page(results, directory)
     sys.stdout.flush()
     return code
@@ -224,36 +226,58 @@ def read_sweep(directory: Path) -> list[Result] | None:
         return None
 
 
-def sweep_page(results: Sequence[Result], directory: Path) -> str | None:
-    """Return the page of all jobs, refused ones with their reasons; None if there is no run."""
-    found = _page_and_runs(results, directory)
+def sweep_page(
+    results: Sequence[Result], directory: Path, problems: Sequence[str] = ()
+) -> str | None:
+    """Return the page of an earlier sweep, refused jobs with their reasons; None without a run.
+
+    Its runs may have been continued since, so their own files say how they ended. `problems` are
+    messages about runs that cannot be read.
+    """
+    found = _page_and_runs(results, directory, were_continued=True, problems=problems)
     return None if found is None else found[0]
 
 
 def _page_and_runs(
-    results: Sequence[Result], directory: Path
+    results: Sequence[Result],
+    directory: Path,
+    *,
+    were_continued: bool = False,
+    problems: Sequence[str] = (),
 ) -> tuple[str, list[RunRecord]] | None:
     own, _ = _own_overrides(results)
     runs: list[RunRecord] = []
     labels, notes = [], []
     for result in results:
         label = f"{result.job}: {_SECTIONS.sub('', own[result.job])}"
-        if result.problem is not None:
-            notes.append((label, result.problem))
-        if not result.began:
-            continue
-        try:
-            status = _STATUS.get(result.code, "failed")
-            runs.append(read_run(Path(result.directory), status))
-        except RunError:
-            continue  # the job left no run
-        labels.append(label)
-        if result.problem is not None and runs[-1].tail:
-            notes[-1] = (label, "\n".join([result.problem, "", *runs[-1].tail]))
+        run = _run_of(result, directory, were_continued) if result.began else None
+        if run is not None:
+            runs.append(run)
+            labels.append(label)
+        if result.problem is not None and (run is None or run.status in ("failed", "stopped")):
+            tail = ["", *run.tail] if run is not None and run.tail else []
+            notes.append((label, "\n".join([result.problem, *tail])))
     if not runs:
         return None
     lead = [f"{len(results)} jobs in {directory}"]
-    return runs_page(f"sweep {directory.name}", runs, labels=labels, lead=lead, notes=notes), runs
+    title = f"sweep {directory.name}"
+    page = runs_page(title, runs, problems=problems, labels=labels, lead=lead, notes=notes)
+    return page, runs
+
+
+def _run_of(result: Result, directory: Path, was_continued: bool) -> RunRecord | None:
+    """Return what a job left behind; None if it left no run.
+
+    Paths in `sweep.json` are relative to where the sweep was started, which may be elsewhere.
+    """
+    path = Path(result.directory)
+    if not path.is_dir():
+        path = directory / path.name
+    status = None if was_continued else _STATUS.get(result.code, "failed")
+    try:
+        return read_run(path, status)
+    except RunError:
+        return None
 
 
 def _write_page(results: Sequence[Result], directory: Path) -> None:

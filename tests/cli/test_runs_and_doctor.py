@@ -308,6 +308,39 @@ def test_the_results_of_an_earlier_sweep_are_kept_beside_those_of_a_new_one(
         assert f"model.seed={number + 5}" in earlier
 
 
+def test_only_the_first_rank_of_torchrun_writes_a_sweeps_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print_results([result_of(0, tmp_path)], tmp_path)
+    before = (tmp_path / "sweep.json").read_text()
+    others = [replace(result_of(0, tmp_path), overrides=["model.seed=9"])]
+    for rank, is_kept in (("1", False), ("0", True)):
+        monkeypatch.setenv("RANK", rank)
+        assert print_results(others, tmp_path) == 0
+        assert (tmp_path / "sweep-1.json").exists() == is_kept
+        assert ((tmp_path / "sweep.json").read_text() == before) != is_kept
+
+
+def test_the_report_of_a_sweep_that_was_continued_shows_the_runs_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for in another folder than the one in which the sweep was started."""
+    (tmp_path / "elsewhere").mkdir()
+    sweep = tmp_path / "multirun" / "today"
+    make_run(sweep / "0")
+    monkeypatch.chdir(tmp_path)
+    stopped = replace(result_of(0, Path("multirun/today"), 75, "saved on SIGTERM"), began=True)
+    refused = result_of(1, Path("multirun/today"), 2, "no such recipe")
+    print_results([stopped, refused], Path("multirun/today"))
+    page = (sweep / "report.html").read_text()
+    assert "saved on SIGTERM" in page and "<td class=stopped>" in page
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert report.main([str(sweep)]) == 0
+    page = (sweep / "report.html").read_text()
+    assert "<td class=finished>" in page and "saved on SIGTERM" not in page
+    assert "no such recipe" in page
+
+
 def test_runs_of_a_folder_of_sweeps_are_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

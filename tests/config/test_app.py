@@ -28,6 +28,8 @@ def task(cfg, info):
     job = f"job={info.job_num} dir={info.directory} log_dir={spec.observe.explicit_log_dir}"
     print(f"fp8={spec.precision.fp8 is not None} {job} sweep={info.is_sweep}")
     assert spec.model.num_layers != 99, "a bug"
+    if spec.model.num_layers == 95:
+        return 2
     if spec.model.num_layers in (96, 97):
         if spec.model.num_layers == 97:
             (info.directory / "config.yaml.new").write_text("model: {num_layers: 97}")
@@ -180,6 +182,15 @@ def test_a_refused_job_does_not_show_the_run_of_another_one(tmp_path: Path) -> N
     page = (tmp_path / "here" / "report.html").read_text()
     assert "<td>2: num_layers=97<td class=failed>" in page and page.count("<td class=failed>") == 1
     assert "a run of other settings" in page and "no disk" in page
+
+
+def test_a_job_of_several_ranks_that_is_refused_does_not_either(tmp_path: Path) -> None:
+    """Its ranks report the error themselves, and the task returns their exit code."""
+    make_run(tmp_path / "here" / "0")
+    done = shell(tmp_path, "-m", "model.num_layers=95", "hydra.sweep.dir=here")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    results = json.loads((tmp_path / "here" / "sweep.json").read_text())
+    assert [(r["code"], r["began"]) for r in results] == [(2, False)]
 
 
 def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
