@@ -32,8 +32,11 @@ _SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_
 """Values that mean the same and differ only in the kernel that computes them."""
 
 
+_PLACES = ("exp_manager.exp_dir", "exp_manager.name", "exp_manager.explicit_log_dir")
+
+
 class Difference(NamedTuple):
-    """Name a key that must not change when a run continues, with its two values."""
+    """Name a key that differs between a run and the settings that continue it."""
 
     key: str
     old: Any
@@ -77,6 +80,21 @@ def differences(
         if _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))
     return found
+
+
+def changed_settings(old: Resolved, new: Resolved) -> list[Difference]:
+    """Return the keys whose values differ and that have an effect in either, of every kind.
+
+    Where runs are kept is left out: a run may be moved.
+    """
+    before, after = _with_defaults(old), _with_defaults(new)
+    return [
+        Difference(key, before[key], after[key])
+        for key in all_keys()
+        if key not in _PLACES
+        and _meaning(key, before[key]) != _meaning(key, after[key])
+        and (_has_effect(key, before) or _has_effect(key, after))
+    ]
 
 
 def last_in_effect(

@@ -30,7 +30,9 @@ UNREACHABLE_SECONDS = 20.0  # for a name that does not resolve or a network with
 JOIN_SECONDS = 600.0  # for all ranks to connect: imports may come from a slow file system
 WAITING_SECONDS = 24 * 3600.0
 """How long ranks wait for one that works on files. If a rank dies, its connections break, so that
-the others learn of it at once; one that hangs is found by `trainer.step_timeout`."""
+the others learn of it at once. During training `trainer.step_timeout`, if it is set, finds one that
+hangs; before the first step nothing does. torch does not let this time be set with
+TORCH_DISTRIBUTED_DEBUG=DETAIL: the ranks then wait for `JOIN_SECONDS`."""
 _NOTICE_SECONDS = 30.0
 
 

@@ -84,7 +84,10 @@ class RunData(Protocol):
         ...
 
     def validation_prompt(self, num_tokens: int) -> list[int]:
-        """Return at most `num_tokens` tokens that a sample of the model's text continues."""
+        """Return the tokens that a sample of the model's text continues.
+
+        They are at most `num_tokens` of a text, and may be more of an example's prompt.
+        """
         ...
 
     def train_token_counts(self) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from megafp8.checkpoint.reader import check_structure
-from megafp8.config.resume import LAST_IN_EFFECT, check_continues, full_identity
+from megafp8.config.resume import (
+    LAST_IN_EFFECT,
+    changed_settings,
+    check_continues,
+    full_identity,
+)
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import CheckpointError, RunError
 from megafp8.files import (
@@ -45,12 +50,11 @@ class RunChoice:
     continues: bool  # an earlier process used it, so that it may have checkpoints
     reason: str  # one line for the console
     lock: RunLock | None  # None on ranks that only learned of the choice
-    identity_changed: bool = False  # the settings of a named run differ from its first ones
     before: frozenset[str] = frozenset()  # the names in a new run's directory before it was chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle everything but the lock, which stays with the process that holds it."""
-        return type(self), (self.path, self.continues, self.reason, None, self.identity_changed)
+        return type(self), (self.path, self.continues, self.reason, None)
 
     def release(self) -> None:
         """Unlock the directory, after the run's last file; the end of the process does so too."""
@@ -125,11 +129,8 @@ def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bo
             )
         if not (path / RECORD_NAME).exists():  # the process was killed before it made the record
             _record(path, identity, is_sweep)
-        record = read_json(path / RECORD_NAME)
-        changed = record.get("identity") != identity
-        reason = f"continues run {path.name}"
-        reason += ", though its settings differ" if changed else ""
-        return RunChoice(path, True, reason, lock, changed)
+        read_json(path / RECORD_NAME)  # a damaged record is refused
+        return RunChoice(path, True, f"continues run {path.name}", lock)
     except BaseException:
         lock.release()
         raise
@@ -279,12 +280,24 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
                 check_continues(
                     old.config, spec.resolved, old.earlier, run=str(choice.path), is_sweep=is_sweep
                 )
+                choice = replace(choice, reason=choice.reason + _changes(old.config, spec))
         with run_errors_reported(config, "writing the settings"):
             write_atomically(config, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:
         _give_up(choice)
         raise
     return choice
+
+
+def _changes(old: dict[str, Any], spec: RunSpec) -> str:
+    """Return in words which settings differ from those with which the run was trained last."""
+    found = changed_settings(old, spec.resolved)
+    words = [f"{d.key} {d.old} to {d.new}" for d in found[:_CHANGES_SHOWN]]
+    more = f", and {len(found) - _CHANGES_SHOWN} more" if len(found) > _CHANGES_SHOWN else ""
+    return f"; changed since: {', '.join(words)}{more}" if found else ""
+
+
+_CHANGES_SHOWN = 8
 
 
 def withdraw(choice: RunChoice) -> bool:

@@ -140,7 +140,9 @@ def _pretrain(
     finally:
         if mesh.is_main:
             console.close()  # the journal; the console that shows everything stays open
-        if not fails_alone:  # otherwise other ranks may still write, and this process ends now
+        if (
+            not fails_alone
+        ):  # otherwise other ranks may still write; the end of the process unlocks it
             choice.release()
 
 

@@ -156,11 +156,11 @@ def test_named(tmp_path: Path) -> None:
         choose(tmp_path, "mine")
     first.lock.release()
     again = choose(tmp_path, "mine")
-    assert again.continues and not again.identity_changed and "mine" in again.reason
+    assert again.continues and "mine" in again.reason
     rundir.mark(again.path, rundir.FINISHED)
     again.lock.release()
     other = choose(tmp_path, "mine", "other settings")  # finished: still that one
-    assert other.continues and other.identity_changed and "differ" in other.reason
+    assert other.continues
     other.lock.release()
     with pytest.raises(RunError, match="resume_if_exists=true"):
         choose(tmp_path, "mine", resume_if_exists=False)
@@ -378,6 +378,18 @@ def test_a_disk_that_fails_when_a_run_continues(
     again = rundir.enter(spec, is_sweep=False)
     assert again.continues and again.path == first.path
     again.release()
+
+
+def test_a_run_that_continues_says_which_settings_have_changed(tmp_path: Path) -> None:
+    """The values are compared with those of last time; where a run is kept does not count."""
+    place = [f"exp_manager.exp_dir={tmp_path}", "exp_manager.name=a"]
+    longer = [*place, "trainer.max_steps=7", "model.micro_batch_size=2"]
+    expected = "; changed since: trainer.max_steps 900 to 7, model.micro_batch_size 4 to 2"
+    moved = [f"exp_manager.explicit_log_dir={tmp_path / 'a'}", *longer[2:]]
+    for overrides, said in ((place, None), (longer, expected), (longer, ""), (moved, "")):
+        choice = rundir.enter(settings_of(*overrides), is_sweep=False)
+        choice.release()
+        assert choice.reason == ("new run a" if said is None else f"continues run a{said}")
 
 
 def test_a_sweep_over_another_ones_jobs_is_told_what_chooses_the_directory(tmp_path: Path) -> None:
