@@ -25,7 +25,7 @@ from megafp8.parallel.launch import (
     run_process,
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
-from megafp8.runs.data import open_data
+from megafp8.runs.data import check_data
 
 DEFAULT_CONFIG = "pretrain_gpt"
 
@@ -50,17 +50,6 @@ def gpu_available() -> bool:
     return available
 
 
-def check_examples(cfg: DictConfig) -> None:
-    """Read the files of a fine-tuning job, so that their errors come before torch is imported.
-
-    Raises:
-        UserError: A file or one of its examples cannot be used.
-    """
-    spec = data_spec(cfg)
-    if spec.instructions is not None:
-        open_data(spec, lambda line: None)
-
-
 def _typed_command() -> list[str]:
     """Return the interpreter and the script as the user typed them.
 
@@ -80,7 +69,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     """
     adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
     if not is_rank():
-        check_examples(cfg)
+        check_data(data_spec(cfg))
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:

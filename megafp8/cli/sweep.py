@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -190,6 +191,7 @@ def run_sweep(options: Options, task: Task) -> int:
         cfg.hydra.launcher.chosen = chosen
     directory, failure = Path(cfg.hydra.sweep.dir), None
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    _make(directory)
     try:
         JobRuntime.instance().set("name", "megafp8")
         context = HydraContext(config_loader=loader, callbacks=Callbacks())
@@ -208,6 +210,19 @@ def run_sweep(options: Options, task: Task) -> int:
     if failure is not None:
         print(failure, file=sys.stderr, flush=True)
     return code or (int(ExitCode.CRASHED) if failure else int(ExitCode.FINISHED))
+
+
+def _make(directory: Path) -> None:
+    reason = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot be made ({error.strerror}: {error.filename})"
+    if reason is None and not os.access(directory, os.W_OK | os.X_OK):
+        reason = "may not be written by this user"
+    if reason is not None:
+        hint = "Give a folder that you may write, or start the sweep in another one"
+        raise SettingError("hydra.sweep.dir", str(directory), reason, hint)
 
 
 # --- Hydra's part ------------------------------------------------------------------------------

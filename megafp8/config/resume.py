@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shlex
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.keys import FREE_KINDS, Values
+from megafp8.config.overrides import quoted
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
 
@@ -30,6 +34,14 @@ _ABSENT = "absent"
 
 _SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_adam": "adamw"}}
 """Values that mean the same and differ only in the kernel that computes them."""
+
+_FILES_OF_DATA = (
+    "model.data.data_prefix",
+    "model.data.train_ds.file_names",
+    "model.data.validation_ds.file_names",
+)
+"""Keys whose files may move: their last names are compared here. A checkpoint records a fingerprint
+of the content, which is compared when it is loaded."""
 
 
 _PLACES = ("exp_manager.exp_dir", "exp_manager.name", "exp_manager.explicit_log_dir")
@@ -152,7 +164,8 @@ def check_continues(
                 d.key,
                 d.new,
                 f"the run {run} was made with {d.old}",
-                f"Give {d.key}={d.old} to continue it, or another {of_directory} for a new run",
+                f"Give {typed(d.key, d.old)} to continue it, or another {of_directory} for a new "
+                "run",
             )
             for d in differences(old, new, earlier)
         ]
@@ -174,7 +187,33 @@ def _meaning(key: str, value: Any) -> Any:
     known = all_keys().get(key)
     if known is not None and value != _ABSENT and value is not None:
         value = known.spelled(value)  # an older version may have spelt the value differently
+    if key.startswith(_FILES_OF_DATA):
+        return _last_names(value)
     return _SAME_MEANING.get(key, {}).get(value, value) if key in _SAME_MEANING else value
+
+
+def _last_names(value: Any) -> Any:
+    """Return paths, alone or in lists, without the folders that they are in."""
+    if isinstance(value, list | tuple):
+        return [_last_names(item) for item in value]
+    return PurePosixPath(value).name if isinstance(value, str) else value
+
+
+def typed(key: str, value: Any) -> str:
+    """Return an override as it is typed in a shell."""
+    return shlex.quote(f"{key}={_word(value)}")
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_word, value))}]"
+    if isinstance(value, str):
+        return value if _PLAIN_WORD.fullmatch(value) else quoted(value)
+    return "null" if value is None else str(value)
+
+
+_PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
+"""Words that Hydra reads as text without quotes."""
 
 
 def _is_fixed(key: str) -> bool:

@@ -312,6 +312,12 @@ def _parse_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[np.generi
     return dtype, num_sequences, num_indices
 
 
+def require_files(prefix: Path) -> None:
+    """Raise a DataError if one of the two files cannot be found; their content is not read."""
+    for path in (idx_path(prefix), bin_path(prefix)):
+        _file_size(path)
+
+
 def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size

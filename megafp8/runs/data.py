@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.data.indexed import require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
 from megafp8.data.loader import DocumentRules
 from megafp8.data.named_tokenizers import configured_tokenizer
@@ -20,6 +21,7 @@ from megafp8.errors import DataError
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import DataSpec
+from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits
 
 
 class RunData(Protocol):
@@ -93,6 +95,30 @@ class RunData(Protocol):
     def train_token_counts(self) -> NDArray[np.int64]:
         """Return how often each token is predicted in training, [vocab_size]."""
         ...
+
+
+def check_data(spec: DataSpec) -> None:
+    """Raise the errors of data that are found soon, before torch is imported and ranks start.
+
+    Files of questions and answers are read; of a dataset's files only the existence is checked.
+
+    Raises:
+        UserError: A file or one of its examples cannot be used.
+    """
+    if spec.instructions is not None:
+        open_data(spec, lambda line: None)
+        return
+    for prefix in names_of(spec):
+        if prefix != BUILTIN_CORPUS:
+            require_files(Path(prefix).expanduser())
+
+
+def names_of(spec: DataSpec) -> list[str]:
+    """Return the prefixes of all datasets that the specification names."""
+    blend = spec.prefix
+    if isinstance(blend, SeparateSplits):
+        blend = (*blend.train, *blend.validation, *blend.test)
+    return [blend] if isinstance(blend, str) else [part.prefix for part in blend or ()]
 
 
 def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:

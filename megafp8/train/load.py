@@ -15,7 +15,7 @@ from megafp8.checkpoint.manifest import MANIFEST_NAME, Placement
 from megafp8.checkpoint.reader import Reader, check_structure
 from megafp8.config.architecture import shape_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect
+from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect, typed
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -102,7 +102,8 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
                 d.key,
                 d.new,
                 f"the checkpoint {path} was made with {d.old}",
-                f"Set {d.key}={d.old}, or use restore_from_path, which reads the weights only",
+                f"Set {typed(d.key, d.old)}, or use restore_from_path, which reads the weights "
+                "only",
             )
             for d in differences(config, spec.resolved, meta.get(LAST_IN_EFFECT))
             if d.key != "restore_from_path"  # whose weights the checkpoint has trained further

@@ -193,6 +193,14 @@ def test_a_job_of_several_ranks_that_is_refused_does_not_either(tmp_path: Path) 
     assert [(r["code"], r["began"]) for r in results] == [(2, False)]
 
 
+def test_a_sweep_needs_a_folder_that_it_can_write(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = shell(tmp_path, "-m", "model.fp8_margin=0,1", "model.fp8=True", "hydra.sweep.dir=file/x")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "error: hydra.sweep.dir" in done.stderr and "Not a directory" in done.stderr
+    assert "[sweep]" not in done.stdout
+
+
 def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
     given = [
         "model.fp8=True",

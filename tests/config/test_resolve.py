@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from functools import cache
 
 import pytest
@@ -21,6 +22,7 @@ from megafp8.config.resume import (
     full_identity,
     identity,
     last_in_effect,
+    typed,
 )
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
@@ -150,8 +152,10 @@ def test_model_data_and_optimizer_do_not(override: str) -> None:
     assert identity(old) != identity(new)
     assert [difference.key for difference in differences(old, new)] == [key]
     (problem,) = problems(lambda: check_continues(old, new, run="runs/x"))
-    assert problem.key == key and f"{key}={flat(old)[key]}" in problem.hint
+    given = typed(key, flat(old)[key])
+    assert problem.key == key and f"Give {given} to continue it" in problem.hint
     assert "exp_manager.name" in problem.hint
+    assert differences(old, run_spec(*shlex.split(given)).resolved) == [], "it can be typed"
 
 
 @pytest.mark.parametrize(
@@ -321,6 +325,23 @@ def with_sizes(sizes: dict[str, object]) -> RunSpec:
     except UserError as error:
         assert str(error)
         reject()
+
+
+def test_the_files_of_data_may_move_and_hints_can_be_typed() -> None:
+    """Weights and last names count; a list is an override that a shell and Hydra read."""
+    old, new = run_spec().resolved, copy.deepcopy(run_spec().resolved)
+    data = [0.7, "data/a b", 0.3, "data/c"]
+    old = {**old, "model": {**old["model"], "data": {**old["model"]["data"], "data_prefix": data}}}
+    for prefix, keys in (
+        ([0.7, "/there/a b", 0.3, "/there/c"], []),
+        ([0.3, "data/a b", 0.7, "data/c"], ["model.data.data_prefix"]),
+        ([0.7, "data/c", 0.3, "data/a b"], ["model.data.data_prefix"]),
+        (["data/c"], ["model.data.data_prefix"]),
+    ):
+        new["model"]["data"]["data_prefix"] = prefix
+        assert [found.key for found in differences(old, new)] == keys, prefix
+    (word,) = shlex.split(typed("model.data.data_prefix", data))
+    assert OmegaConf.select(load([word]), "model.data.data_prefix") == data
 
 
 # Seven of eight drawn sizes do not fit; each of these must end in an error with a message.

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.runs.same_data import describe_fingerprints
-from tests.train.runs import STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
+from tests.train.runs import ROOT, STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
 
 EVERY = "exp_manager.checkpoint_callback_params.every_n_train_steps"
 UNNAMED = "exp_manager.name=null"
@@ -131,6 +133,27 @@ def test_other_data_under_the_same_name(place: Place, tmp_path: Path) -> None:
     assert done.code == 2, done.output
     assert "was trained on other data" in done.output and "model.data.data_prefix" in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_dataset_may_move(place: Place, tmp_path: Path) -> None:
+    """The fingerprint of the content is compared, not the folder; the name is compared too."""
+    stopped_at(replace(place, data=make_dataset(tmp_path / "mine")), 2)
+    (tmp_path / "there").mkdir()
+    for name in ("there/mine", "there/other"):
+        make_dataset(tmp_path / name)
+    done = replace(place, data=tmp_path / "there" / "other").run()
+    assert done.code == 2 and f"Give model.data.data_prefix={tmp_path / 'mine'} to" in done.output
+    done = replace(place, data=tmp_path / "there" / "mine").run()
+    assert done.code == 0 and "continuing from" in done.output, done.output
+
+
+def test_a_missing_dataset_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py")]
+    command.append("model.data.data_prefix=[0.3,nofile,0.7,builtin]")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "error: nofile.idx: file: cannot be read" in done.stderr
+    assert "megafp8.config.resolve\n" in done.stderr and " torch\n" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_setting_of_several_ranks_moves_to_one_and_back(place: Place) -> None:
