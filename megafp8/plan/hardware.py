@@ -13,15 +13,22 @@ GIVEN = "given on the command line"
 class Hardware:
     """Hold the peaks of one accelerator and of its links, each in one direction.
 
-    `tflops` are dense matrix products in 10^12 operations a second, `memory_gb` and bandwidths are
-    decimal gigabytes.
+    `tflops` are dense matrix products in 10^12 operations a second. `memory_gib` is what the driver
+    reports, in units of 2^30 bytes; bandwidths are decimal gigabytes a second.
+
+    A data sheet's "80 GB" are neither 80 * 10^9 bytes nor 80 GiB. So the memory of `KNOWN` is the
+    smallest that PyTorch's public out-of-memory messages ("total capacity of …") were found to
+    name, rounded down to 0.1 GiB: 79.11 GiB for an H100 (vLLM's issue 27508) and 139.72 GiB for an
+    H200 (most say 139.80 or 139.81). For a B200 they say 178.35 GiB, as the driver does in
+    torchao's pull request 4002. `nvidia-smi` shows more, with what the driver keeps for itself
+    (81,559, 143,771 and 183,359 MiB).
     """
 
     name: str
     source: str
     bf16_tflops: float
     fp8_tflops: float
-    memory_gb: float
+    memory_gib: float
     memory_gb_s: float
     node_gb_s: float  # between the accelerators of a node, sent by one of them
     network_gb_s: float  # between nodes, sent by one accelerator
@@ -29,14 +36,14 @@ class Hardware:
     @property
     def memory_bytes(self) -> int:
         """Return the bytes of its memory."""
-        return int(self.memory_gb * 1e9)
+        return int(self.memory_gib * 2**30)
 
 
 H100 = Hardware(
     name="H100 SXM",
     bf16_tflops=989.4,
     fp8_tflops=1978.9,
-    memory_gb=80,
+    memory_gib=79.1,
     memory_gb_s=3350,
     node_gb_s=450,
     network_gb_s=50,
@@ -47,7 +54,7 @@ KNOWN = {
     "h200": replace(
         H100,
         name="H200 SXM",
-        memory_gb=141,
+        memory_gib=139.7,
         memory_gb_s=4800,
         source="NVIDIA's H200 data sheet; one 400 Gbit/s network adapter for each GPU",
     ),
@@ -55,7 +62,7 @@ KNOWN = {
         name="B200 SXM",
         bf16_tflops=2250,
         fp8_tflops=4500,
-        memory_gb=180,
+        memory_gib=178.3,
         memory_gb_s=8000,
         node_gb_s=900,
         network_gb_s=50,
@@ -63,7 +70,7 @@ KNOWN = {
         "adapter for each GPU",
     ),
 }
-NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gb", "memory_gb_s", "node_gb_s", "network_gb_s")
+NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s", "node_gb_s", "network_gb_s")
 NEEDED = NUMBERS[:4]
 """The figures that hardware of another name must give; links are those of an H100 by default."""
 
@@ -76,6 +83,14 @@ def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:
             known, or a figure is not positive.
     """
     for key, value in numbers.items():
+        if key == "memory_gb":
+            raise ConfigError(
+                "hardware.memory_gb",
+                value,
+                "is not a figure of hardware",
+                "Use hardware.memory_gib, in GiB as the driver reports them: an H100 of 80 GB has "
+                f"{H100.memory_gib}",
+            )
         if key not in NUMBERS:
             raise ConfigError(
                 f"hardware.{key}", value, "is not a figure of hardware", f"Use {_listed(NUMBERS)}"

@@ -74,7 +74,7 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["hardware=mi300"], "hardware=mi300: is not known"),
-        (["hardware.memory_gb=much"], "hardware.memory_gb=much: is not a number"),
+        (["hardware.memory_gib=much"], "hardware.memory_gib=much: is not a number"),
         (["hardware="], "hardware=: has no value"),
         (["--vocab-size", "0"], "--vocab-size=0: is not a size"),
         (["--tokens", "0"], "--tokens=0.0: is no number of tokens"),

@@ -249,10 +249,10 @@ class Share:
 
 
 def test_whether_a_job_fits() -> None:
-    shares = [Share(10 * 10**9, 10**9), Share(60 * 10**9, 11 * 10**9)]
-    assert fits(shares, KNOWN["h100"]).startswith("fits on H100 SXM: 66.1 GiB of 74.5 GiB")  # type: ignore[arg-type]
-    shares.append(Share(60 * 10**9, 13 * 10**9))
-    assert fits(shares, KNOWN["h100"]).startswith("does not fit on H100 SXM: 68.0 GiB")  # type: ignore[arg-type]
+    shares = [Share(10 << 30, 1 << 30), Share(60 << 30, 11 << 30)]
+    assert fits(shares, KNOWN["h100"]).startswith("fits on H100 SXM: 71.0 GiB of 79.1 GiB")  # type: ignore[arg-type]
+    shares.append(Share(60 << 30, 12 << 30))
+    assert fits(shares, KNOWN["h100"]).startswith("does not fit on H100 SXM: 72.0 GiB")  # type: ignore[arg-type]
 
 
 def result_of(job: int, folder: Path, code: int = 0, problem: str | None = None) -> Result:

@@ -131,7 +131,7 @@ def test_a_search_lists_layouts_that_fit_with_the_fastest_first() -> None:
     assert found == sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
     assert len(found) > 10 and all(f.num_bytes <= 0.9 * H200.memory_bytes for f in found)
     small = hardware_of("small", {key: 10.0 for key in (
-        "bf16_tflops", "fp8_tflops", "memory_gb", "memory_gb_s")})  # fmt: skip
+        "bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s")})  # fmt: skip
     few = search(spec, small)
     assert len(few) < len(found)
     for layout in layouts(spec):
@@ -142,13 +142,25 @@ def test_a_search_lists_layouts_that_fit_with_the_fastest_first() -> None:
 
 def test_hardware_is_named_or_given_by_its_figures() -> None:
     assert hardware_of("H200", {}) is H200 or hardware_of("H200", {}) == H200
-    assert hardware_of("h200", {"memory_gb": 94.0}).memory_bytes == 94_000_000_000
+    assert hardware_of("h200", {"memory_gib": 94.0}).memory_bytes == 94 * 2**30
     with pytest.raises(ConfigError, match="hardware=mi300: is not known"):
         hardware_of("mi300", {"bf16_tflops": 1000.0})
     with pytest.raises(ConfigError, match=r"hardware\.tflops=1\.0: is not a figure"):
         hardware_of("h200", {"tflops": 1.0})
-    with pytest.raises(ConfigError, match=r"hardware\.memory_gb=-1\.0: must be positive"):
-        hardware_of("h200", {"memory_gb": -1.0})
+    with pytest.raises(ConfigError, match=r"hardware\.memory_gib=-1\.0: must be positive"):
+        hardware_of("h200", {"memory_gib": -1.0})
+    with pytest.raises(
+        ConfigError, match=r"hardware\.memory_gb=80\.0: .* Use hardware\.memory_gib"
+    ):
+        hardware_of("h100", {"memory_gb": 80.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "reported"), [("h100", 79.11), ("h200", 139.72), ("b200", 178.35)]
+)
+def test_memory_is_that_of_the_driver(name: str, reported: float) -> None:
+    """PyTorch's messages name `reported` GiB; data sheets say 80, 141 and 180 GB."""
+    assert reported - 0.1 < KNOWN[name].memory_bytes / 2**30 <= reported
 
 
 LLAMA: dict[str, Any] = {
