@@ -32,7 +32,7 @@ from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN, Hardware, hardware_of
 from megafp8.plan.memory import all_ranks
-from megafp8.plan.search import LAYOUT_KEYS, Found, search
+from megafp8.plan.search import LAYOUT_KEYS, STAGE_KEYS, Found, search
 from megafp8.plan.time import (
     Achieved,
     model_flops_utilization,
@@ -101,11 +101,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def best_layouts(spec: RunSpec, hardware: Hardware) -> list[Found]:
-    """Return the fastest layouts that fit and that a run would take."""
+    """Return the fastest layouts that fit and that a run would take.
+
+    Of layouts that differ in the number of stages a rank alone, the fastest one is returned.
+    """
     accepted: list[Found] = []
-    values = settings_of(spec)
+    values, seen = settings_of(spec), []
     for layout in search(spec, hardware, usable=USABLE):
-        if not check_values(values | layout.settings()):
+        settings = layout.settings()
+        ranks = {key: value for key, value in settings.items() if key not in STAGE_KEYS}
+        if ranks not in seen and not check_values(values | settings):
+            seen.append(ranks)
             accepted.append(layout)
             if len(accepted) == SHOWN_LAYOUTS:
                 break

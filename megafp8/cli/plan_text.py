@@ -83,7 +83,8 @@ def describe(plan: Plan, vocab_size: int | None, tokens: float | None) -> Iterat
     )
     yield (
         f"layout: {parallel.world_size} x {hardware.name} = tensor {parallel.tp} x context "
-        f"{parallel.cp} x data {parallel.dp} x pipeline {parallel.pp}; {train.global_batch_size} x "
+        f"{parallel.cp} x data {parallel.dp} x pipeline {parallel.pp}{stages_text(spec)}; "
+        f"{train.global_batch_size} x "
         f"{spec.data.seq_length} tokens a step, "
         f"{train.num_microbatches(parallel.dp)} microbatch(es) of {train.micro_batch_size}"
     )
@@ -283,12 +284,18 @@ def layout_text(spec: RunSpec) -> str:
     parallel = spec.parallel
     words = [
         f"tensor {parallel.tp}{' (sequence)' if parallel.sequence_parallel else ''} x context "
-        f"{parallel.cp} x data {parallel.dp} x pipeline {parallel.pp}, "
+        f"{parallel.cp} x data {parallel.dp} x pipeline {parallel.pp}{stages_text(spec)}, "
         f"micro batch {spec.train.micro_batch_size}"
     ]
     words += ["FSDP"] * (parallel.fsdp is not None) + ["ZeRO-1"] * spec.optim.shards_states
     words += ["all layers recomputed"] * (spec.model.recompute is not None)
     return ", ".join(words)
+
+
+def stages_text(spec: RunSpec) -> str:
+    """Return how many pipeline stages each rank has, if there are several: ` (6 stages a rank)`."""
+    stages = spec.parallel.pipeline.stages_per_rank
+    return f" ({stages} stages a rank)" if spec.parallel.pp > 1 and stages > 1 else ""
 
 
 def format_seconds(seconds: float) -> str:

@@ -29,6 +29,8 @@ LAYOUT_KEYS = (
     f"{RECOMPUTE}_num_layers",
 )
 """The settings that a layout decides."""
+STAGE_KEYS = LAYOUT_KEYS[3:6]
+"""Those that say which stages a pipeline rank has, and in which order it runs them."""
 ZERO = "distributed_fused_adam"
 PLAIN = {ZERO: "fused_adam"}
 """The optimizer that does the same without sharding its state."""
@@ -60,8 +62,10 @@ class Found:
         }
         if parallel.fsdp is not None or self.asked.parallel.fsdp is not None:
             settings["model.fsdp_sharding_strategy"] = "full"
-        if self.asked.parallel.pipeline != PipelineSpec():
-            settings |= dict.fromkeys(LAYOUT_KEYS[3:6])
+        if parallel.pipeline != PipelineSpec() or self.asked.parallel.pipeline != PipelineSpec():
+            settings |= dict.fromkeys(STAGE_KEYS)
+        if parallel.pipeline.stages_per_rank > 1:
+            settings[STAGE_KEYS[0]] = parallel.pipeline.stages_per_rank
         if recompute is not None:
             settings[f"{RECOMPUTE}_granularity"] = recompute.granularity
             settings[f"{RECOMPUTE}_method"] = recompute.method
@@ -81,10 +85,12 @@ def search(
 ) -> list[Found]:
     """Return the layouts of `spec`'s job that fit, the fastest first.
 
-    Varied are tensor and sequence parallelism within a node, one pipeline stage a rank under 1F1B,
-    the micro batch, recomputation of all layers, and FSDP in place of ZeRO-1 and pipelines.
-    The number of ranks, the global batch and context parallelism stay. A layout fits if its largest
-    rank needs at most the fraction `usable` of the memory.
+    Varied are tensor and sequence parallelism within a node, pipelines with one stage a rank under
+    1F1B or several under interleaved 1F1B, the micro batch, recomputation of all layers, and FSDP
+    in place of ZeRO-1 and pipelines. The number of ranks, the global batch and context parallelism
+    stay. Zero-bubble schedules, stages of unequal sizes, selective recomputation and other
+    strategies of FSDP are not tried. A layout fits if its largest rank needs at most the fraction
+    `usable` of the memory.
     """
     found = []
     for candidate in layouts(spec):
@@ -119,19 +125,36 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                 fsdp=None,
             )
             for micro in MICRO_BATCHES:
-                if spec.train.global_batch_size % (micro * dp):
+                num_microbatches, rest = divmod(spec.train.global_batch_size, micro * dp)
+                if rest:
                     continue
                 train = replace(spec.train, micro_batch_size=micro)
                 shared = dp * parallel.cp > 1
                 plain = replace(spec.optim, name=PLAIN.get(spec.optim.name, spec.optim.name))
                 zero = replace(spec.optim, name=ZERO) if shared else plain
+                pipelines = list(_pipelines(model.num_layers, pp, num_microbatches))
                 for recompute in (None, FULL):
                     made = replace(model, recompute=recompute)
-                    yield replace(spec, parallel=layout, train=train, model=made, optim=zero)
+                    for pipeline in pipelines:
+                        chosen = replace(layout, pipeline=pipeline)
+                        yield replace(spec, parallel=chosen, train=train, model=made, optim=zero)
                     if shared and pp == 1:
                         fsdp = replace(parallel.fsdp or FsdpSpec(), strategy="full")
                         sharded = replace(layout, fsdp=fsdp)
                         yield replace(spec, parallel=sharded, train=train, model=made, optim=plain)
+
+
+def _pipelines(num_layers: int, pp: int, num_microbatches: int) -> Iterator[PipelineSpec]:
+    """Return 1F1B, and interleaved 1F1B with each number of stages that divides a rank's layers.
+
+    The latter runs in equal rounds, each of at least as many microbatches as there are ranks.
+    """
+    yield PipelineSpec()
+    rounds = num_microbatches // pp
+    if pp == 1 or rounds == 0 or num_microbatches % rounds:
+        return
+    for stages in _divisors(num_layers // pp)[1:]:
+        yield PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=stages)
 
 
 def _divisors(number: int) -> list[int]:

@@ -130,8 +130,7 @@ def stages_of(spec: RunSpec, pipeline_rank: int) -> list[int]:
     pipeline, pp = spec.parallel.pipeline, spec.parallel.pp
     if pp == 1:
         return [0]
-    num_stages = pp * pipeline.stages_per_rank
-    return [s for s in range(num_stages) if pipeline.rank_of(s, pp) == pipeline_rank]
+    return pipeline.stages_of(pipeline_rank, pp)
 
 
 def num_stages(spec: RunSpec) -> int:
@@ -144,6 +143,9 @@ def layers_of(spec: RunSpec, stage: int) -> range:
     """Return the indices of a stage's layers."""
     if spec.parallel.pp == 1:
         return range(spec.model.num_layers)
+    if spec.parallel.pipeline.layout is None:  # as below; a search asks for many stages
+        size = spec.model.num_layers // num_stages(spec)
+        return range(stage * size, (stage + 1) * size)
     return spec.parallel.pipeline.layers(spec.model.num_layers, spec.parallel.pp)[stage]
 
 

@@ -119,6 +119,41 @@ def test_a_search_replaces_the_layout_of_the_command_line(
         assert found["step_seconds"]["total"] == pytest.approx(layout["step_seconds"])
 
 
+LARGE = [
+    "model=gpt3_175b",
+    "model.fp8=True",
+    "trainer.num_nodes=128",
+    "trainer.devices=8",
+    "model.sequence_parallel=True",
+    "model.tensor_model_parallel_size=8",
+    "model.pipeline_model_parallel_size=8",
+    "model.virtual_pipeline_model_parallel_size=6",
+    "model.optim.name=distributed_fused_adam",
+]
+
+
+def test_a_search_tries_several_stages_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """No layout is left out that differs from a listed one in the number of stages alone."""
+    assert main([*LARGE, "--search", "--json"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert main([*LARGE, "model.micro_batch_size=2", "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["step_seconds"]["total"]
+    assert layouts[0]["step_seconds"] <= asked
+    best = layouts[0]["overrides"]
+    virtual = "model.virtual_pipeline_model_parallel_size"
+    assert any(word.startswith(virtual) and not word.endswith("null") for word in best)
+    assert main([*LARGE, *best, "--json"]) == 0, "a run would take it"
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_seconds"]["total"] == pytest.approx(layouts[0]["step_seconds"])
+    assert max(rank["total"] for rank in found["ranks"]) == layouts[0]["bytes"]
+    for stages in (1, 2, 3):
+        assert main([*LARGE, *best, f"{virtual}={stages}", "--json"]) in (0, 1)
+        other = json.loads(capsys.readouterr().out)
+        assert not other["fits"] or other["step_seconds"]["total"] >= layouts[0]["step_seconds"]
+    others = [[word for word in layout["overrides"] if virtual not in word] for layout in layouts]
+    assert len({tuple(words) for words in others}) == len(layouts), "each is listed once"
+
+
 def test_a_search_needs_no_layout_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """1,024 replicas do not divide the preset's batch of 1,536 samples."""
     words = ["model=gpt3_175b", "model.fp8=True", "trainer.devices=8", "trainer.num_nodes=128"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -439,6 +440,24 @@ def test_hybrid_sharding_gathers_within_a_node() -> None:
 
 def test_b200s_memory_is_an_eighth_of_a_dgxs() -> None:
     assert KNOWN["b200"].memory_gb_s == 64_000 / 8
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_a_search_tries_each_number_of_stages_that_interleaved_1f1b_takes(ranks: int) -> None:
+    """The schedule's rule is that of the settings (`_pipeline_has_its_microbatches`)."""
+    tried = defaultdict(set)
+    for layout in layouts(job(ranks=ranks)):
+        parallel, pipeline = layout.parallel, layout.parallel.pipeline
+        if parallel.pp > 1:
+            micro = layout.train.micro_batch_size
+            tried[parallel.pp, 64 // (parallel.dp * micro)].add(pipeline.stages_per_rank)
+            several = pipeline.stages_per_rank > 1
+            assert pipeline.schedule == ("Interleaved1F1B" if several else "1F1B")
+    assert tried
+    for (pp, count), stages in tried.items():
+        takes = count >= pp and count % (count // pp) == 0
+        numbers = [n for n in range(1, 9) if 8 % (pp * n) == 0 and (n == 1 or takes)]
+        assert stages == set(numbers)
 
 
 def test_a_search_takes_back_schedule_and_recomputation() -> None:
