@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.plan.hardware import KNOWN, Hardware
+from megafp8.plan.vocabulary import BUILTIN, SIZE_KEY, asked_vocabulary
 from megafp8.runs import directory
 from megafp8.runs.data import open_data
 from megafp8.specs import RunSpec
@@ -53,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="the tokenizer's vocabulary (default: that of the data, which must then exist here)",
+        help="the tokenizer's vocabulary (default: the preset's of model=; else that of the data, "
+        "which must then exist here)",
     )
     parser.add_argument("--shapes", action="store_true", help="show every parameter's shape too")
     options, rest = parser.parse_known_args(argv)
@@ -72,12 +74,12 @@ def main(argv: Sequence[str]) -> int:
             "Use model.optim.name=distributed_fused_adam, or run a small job",
         )
     choose.check(spec, torch.device("cpu"))
-    spec = with_padded_vocabulary(spec, options.vocab_size)
+    spec, whose = with_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:
         print(line)
     layout = dryrun.whole_layout(spec)
-    print("\n".join(job_lines(spec, layout)))
+    print("\n".join(job_lines(spec, layout, whose)))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *table(spec, shares)]))
     if hardware is not None:
@@ -90,22 +92,38 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
-def with_padded_vocabulary(spec: RunSpec, vocab_size: int | None) -> RunSpec:
-    """Return the run with the vocabulary's padded size.
+def with_vocabulary(
+    spec: RunSpec, vocab_size: int | None, origins: Mapping[str, str]
+) -> tuple[RunSpec, str]:
+    """Return the run with the vocabulary's padded size, and words that say whose vocabulary it is.
 
-    `vocab_size` is the tokenizer's; None: the data are opened as in a run, and theirs is used.
+    `vocab_size` is the tokenizer's. None: it is the preset's of `model=`, unless the settings name
+    data or a size; otherwise the data are opened as in a run, and theirs is used. `origins` names
+    the layer that set each key.
 
     Raises:
         ConfigError: `vocab_size` is less than 1.
         DataError: The data cannot be opened.
     """
+    whose, known, data = "", None, spec.data
     if vocab_size is None:
-        vocab_size = open_data(spec.data, print).vocab_size
+        known = asked_vocabulary(origins, data.prefix, data.tokenizer.vocab_size)
+    if known is not None:
+        vocab_size, whose = known
+        if SIZE_KEY not in origins:
+            whose += (
+                f"; the built-in corpus has {data.tokenizer.vocab_size}, for which give "
+                f"--vocab-size {data.tokenizer.vocab_size}"
+            )
+    elif vocab_size is None:
+        vocab_size = open_data(data, print).vocab_size
+        whose = "of the built-in corpus" if data.prefix == BUILTIN else "of the data"
+        whose += "; --vocab-size gives another"
     elif vocab_size < 1:
         hint = "Give the size of the tokenizer's vocabulary"
         raise ConfigError("--vocab-size", vocab_size, "must be at least 1", hint)
     padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
-    return replace(spec, model=replace(spec.model, vocab_size=padded))
+    return replace(spec, model=replace(spec.model, vocab_size=padded)), whose
 
 
 def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
@@ -122,8 +140,10 @@ def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
     return [rank]
 
 
-def job_lines(spec: RunSpec, layout: Layout) -> Iterator[str]:
+def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
     """Yield lines about the whole job: model, layout, batch, pipeline and FP8.
+
+    `whose` says whose vocabulary it is.
 
     Raises:
         ConfigError: FP8 is asked for, and no linear would run in FP8.
@@ -134,7 +154,7 @@ def job_lines(spec: RunSpec, layout: Layout) -> Iterator[str]:
     yield (
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{layout.num_params:,} parameters, "
-        f"vocabulary {model.vocab_size}"
+        f"vocabulary {model.vocab_size}" + (f" ({whose})" if whose else "")
     )
     schedule = f" ({pipeline.schedule}" + (f", {stages} stages a rank)" if stages > 1 else ")")
     yield (

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megafp8.cli.job import command_parser, parse_options, reports_errors
 from megafp8.cli.plan_page import page
@@ -41,13 +41,13 @@ from megafp8.plan.time import (
     without_fp8,
 )
 from megafp8.plan.traffic import rank_traffic
+from megafp8.plan.vocabulary import GPT2, asked_vocabulary
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 
 ACCELERATOR = "trainer.accelerator"
 NODES, DEVICES = "trainer.num_nodes", "trainer.devices"
 CONTEXT = "model.context_parallel_size"
-GPT2_VOCABULARY = 50257
 DOES_NOT_FIT = 1
 """The exit code for a job that a run would take, but that does not fit into memory."""
 SHOWN_LAYOUTS = 8
@@ -75,20 +75,21 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in rest if not is_hardware(word)]
     refusal, found = "", None
     try:
-        spec = spec_of(words, options.vocab_size)
+        asked = spec_of(words, options.vocab_size)
     except UserError as error:
         if not options.search:
             raise
-        found = best_layouts(spec_without_layout(words, options.vocab_size, error), hardware)
+        asked = spec_without_layout(words, options.vocab_size, error)
+        found = best_layouts(asked.spec, hardware)
         if not found:
             raise
-        spec, refusal = found[0].spec, str(error)
+        asked, refusal = asked._replace(spec=found[0].spec), str(error)
     if options.tokens is not None and not 0 < options.tokens < float("inf"):
         raise ConfigError("--tokens", options.tokens, "is no number of tokens", "Give 3e11")
-    plan = make_plan(spec, hardware)
+    plan = make_plan(asked.spec, hardware)
     if options.search and found is None:
-        found = best_layouts(spec, hardware)
-    lines = [*describe(plan, options.vocab_size, options.tokens), *listed(found)]
+        found = best_layouts(asked.spec, hardware)
+    lines = [*describe(plan, asked.vocabulary, options.tokens), *listed(found)]
     if refusal:
         lines = [f"Refused: {refusal}", "This is the plan of the best layout:", "", *lines]
     if options.page is not None:
@@ -160,8 +161,17 @@ def hardware_from(words: Sequence[str]) -> Hardware:
     return hardware_of(name, numbers)
 
 
-def spec_of(words: Sequence[str], vocab_size: int | None) -> RunSpec:
-    """Return the run that these overrides ask for, on GPUs, with a known vocabulary.
+class Asked(NamedTuple):
+    """Hold the run that is planned, with a known vocabulary, and whose vocabulary that is."""
+
+    spec: RunSpec
+    vocabulary: str
+
+
+def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
+    """Return the run that these overrides ask for, on GPUs.
+
+    Its vocabulary is the given one, or that of the settings or of the preset, or else GPT-2's.
 
     Raises:
         UserError: The run would be refused, or is to run on a CPU.
@@ -175,13 +185,15 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> RunSpec:
         raise ConfigError("--vocab-size", vocab_size, "is not a size", "Give the tokenizer's")
     loaded = load_all(given.overrides, given.config_dir, given.config_name)
     spec = resolve(loaded.cfg, lambda: True)
-    padded = padded_vocab_size(vocab_size or GPT2_VOCABULARY, spec.vocab_divisible_by)
-    return replace(spec, model=replace(spec.model, vocab_size=padded))
+    data, whose = spec.data, ""
+    if vocab_size is None:
+        known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)
+        vocab_size, whose = known or GPT2
+    padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
+    return Asked(replace(spec, model=replace(spec.model, vocab_size=padded)), whose)
 
 
-def spec_without_layout(
-    words: Sequence[str], vocab_size: int | None, refusal: UserError
-) -> RunSpec:
+def spec_without_layout(words: Sequence[str], vocab_size: int | None, refusal: UserError) -> Asked:
     """Return the run that these overrides ask for on as many devices, without their layout.
 
     Its replicas need not divide the batch: it is where a search begins.
@@ -196,17 +208,16 @@ def spec_without_layout(
     replaced = {*LAYOUT_KEYS, NODES, DEVICES}
     others = [word for word in words if key_of(word) not in replaced]
     try:
-        spec = spec_of([*others, f"{DEVICES}={keys.get(CONTEXT, 1)}"], vocab_size)
+        asked = spec_of([*others, f"{DEVICES}={keys.get(CONTEXT, 1)}"], vocab_size)
     except UserError:
         raise refusal from None
+    spec = asked.spec
     trainer = spec.resolved["trainer"]
     assert isinstance(trainer, dict)
     sizes = {"num_nodes": int(nodes), "devices": int(devices)}
-    return replace(
-        spec,
-        parallel=replace(spec.parallel, num_nodes=int(nodes), devices_per_node=int(devices)),
-        resolved=spec.resolved | {"trainer": trainer | sizes},
-    )
+    parallel = replace(spec.parallel, num_nodes=int(nodes), devices_per_node=int(devices))
+    resolved = spec.resolved | {"trainer": trainer | sizes}
+    return asked._replace(spec=replace(spec, parallel=parallel, resolved=resolved))
 
 
 def make_plan(spec: RunSpec, hardware: Hardware) -> Plan:

@@ -72,14 +72,14 @@ class Plan:
         return self.bf16.total / self.time.total
 
 
-def describe(plan: Plan, vocab_size: int | None, tokens: float | None) -> Iterator[str]:
-    """Return the lines of the plan."""
+def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
+    """Return the lines of the plan; `vocabulary` says whose it is, if it was not given."""
     spec, hardware = plan.spec, plan.hardware
     model, parallel, train = spec.model, spec.parallel, spec.train
     yield (
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{format_count(num_params(plan))} parameters, vocabulary {model.vocab_size}"
-        + ("" if vocab_size is not None else " (of GPT-2; --vocab-size gives another)")
+        + (f" ({vocabulary}; --vocab-size gives another)" if vocabulary else "")
     )
     yield (
         f"layout: {parallel.world_size} x {hardware.name} = tensor {parallel.tp} x context "

@@ -95,9 +95,33 @@ def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = make_dataset(tmp_path / "tiny")
     assert main([*SMALL, f"model.data.data_prefix={prefix}"]) == 0
-    assert "vocabulary 384" in capsys.readouterr().out  # 300, padded
+    said = "vocabulary 384 (of the data; --vocab-size gives another)"  # 300, padded
+    assert said in capsys.readouterr().out
     assert main([*SMALL, "model.data.data_prefix=/nowhere"]) == 2
     assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["model=llama3_8b"], "vocabulary 128256 (of Llama 3; the built-in corpus has 4096, for "
+         "which give --vocab-size 4096)"),
+        (["model=gpt3_125m"], "vocabulary 50304 (of GPT-2; the built-in corpus has 4096"),
+        (["model=gpt3_125m", "--vocab-size=300"], "vocabulary 384\n"),
+        (["model=gpt3_125m", "model.tokenizer.vocab_size=300"],
+         "vocabulary 384 (of model.tokenizer.vocab_size=300)\n"),
+        (["model.num_layers=1"], "vocabulary 4096 (of the built-in corpus; --vocab-size gives"),
+    ],
+)  # fmt: skip
+def test_it_says_whose_vocabulary_it_takes(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preset has the vocabulary of its published model, and not the built-in corpus's."""
+    shape = ["model.hidden_size=64", "model.num_attention_heads=4", "model.num_layers=1"]
+    shape += ["model.ffn_hidden_size=128", "model.encoder_seq_length=32"]
+    groups = ["model.num_query_groups=4"] if "model=llama3_8b" in given else []
+    assert main([*given[:1], *shape, *groups, *given[1:]]) == 0
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

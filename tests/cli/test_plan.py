@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.cli.plan import main
+from megafp8.config.layers import conf_dir
+from megafp8.config.overrides import preset_names
+from tests.config.test_presets import PARAMETERS
 
 JOB = ["model=gpt3_5b", "model.fp8=True", "trainer.devices=8", "hardware=h200"]
 
@@ -26,6 +29,31 @@ def test_a_plan_shows_memory_messages_time_and_a_verdict(
         assert row in out
     assert "FP8 pays here:" in out and "(a prediction)" in out
     assert "No time here has been measured on a GPU." in out
+
+
+PRESETS = [name for name in preset_names("model", [conf_dir()]) if name != "default"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_planned_with_its_own_vocabulary(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All parameters are then as many as published; the presets of GPT-3 have GPT-2's tokens."""
+    main([f"model={name}", "--json"])
+    assert json.loads(capsys.readouterr().out)["num_params"] == PARAMETERS[name]
+    main([f"model={name}"])
+    whose = "128256 (of Llama 3;" if name == "llama3_8b" else "50304 (of GPT-2;"
+    assert f"vocabulary {whose} --vocab-size gives another)" in capsys.readouterr().out
+
+
+def test_a_given_vocabulary_wins_over_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["model=llama3_8b", "--vocab-size", "1000"])
+    assert "vocabulary 1024\n" in capsys.readouterr().out
+    main(["model=llama3_8b", "model.tokenizer.vocab_size=300"])
+    whose = "(of model.tokenizer.vocab_size=300; --vocab-size gives another)"
+    assert f"vocabulary 384 {whose}" in capsys.readouterr().out
+    main(["model=llama3_8b", "model.data.data_prefix=/data/mine"])
+    assert "vocabulary 50304 (of GPT-2;" in capsys.readouterr().out
 
 
 def test_fp8_lm_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> None:
