@@ -66,6 +66,13 @@ def main(argv: Sequence[str]) -> int:
     asked = loaded.cfg.trainer.accelerator
     spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
     directory.check(spec)
+    if hardware is not None and not _on_gpu(spec):
+        raise ConfigError(
+            "hardware",
+            hardware.name,
+            f"the ranks would be on CPUs (trainer.accelerator={asked})",
+            "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
+        )
     if spec.parallel.fsdp is not None:
         raise SettingError(
             "model.fsdp",
@@ -79,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:
         print(line)
     layout = dryrun.whole_layout(spec)
-    print("\n".join(job_lines(spec, layout, whose)))
+    print("\n".join([*job_lines(spec, layout, whose), device_line(spec, asked)]))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *table(spec, shares)]))
     if hardware is not None:
@@ -181,6 +188,19 @@ def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
             f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; in higher "
             f"precision: {'; '.join(share.higher)}"
         )
+
+
+def device_line(spec: RunSpec, asked: str) -> str:
+    """Return for which device the memory is counted, and how to count it for the other one.
+
+    `asked` is `trainer.accelerator` as it was given.
+    """
+    device, other = ("GPUs", "cpu") if _on_gpu(spec) else ("CPUs", "gpu")
+    why = f"trainer.accelerator={asked}"
+    if asked == "auto":
+        why += " finds a GPU here" if _on_gpu(spec) else " finds no GPU here"
+    count = "counts CPUs'" if other == "cpu" else "counts GPUs', and needs none"
+    return f"memory: that of ranks on {device} ({why}; trainer.accelerator={other} {count})"
 
 
 def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:

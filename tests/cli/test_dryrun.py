@@ -179,6 +179,38 @@ def test_transformer_engine_s_layers_on_a_gpu() -> None:
     assert re.search(r"FP8 scales, histories +[1-9]", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "has_gpu", "said"),
+    [
+        ("auto", False, "CPUs (trainer.accelerator=auto finds no GPU here; "
+         "trainer.accelerator=gpu counts GPUs', and needs none)"),
+        ("auto", True, "GPUs (trainer.accelerator=auto finds a GPU here; "
+         "trainer.accelerator=cpu counts CPUs')"),
+        ("cpu", True, "CPUs (trainer.accelerator=cpu; trainer.accelerator=gpu counts"),
+        ("gpu", False, "GPUs (trainer.accelerator=gpu; trainer.accelerator=cpu counts"),
+    ],
+)  # fmt: skip
+def test_it_says_for_which_device_it_counts(
+    accelerator: str,
+    has_gpu: bool,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    given = [*SMALL[1:], f"trainer.accelerator={accelerator}", "--vocab-size=300"]
+    assert main([*given, "model.fp8_backend=native"]) == 0
+    assert f"memory: that of ranks on {said}" in capsys.readouterr().out
+
+
+def test_cpu_ranks_are_not_compared_with_a_gpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*SMALL[1:], "model.fp8_backend=native", "--vocab-size=300", "hardware=h100"]
+    assert main([*given, "trainer.accelerator=cpu"]) == 2
+    assert "hardware=H100 SXM: the ranks would be on CPUs" in capsys.readouterr().err
+    assert main([*given, "trainer.accelerator=gpu"]) == 0
+    assert "fits on H100 SXM" in capsys.readouterr().out
+
+
 def test_a_setting_of_gpus_is_refused_on_a_cpu_as_in_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
