@@ -19,6 +19,11 @@ from megafp8.config.schema import all_keys, all_sections, schema_tree
 UNDECIDED = "undecided"
 """The key of a file that `megafp8.cli.migrate` wrote, with what the user must decide."""
 
+OTHER_NAMES = dict.fromkeys(
+    ("gpus", "num_gpus", "gpus_per_node", "ngpus", "nproc_per_node"), "trainer.devices"
+)
+"""Names that no key resembles, with the key of that meaning; PyTorch Lightning's was `gpus`."""
+
 SEE_HELP = "--help lists all keys"
 
 
@@ -193,6 +198,9 @@ def unknown_key(setting: Setting) -> SettingError:
 
 def similar_keys(wrong: str) -> list[str]:
     """Return up to three keys that are similar to `wrong`, the most similar first."""
+    renamed = OTHER_NAMES.get(wrong.rpartition(".")[2])
+    if renamed is not None:
+        return [renamed]
     return _similar(wrong, list(all_keys())) or _similar(wrong, list(nemo_keys()))
 
 

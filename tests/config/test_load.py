@@ -68,6 +68,12 @@ def test_unknown_key_is_refused_behind_any_prefix(prefix: str) -> None:
     assert "Did you mean model.fp8?" in str(problem)
 
 
+@pytest.mark.parametrize("old", ["trainer.gpus=8", "+trainer.num_gpus=8", "gpus_per_node=8"])
+def test_other_names_of_devices_are_known(old: str) -> None:
+    """PyTorch Lightning's `gpus` resembles no key."""
+    assert "Did you mean trainer.devices?" in str(the_problem(old))
+
+
 @pytest.mark.parametrize("prefix", ["+", "++"])
 def test_prefixes_of_known_keys_do_nothing(prefix: str) -> None:
     assert load([f"{prefix}model.num_layers=7"]).model.num_layers == 7
