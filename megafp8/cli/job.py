@@ -20,7 +20,7 @@ from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
 from megafp8.config.schema import all_keys
 from megafp8.config.secrets import hide
-from megafp8.config.settings import read_value
+from megafp8.config.settings import read_value, similar_keys
 from megafp8.config.values import one_line
 from megafp8.errors import UserError
 
@@ -87,8 +87,11 @@ def report_error(error: UserError) -> int:
 
 
 def command_parser(name: str, about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return the parser of `python -m megafp8.cli.NAME`; `about` is the module's docstring."""
-    return argparse.ArgumentParser(
+    """Return the parser of `python -m megafp8.cli.NAME`; `about` is the module's docstring.
+
+    The parser raises a SettingError for options that it cannot read.
+    """
+    return _Parser(
         prog=f"python -m megafp8.cli.{name}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -221,8 +224,11 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = "--help lists the options and all keys"
+        hint = "--help lists the options"
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        keys = similar_keys(unknown.lstrip("-"))
         if "=" in unknown:
             hint = f"If it is a setting, write it without dashes: {unknown.lstrip('-')}"
+        elif keys:
+            hint = f"Settings are written without dashes. Did you mean {' or '.join(keys)}?"
         raise SettingError("options", None, message, hint, origin=COMMAND_LINE)

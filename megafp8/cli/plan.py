@@ -19,6 +19,7 @@ from megafp8.cli.plan_text import (
     USABLE,
     Plan,
     describe,
+    layout_notes,
     listed,
     memory_rows,
     num_params,
@@ -51,11 +52,15 @@ CONTEXT = "model.context_parallel_size"
 DOES_NOT_FIT = 1
 """The exit code for a job that a run would take, but that does not fit into memory."""
 SHOWN_LAYOUTS = 8
+TOKEN_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Print the plan; return 0 if the job fits, 1 if it does not, 2 if it would be refused."""
+    """Print the plan; return 0 if the job fits, 1 if it does not, 2 if it would be refused.
+
+    With `--search` it returns 0 if any layout fits.
+    """
     parser = command_parser(
         "plan",
         __doc__,
@@ -64,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="the tokenizer's size")
-    parser.add_argument("--tokens", type=float, metavar="N", help="tokens of the whole training")
+    parser.add_argument(
+        "--tokens", type=tokens_of, metavar="N", help="tokens of the whole training: 3e11 or 300B"
+    )
     parser.add_argument("--search", action="store_true", help="list the best layouts as well")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
@@ -84,8 +91,6 @@ def main(argv: Sequence[str]) -> int:
         if not found:
             raise
         asked, refusal = asked._replace(spec=found[0].spec), str(error)
-    if options.tokens is not None and not 0 < options.tokens < float("inf"):
-        raise ConfigError("--tokens", options.tokens, "is no number of tokens", "Give 3e11")
     plan = make_plan(asked.spec, hardware)
     if options.search and found is None:
         found = best_layouts(asked.spec, hardware)
@@ -98,7 +103,23 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
     else:
         print(*lines, sep="\n")
-    return ExitCode.FINISHED if plan.fits else DOES_NOT_FIT
+    return ExitCode.FINISHED if plan.fits or found else DOES_NOT_FIT
+
+
+def tokens_of(text: str) -> float:
+    """Return a number of tokens, which may end with k, M, B, G or T.
+
+    Raises:
+        ConfigError: The text is no positive number.
+    """
+    factor = TOKEN_SUFFIXES.get(text[-1:].lower())
+    try:
+        tokens = float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        tokens = 0.0
+    if not 0 < tokens < float("inf"):
+        raise ConfigError("--tokens", text, "is no number of tokens", "Give 3e11 or 300B")
+    return tokens
 
 
 def best_layouts(spec: RunSpec, hardware: Hardware) -> list[Found]:
@@ -180,10 +201,11 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         if key_of(word) == ACCELERATOR and word.endswith("=cpu"):
             raise ConfigError(ACCELERATOR, "cpu", "a plan is for GPUs", "Leave it out")
     others = [word for word in words if key_of(word) != ACCELERATOR]
-    given = parse_options([*others, f"{ACCELERATOR}=gpu"])
+    given = parse_options(others)
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError("--vocab-size", vocab_size, "is not a size", "Give the tokenizer's")
-    loaded = load_all(given.overrides, given.config_dir, given.config_name)
+    overrides = (*given.overrides, f"{ACCELERATOR}=gpu")
+    loaded = load_all(overrides, given.config_dir, given.config_name)
     spec = resolve(loaded.cfg, lambda: True)
     data, whose = spec.data, ""
     if vocab_size is None:
@@ -243,6 +265,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "hardware": asdict(plan.hardware),
         "assumed": asdict(Achieved()),
         "num_params": num_params(plan),
+        "notes": layout_notes(plan),
         "fits": plan.fits,
         "usable_bytes": int(USABLE * plan.hardware.memory_bytes),
         "ranks": [asdict(rank) | {"total": rank.total} for rank in plan.ranks],

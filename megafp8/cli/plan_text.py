@@ -88,6 +88,7 @@ def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]
         f"{spec.data.seq_length} tokens a step, "
         f"{train.num_microbatches(parallel.dp)} microbatch(es) of {train.micro_batch_size}"
     )
+    yield from (f"note: {note}" for note in layout_notes(plan))
     yield ""
     yield from memory_table(plan)
     yield ""
@@ -99,6 +100,29 @@ def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]
         yield from verdict(plan, plan.bf16)
     yield ""
     yield from assumptions(plan)
+
+
+def layout_notes(plan: Plan) -> list[str]:
+    """Return what is unusual in how the ranks are laid out over the nodes."""
+    parallel, hardware, notes = plan.spec.parallel, plan.hardware, []
+    nodes, devices, tp = parallel.num_nodes, parallel.devices_per_node, parallel.tp
+    most = hardware.node_devices
+    if most is not None and devices > most:
+        fitting = f"trainer.num_nodes={nodes * -(-devices // most)} trainer.devices={most}"
+        notes.append(
+            f"trainer.devices={devices} are taken to be joined by links of {hardware.node_gb_s:g} "
+            f"GB/s within one node, but a node of {hardware.name} has {most}: {fitting} plans "
+            "with nodes of that size"
+        )
+    if nodes > 1 and devices % tp:
+        notes.append(
+            f"tensor parallelism of {tp} crosses nodes of {devices}: its messages take the network "
+            f"of {hardware.network_gb_s:g} GB/s for each device and not the links of "
+            f"{hardware.node_gb_s:g} GB/s, and messages within layers are "
+            f"{plan.time.tensor_parallel / plan.time.total:.0%} of a step; a "
+            f"model.tensor_model_parallel_size that divides {devices} avoids that"
+        )
+    return notes
 
 
 def num_params(plan: Plan) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megafp8.errors import ConfigError
 
@@ -32,6 +33,7 @@ class Hardware:
     memory_gb_s: float
     node_gb_s: float  # between the accelerators of a node, sent by one of them
     network_gb_s: float  # between nodes, sent by one accelerator
+    node_devices: int | None = None  # the most of them in a node; None if it is not known
 
     @property
     def memory_bytes(self) -> int:
@@ -47,6 +49,7 @@ H100 = Hardware(
     memory_gb_s=3350,
     node_gb_s=450,
     network_gb_s=50,
+    node_devices=8,
     source="NVIDIA's H100 data sheet; one 400 Gbit/s network adapter for each GPU",
 )
 KNOWN = {
@@ -66,6 +69,7 @@ KNOWN = {
         memory_gb_s=8000,
         node_gb_s=900,
         network_gb_s=50,
+        node_devices=8,
         source="NVIDIA's DGX B200 data sheet (an eighth of its figures); one 400 Gbit/s network "
         "adapter for each GPU",
     ),
@@ -113,8 +117,8 @@ def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:
     if not numbers:
         return known
     source = f"{known.source}; {_listed(list(numbers))} as given"
-    figures = {key: getattr(known, key) for key in NUMBERS} | numbers
-    return Hardware(name=known.name, source=source, **figures)
+    figures: dict[str, Any] = {"source": source, **numbers}
+    return replace(known, **figures)
 
 
 def _listed(names: list[str] | tuple[str, ...]) -> str:

@@ -137,6 +137,7 @@ def test_it_says_whose_vocabulary_it_takes(
         (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: cannot be simulated"),
         (["--rank=1"], "the ranks are 0 to 0"),
         (["--nonsense"], "--nonsense"),
+        (["--rank=first"], "argument --rank: invalid int value: 'first'. --help lists"),
     ],
 )  # fmt: skip
 def test_it_refuses_what_the_run_would(

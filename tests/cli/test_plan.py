@@ -105,9 +105,16 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
         (["hardware.memory_gib=much"], "hardware.memory_gib=much: is not a number"),
         (["hardware="], "hardware=: has no value"),
         (["--vocab-size", "0"], "--vocab-size=0: is not a size"),
-        (["--tokens", "0"], "--tokens=0.0: is no number of tokens"),
-        (["--tokens=-1e9"], "--tokens=-1000000000.0: is no number of tokens"),
+        (["--tokens", "0"], "--tokens=0: is no number of tokens"),
+        (["--tokens=-1e9"], "--tokens=-1e9: is no number of tokens"),
         (["--tokens", "nan"], "--tokens=nan: is no number of tokens"),
+        (["--tokens", "T"], "--tokens=T: is no number of tokens. Give 3e11 or 300B"),
+        (["--vocab-size", "all"], "argument --vocab-size: invalid int value: 'all'. --help"),
+        (
+            ["model=gpt3_5b", "--gpus", "64"],
+            "unrecognized arguments: --gpus 64. Settings are written without dashes. "
+            "Did you mean trainer.devices?",
+        ),
         (["trainer.accelerator=cpu"], "trainer.accelerator=cpu: a plan is for GPUs"),
         (["model.hiden_size=3"], "model.hiden_size"),
         (["trainer.devices=3", "model.tensor_model_parallel_size=2"], "is not a multiple of it"),
@@ -118,7 +125,59 @@ def test_bad_input_is_named(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, "there is no usage text"
+    assert said in error
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("15T", 15e12), ("300b", 3e11), ("1e9", 1e9)])
+def test_tokens_may_have_a_suffix(
+    text: str, tokens: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*JOB, "--tokens", text, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["days"] == pytest.approx(tokens / plan["tokens_per_second"] / 86400)
+
+
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (["trainer.num_nodes=2", "trainer.devices=8"], []),
+        (
+            ["trainer.num_nodes=2", "trainer.devices=8", "model.tensor_model_parallel_size=16"],
+            ["tensor parallelism of 16 crosses nodes of 8: "],
+        ),
+        (
+            ["trainer.num_nodes=2", "trainer.devices=6", "model.tensor_model_parallel_size=4",
+             "model.global_batch_size=192"],
+            ["tensor parallelism of 4 crosses nodes of 6: "],
+        ),
+        (["trainer.devices=64"], ["trainer.devices=64 are taken to be joined by links of 450 GB/s "
+                                  "within one node, but a node of H100 SXM has 8: "
+                                  "trainer.num_nodes=8 trainer.devices=8 plans"]),
+        (["trainer.devices=64", "hardware.memory_gib=94"], ["trainer.devices=64 are taken"]),
+        (["trainer.devices=16", "hardware=mine", "hardware.bf16_tflops=1000",
+          "hardware.fp8_tflops=2000", "hardware.memory_gib=94", "hardware.memory_gb_s=4000"], []),
+    ],
+)  # fmt: skip
+def test_an_unusual_layout_is_noted(
+    words: list[str], notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["model=gpt3_5b", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)["notes"]
+    assert len(found) == len(notes)
+    main(["model=gpt3_5b", *words])
+    text = capsys.readouterr().out
+    for note, said in zip(found, notes, strict=True):
+        assert note.startswith(said) and f"note: {note}" in text
+
+
+def test_a_search_that_finds_layouts_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=gpt3_175b", "model.fp8=True", "trainer.num_nodes=16", "trainer.devices=8"]
+    assert main(words) == 1
+    assert main([*words, "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out and "layouts that fit" in out
 
 
 LAYOUT = [
