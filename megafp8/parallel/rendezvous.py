@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import resource
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -80,7 +82,7 @@ def connect(backend: str) -> Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     seconds = float(os.environ.get("MEGAFP8_JOIN_SECONDS", JOIN_SECONDS))
-    store = serve(host, port) if rank == 0 else reach(host, port, seconds)
+    store = serve(host, port) if rank == 0 else reach(host, port, seconds, f"rank {rank}")
     await_all(store, rank, size, f"{host}:{port}", seconds)
     _join(backend, store, rank, size)
     return store
@@ -167,40 +169,116 @@ def serve(host: str, port: int) -> Store:
     return _store(host, port, is_master=True, listen_fd=listener.detach())
 
 
-def reach(host: str, port: int, seconds: float) -> Store:
-    """Return the store of rank 0, which may start up to `seconds` later."""
-    began = time.monotonic()
+def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store:
+    """Return the store of rank 0, which may start up to `seconds` later.
+
+    After 30 s a line on stderr says what `who` waits for.
+
+    Raises:
+        RunError: Rank 0 is not reached in time, or another program answers in its place.
+    """
+    place = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    wait = _Wait(seconds, who, place)
     unreachable_since: float | None = None
     last: OSError
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            with socket.create_connection((host, port), timeout=5) as connection:
+                _check_is_store(connection, place, wait)
             break
         except (
             ConnectionRefusedError
         ) as error:  # the machine answers, but rank 0 does not listen yet
             unreachable_since, last, limit = None, error, seconds
-            waited = time.monotonic() - began
+            waited = wait.waited()
         except OSError as error:
             unreachable_since = unreachable_since or time.monotonic() - 5.0
-            last, limit = error, UNREACHABLE_SECONDS
+            last, limit = error, min(seconds, UNREACHABLE_SECONDS)
             waited = time.monotonic() - unreachable_since
         if waited > limit:
             raise RunError(
-                f"{socket.gethostname()} does not reach rank 0 at "
-                f"MASTER_ADDR={host} MASTER_PORT={port}: {last}. Set MASTER_ADDR to a name or "
-                "address of rank 0's machine that this one reaches"
+                f"{socket.gethostname()} does not reach rank 0 at {place}: {last}, for "
+                f"{limit:g} s. If rank 0 does not run, see its errors or start it (RANK=0); "
+                "if it does, set MASTER_ADDR to a name or address of its machine that this one "
+                "reaches"
             )
+        wait.notice(f"rank 0 is not reached ({last})")
         time.sleep(0.2)
     return _store(host, port, is_master=False)
 
 
+class _Wait:
+    """Measure how long a rank waits for rank 0, and report it once on stderr."""
+
+    def __init__(self, seconds: float, who: str, place: str) -> None:
+        self.seconds, self._who, self._place = seconds, who, place
+        self._began, self._is_noticed = time.monotonic(), False
+
+    def waited(self) -> float:
+        """Return the seconds since the wait began."""
+        return time.monotonic() - self._began
+
+    def notice(self, what: str) -> None:
+        """Report `what`, if the wait has taken long and nothing has been reported yet."""
+        if not self._is_noticed and self.waited() > _NOTICE_SECONDS:
+            self._is_noticed = True
+            text = f"megafp8: waiting: {self._who} waits up to {self.seconds:g} s for rank 0 at"
+            print(f"{text} {self._place}: {what}", file=sys.stderr, flush=True)
+
+
+def _check_is_store(connection: socket.socket, place: str, wait: _Wait) -> None:
+    """Return when a store has answered on `connection`.
+
+    Rank 0 may listen some time before its store answers. torch's own client has no limit of time
+    for the answer, and reports another one with its whole stack.
+
+    Raises:
+        OSError: The connection has been closed without an answer.
+        RunError: The answer is not a store's, or none came within the time that `wait` allows.
+    """
+    question, expected = torch_private.store_greeting()
+    connection.sendall(question)
+    answer = b""
+    while len(answer) < len(expected):
+        left = wait.seconds - wait.waited()
+        if left <= 0:
+            raise _not_rank_0(place, f"it has not answered within {wait.seconds:g} s")
+        connection.settimeout(min(left, 1.0))
+        try:
+            received = connection.recv(len(expected) - len(answer))
+        except TimeoutError:
+            wait.notice("what listens there has not answered")
+            continue
+        if not received:
+            raise ConnectionResetError("it closed the connection; another program may use the port")
+        answer += received
+        if not expected.startswith(answer):
+            raise _not_rank_0(place, f"its answer begins with {answer!r}")
+
+
+def _not_rank_0(place: str, why: str) -> RunError:
+    return RunError(
+        f"{place}: what listens there is not rank 0 of a run: {why}. Another program may use the "
+        "port: choose another MASTER_PORT for all ranks, and start rank 0 (RANK=0) on that machine"
+    )
+
+
 def await_all(store: Store, rank: int, size: int, place: str, seconds: float) -> None:
-    """Return when all ranks have connected; meanwhile rank 0 reports which are missing."""
-    store.set(f"megafp8/here/{rank}", "1")
-    if rank > 0:
-        store.wait(["megafp8/all"], timedelta(seconds=seconds + UNREACHABLE_SECONDS))
-        return
+    """Return when all ranks have connected; meanwhile rank 0 reports which are missing.
+
+    Raises:
+        RunError: Ranks have not come within `seconds`, or rank 0 has left.
+    """
+    try:
+        store.set(f"megafp8/here/{rank}", "1")
+        if rank > 0:
+            store.wait(["megafp8/all"], timedelta(seconds=seconds + UNREACHABLE_SECONDS))
+            return
+    except dist.DistError as error:
+        raise RunError(
+            f"{socket.gethostname()} has reached rank 0 at {place}, and then the wait for the "
+            f"other ranks ended: {str(error).splitlines()[0]}. See what rank 0 says"
+        ) from error
     began = noticed = time.monotonic()
     while missing := [r for r in range(size) if not store.check([f"megafp8/here/{r}"])]:
         now = time.monotonic()
@@ -265,14 +343,33 @@ def _check_is_here(host: str, port: int, place: str) -> None:
 
 
 def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = None) -> Store:
-    return dist.TCPStore(  # type: ignore[attr-defined]  # missing in its stubs
-        host,
-        port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=UNREACHABLE_SECONDS),
-        master_listen_fd=listen_fd,
-    )
+    """Return torch's store, which is made in a thread, since its client may wait without end."""
+    results: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in its stubs
+                host,
+                port,
+                is_master=is_master,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=UNREACHABLE_SECONDS),
+                master_listen_fd=listen_fd,
+            )
+        except RuntimeError as error:
+            results.put(error)
+        else:
+            results.put(store)
+
+    threading.Thread(target=make, daemon=True).start()
+    place = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    try:
+        result = results.get(timeout=2 * UNREACHABLE_SECONDS)
+    except queue.Empty:
+        raise _not_rank_0(place, "it has not answered") from None
+    if isinstance(result, RuntimeError):
+        raise _not_rank_0(place, str(result).splitlines()[0]) from result
+    return result
 
 
 def _shortened(ranks: list[int]) -> str:

@@ -76,6 +76,79 @@ def test_a_master_that_is_not_reached(port: int, monkeypatch: pytest.MonkeyPatch
         reach("127.0.0.1", port, 0.5)
 
 
+def listener(answer: bytes | None) -> socket.socket:
+    """Return a server that sends `answer` and closes, or keeps connections and says nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+    kept = []
+
+    def serve_them() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            kept.append(connection)
+            if answer is not None:
+                connection.recv(64)
+                connection.sendall(answer)
+                connection.close()
+
+    threading.Thread(target=serve_them, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "has not answered within 1 s"),
+        (b"HTTP/1.1 400 Bad Request", "its answer begins with b'HTTP'"),
+        (b"", "it closed the connection; another program may use the port.*start it .RANK=0."),
+    ],
+)
+def test_another_program_in_place_of_rank_0(
+    answer: bytes | None,
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3)
+    began = time.monotonic()
+    with listener(answer) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RunError, match=f"MASTER_PORT={port}.*{said}"):
+            reach("127.0.0.1", port, 1.0, "rank 7")
+    assert time.monotonic() - began < 5
+    errors = capfd.readouterr().err
+    assert "c10d" not in errors  # torch prints its stack there
+    waits = "megafp8: waiting: rank 7 waits up to 1 s for rank 0 at MASTER_ADDR=127.0.0.1"
+    assert errors.count(waits) == (answer is None)
+
+
+def test_a_rank_says_that_it_waits_for_rank_0(
+    port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3)
+    with pytest.raises(RunError, match="If rank 0 does not run, see its errors or start it"):
+        reach("127.0.0.1", port, 1.2, "rank 7")
+    assert capsys.readouterr().err.count("waiting: rank 7 waits up to 1.2 s for rank 0 at") == 1
+
+
+def test_rank_0_that_never_calls_all(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 0.2)
+    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(RunError, match="has reached rank 0 at here, .* See what rank 0 says"):
+        await_all(store, 1, 2, "here", 0.2)
+
+
+def test_the_own_address_of_rank_0_that_leads_to_another(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's own client gets no answer, as behind a forwarded port; it must not wait for ever."""
+    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 0.5)
+    with listener(None) as server, pytest.raises(RunError, match="is not rank 0 of a run"):
+        rendezvous._store("127.0.0.1", server.getsockname()[1], is_master=False)
+
+
 def test_ranks_that_do_not_come_are_named(port: int) -> None:
     store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     store.set("megafp8/here/1", "1")
