@@ -12,10 +12,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from megafp8.cli.main import AppInfo, run_app
+from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.overrides import quoted
 from megafp8.config.resolve import data_spec, resolve
+from megafp8.errors import UserError
+from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,
     is_rank,
@@ -120,10 +122,13 @@ def main(config_name: str = DEFAULT_CONFIG) -> int:
     prepare_threads(os.environ)
     try:
         adopt_step(os.environ)
+        check_environment(os.environ)
         prog = f"python {Path(sys.argv[0]).name}"
         return run_app(
             sys.argv[1:], task, prog=prog, config_name=config_name, gpu_available=gpu_available
         )
+    except UserError as error:  # about the variables that a launcher sets
+        return report_error(error)
     except KeyboardInterrupt:
         print("megafp8: interrupted before training began", file=sys.stderr)
         return 128 + signal.SIGINT

@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from megafp8 import torch_private
 from megafp8.errors import RunError
+from megafp8.parallel.environment import JOIN_SECONDS, check_environment, join_seconds
 
 Store = Any  # torch's stubs lack its stores
 UNREACHABLE_SECONDS = 20.0  # for a name that does not resolve or a network without a route
-JOIN_SECONDS = 600.0  # for all ranks to connect: imports may come from a slow file system
 WAITING_SECONDS = 24 * 3600.0
 """How long ranks wait for one that works on files. If a rank dies, its connections break, so that
 the others learn of it at once. During training `trainer.step_timeout`, if it is set, finds one that
@@ -64,6 +64,7 @@ def connect(backend: str) -> Store:
     Raises:
         RunError: The ranks cannot find each other; the message names the address or port and why.
     """
+    check_environment(os.environ)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _warn_of_hosts_that_never_meet(os.environ)
         shared, rank, size = next(iter(rendezvous("env://")))  # our launcher's, or torchrun's
@@ -81,7 +82,7 @@ def connect(backend: str) -> Store:
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    seconds = float(os.environ.get("MEGAFP8_JOIN_SECONDS", JOIN_SECONDS))
+    seconds = join_seconds(os.environ)
     store = serve(host, port) if rank == 0 else reach(host, port, seconds, f"rank {rank}")
     await_all(store, rank, size, f"{host}:{port}", seconds)
     _join(backend, store, rank, size)
