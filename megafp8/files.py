@@ -58,7 +58,14 @@ def _reason_and_hint(error: OSError, doing: str) -> tuple[str, str]:
     number = error.errno or 0
     named = errno.errorcode.get(number, "OSError")
     reason = f"{doing} failed with {named} ({error.strerror or error})"
+    if number == errno.ENOENT and doing.startswith("making") and _parent_exists(error):
+        return reason, "This file system makes no folders there: choose another folder"
     return reason, _HINTS.get(number, _OTHERWISE)
+
+
+def _parent_exists(error: OSError) -> bool:
+    """Whether the folder exists in which `error` says that a file is missing."""
+    return isinstance(error.filename, str) and Path(error.filename).parent.is_dir()
 
 
 def note_progress() -> None:

@@ -9,7 +9,29 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import RunError
-from megafp8.files import built_beside, locked, read_json, write_json_atomically
+from megafp8.files import (
+    built_beside,
+    locked,
+    read_json,
+    run_errors_reported,
+    write_json_atomically,
+)
+
+
+def test_a_folder_that_the_file_system_refuses_was_not_removed(tmp_path: Path) -> None:
+    """/proc answers mkdir with ENOENT, as if a folder above were missing."""
+    for path in (Path("/proc/nope"), Path("/proc/nope/run")):
+        with (
+            pytest.raises(RunError, match=f"{path}: making .*ENOENT.* makes no folders there"),
+            run_errors_reported(path, "making the run's directory"),
+        ):
+            path.mkdir(parents=True)
+    gone = tmp_path / "gone" / "staging"
+    with (
+        pytest.raises(RunError, match="ENOENT.*Something removed it"),
+        run_errors_reported(gone, "making the staging directory"),
+    ):
+        gone.mkdir()
 
 
 def test_json_round_trip_leaves_one_file(tmp_path: Path) -> None:
