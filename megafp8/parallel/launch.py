@@ -42,6 +42,7 @@ LAUNCHER = "MEGAFP8LAUNCHER_PID"
 _SHUTDOWN = "MEGAFP8_SHUTDOWN_SECONDS"
 _NOTES = "MEGAFP8_NOTES"
 _PROGRESS_NAME = "progress"
+_CHECKPOINT_NAME = "checkpoint"  # holds the path of the newest one
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -196,6 +197,18 @@ def note_death(error: BaseException) -> None:
             pass  # the traceback on stderr tells the same
 
 
+def note_checkpoint(path: Path) -> None:
+    """Show our launcher the newest checkpoint of the run; other launchers keep no notes."""
+    folder = os.environ.get(_NOTES)
+    if folder is not None and is_rank():
+        draft = Path(folder, f"{_CHECKPOINT_NAME}.{os.environ['RANK']}")
+        try:
+            draft.write_text(str(path))
+            draft.rename(Path(folder, _CHECKPOINT_NAME))
+        except OSError:
+            pass  # the launcher then reports a rank's death without the path
+
+
 def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     defaults = {
@@ -299,7 +312,10 @@ def _code_of_job(
             code > 0 and (noted := _first_note(notes)) is not None
         ):  # the other ranks die because this one did
             first_failed, error = noted[0], f": {noted[1]}"
-        _tell(f"rank {first_failed} died ({how}){error}; the other ranks were ended")
+        _tell(
+            f"rank {first_failed} died ({how}){error}; the other ranks were ended. "
+            f"{_continuation(notes)}"
+        )
         return int(ExitCode.CRASHED)
     if None in codes:
         rank = codes.index(None)
@@ -314,10 +330,21 @@ def _code_of_job(
     return int(ExitCode.FINISHED)
 
 
+def _continuation(notes: Path) -> str:
+    """Return what the same command will do, by the newest checkpoint that a rank has noted."""
+    try:
+        checkpoint = Path(notes, _CHECKPOINT_NAME).read_text()
+    except OSError:
+        if _progress(notes) < 0:  # the folder of temporary files was emptied
+            return "The same command continues from the newest checkpoint, if there is one"
+        return "This run had no checkpoint: the same command begins it again"
+    return f"The same command continues from {checkpoint}"
+
+
 def _first_note(notes: Path) -> tuple[int, str] | None:
     """Return the rank that noted an error first, and the error."""
     try:
-        files = [file for file in notes.iterdir() if file.name != _PROGRESS_NAME]
+        files = [file for file in notes.iterdir() if file.name.isdigit()]
         files.sort(key=lambda file: file.stat().st_mtime_ns)
         return (int(files[0].name), files[0].read_text()) if files else None
     except OSError:  # somebody has emptied the folder of temporary files

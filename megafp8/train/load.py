@@ -23,6 +23,7 @@ from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
+from megafp8.parallel.launch import note_checkpoint
 from megafp8.precision.scaling import ScalingState
 from megafp8.runs.data import RunData
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
@@ -39,6 +40,8 @@ def load_newest(saver: Saver, state: TrainState, data: RunData, console: Console
         return
     _load(newest, saver, state, data, console)
     saver.last_step = state.step
+    if state.mesh.is_main:
+        note_checkpoint(newest)
     console.event(f"continuing from {newest}")
 
 

@@ -30,6 +30,7 @@ from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import note_progress, os_errors_reported
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
+from megafp8.parallel.launch import note_checkpoint
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.rendezvous import group_that_waits
 from megafp8.train import state_dict
@@ -100,6 +101,7 @@ class Saver:
 
         def commit() -> Path:
             committed = store.commit(staging, self.root, step, entries, meta)
+            note_checkpoint(committed)
             self._known_good = store.prune(self.root, self.keep, self._known_good, best=self.best)
             return committed
 

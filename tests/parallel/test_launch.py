@@ -65,6 +65,51 @@ def test_a_rank_that_dies_is_started_again(tmp_path: Path) -> None:
     assert "starting all ranks again: restart 1 of 2" in errors
 
 
+NOTING = """\
+import os, pathlib, signal, sys, time
+from megafp8.parallel.launch import note_checkpoint, note_death
+if os.environ["RANK"] != "0":
+    time.sleep(60)
+if sys.argv[1] != "none":
+    note_checkpoint(pathlib.Path("runs/old"))
+    note_checkpoint(pathlib.Path(sys.argv[1]))
+if sys.argv[2] == "emptied":
+    import shutil
+    shutil.rmtree(os.environ["MEGAFP8_NOTES"], ignore_errors=True)
+if sys.argv[2] == "error":
+    note_death(ValueError("the cause"))
+    sys.exit(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "how", "said"),
+    [
+        ("none", "killed", "This run had no checkpoint: the same command begins it again"),
+        ("runs/a/step_7", "killed", "The same command continues from runs/a/step_7"),
+        ("runs/a/step_7", "error", "The same command continues from runs/a/step_7"),
+        ("runs/a/step_7", "emptied", "The same command continues from the newest checkpoint, if "),
+    ],
+)
+def test_what_the_same_command_will_do(
+    checkpoint: str, how: str, said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(NOTING)
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(script), "0", checkpoint, how],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and f"; the other ranks were ended. {said}" in last, last
+    assert ("ValueError: the cause" in last) == (how == "error")
+
+
 def test_not_more_often_than_asked(tmp_path: Path) -> None:
     code, _, noted = starts(tmp_path, 1, 9, "killed")
     assert code not in (0, 2) and noted == ["02", "12"]
