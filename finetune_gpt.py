@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import megafp8.cli  # noqa: F401  # handles Ctrl-C during the imports that follow
 from megafp8.parallel.launch import run_process
 from pretrain_gpt import main
 

@@ -9,8 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
@@ -28,6 +27,9 @@ from megafp8.parallel.launch import (
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 from megafp8.runs.data import check_data
+
+if TYPE_CHECKING:  # megafp8.cli comes before all that takes long to import: it handles Ctrl-C
+    from omegaconf import DictConfig
 
 DEFAULT_CONFIG = "pretrain_gpt"
 

@@ -301,7 +301,7 @@ def _code_of_job(
         first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
     if first_failed is not None:
         code = _code(ranks[first_failed])
-        if asked is not None and code == -asked:
+        if asked is not None and code in (-asked, 128 + asked):
             _tell(f"{asked.name}: left before training began")
             return 128 + asked
         if code in OUR_CODES:

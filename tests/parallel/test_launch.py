@@ -110,6 +110,33 @@ def test_what_the_same_command_will_do(
     assert ("ValueError: the cause" in last) == (how == "error")
 
 
+EARLY = """\
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+pathlib.Path(sys.argv[1], os.environ["RANK"] + ".ready").touch()
+time.sleep(60)
+"""
+
+
+def test_ranks_that_leave_before_training_have_not_died(tmp_path: Path) -> None:
+    """A rank that Ctrl-C reaches during its imports ends with 130."""
+    script = tmp_path / "rank.py"
+    script.write_text(EARLY)
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(script), "0", str(tmp_path)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "ranks")
+        job.send_signal(signal.SIGINT)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert (job.returncode, errors) == (130, "megafp8: SIGINT: left before training began\n")
+
+
 def test_not_more_often_than_asked(tmp_path: Path) -> None:
     code, _, noted = starts(tmp_path, 1, 9, "killed")
     assert code not in (0, 2) and noted == ["02", "12"]
