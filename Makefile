@@ -1,12 +1,13 @@
 # Every target sets up .venv first, unless it is ready.
 #   make pretrain ARGS="trainer.max_steps=100"    arguments for pretrain_gpt.py
 #   make test ARGS="-k amax"                      arguments for pytest
-#   make PYTHON=python3.12 TORCH_PIN=2.11.0 …     interpreter and CPU build of torch for .venv
+#   make PYTHON=python3.12 TORCH_PIN=2.11.0 …     interpreter and version of torch for .venv
+#   make setup TORCH_BUILD=cuda                   CUDA build of torch, also where no GPU is (a login node)
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 PY := $(VENV)/bin/python
-SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" bash scripts/setup_env.sh
+SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" TORCH_BUILD="$(TORCH_BUILD)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs clean

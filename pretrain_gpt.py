@@ -16,6 +16,7 @@ from megafp8.config.errors import SettingError
 from megafp8.config.overrides import quoted
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.errors import UserError
+from megafp8.hardware.torch_build import HINT, why_no_gpu
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,
@@ -44,12 +45,16 @@ def gpu_available() -> bool:
 
     available = torch.cuda.is_available()
     if not available and (given := given_gpus(os.environ)):
+        found = f"PyTorch {torch.__version__} finds none"
+        hint = "Use a CUDA build of PyTorch, and a container that sees the driver (check with "
+        hint += "nvidia-smi)"
+        if (why := why_no_gpu()) is not None:
+            found, hint = why, HINT
         raise SettingError(
             "trainer.accelerator",
             None,
-            f"Slurm gave GPU(s) {given} to this job, and PyTorch {torch.__version__} finds none",
-            "Use a CUDA build of PyTorch, and a container that sees the driver (check with "
-            "nvidia-smi), or set trainer.accelerator=cpu",
+            f"Slurm gave GPU(s) {given} to this job, and {found}",
+            f"{hint}, or set trainer.accelerator=cpu",
         )
     return available
 

@@ -5,13 +5,17 @@
 #   scripts/setup_env.sh --in-place [--extras "NAME …"]   make no .venv: install into PYTHON itself, with
 #                                     these extras of pyproject.toml, and keep its torch (for containers)
 #
-# Environment: PYTHON (the interpreter), VENV (default .venv), TORCH_PIN (version of the CPU build).
+# Environment: PYTHON (the interpreter), VENV (default .venv), TORCH_PIN (version of torch; without it a
+# CUDA build is the newest that the project is tested with), TORCH_BUILD (cuda, cpu, or auto, the default:
+# CUDA where an NVIDIA GPU is present, and a build that is already installed is kept).
 # The script may be interrupted at any point and run again: complete packages are kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+CUDA_TORCH=${TORCH_PIN:+torch==$TORCH_PIN}
+CUDA_TORCH=${CUDA_TORCH:-'torch>=2.11,<2.14'} # the versions that the project is tested with
 TORCH_PIN=${TORCH_PIN:-2.13.0}
-TORCH_RANGE='torch>=2.11,<2.14' # the versions that the project is tested with
+TORCH_BUILD=${TORCH_BUILD:-auto}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=${VENV:-.venv}
 ASKED_PYTHON=${PYTHON:-}
@@ -29,6 +33,11 @@ done
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
+
+case $TORCH_BUILD in
+    auto | cpu | cuda) ;;
+    *) echo "setup: error: TORCH_BUILD=$TORCH_BUILD: it is auto, cpu or cuda" >&2; exit 2 ;;
+esac
 
 # ---- the interpreter ------------------------------------------------------------------------
 
@@ -85,25 +94,52 @@ has_nvidia_gpu() {
     [ -e /proc/driver/nvidia/version ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
 }
 
+# Succeed if a torch of a supported version and of the build that was asked for is installed.
 has_torch() {
-    "$py" - <<'PY' >/dev/null 2>&1
+    "$py" - <<'PY' >/dev/null 2>&1 && build_is_as_asked
 import importlib.metadata, re, sys
 major, minor = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("torch")).groups()
 sys.exit(not (int(major) == 2 and int(minor) >= 11))
 PY
 }
 
+# Print for which device the installed torch was built (torch is not imported); print nothing without one.
+torch_build() {
+    "$py" - <<'PY' 2>/dev/null
+import importlib.util, pathlib, runpy
+found = importlib.util.find_spec("torch")
+if found is not None:
+    version = runpy.run_path(str(pathlib.Path(found.origin).with_name("version.py")))
+    print("cpu" if version["cuda"] is None else "cuda")
+PY
+}
+
+build_is_as_asked() { [ "$TORCH_BUILD" = auto ] || [ "$(torch_build)" = "$TORCH_BUILD" ]; }
+
+wants_cuda() {
+    case $TORCH_BUILD in
+        cuda) why="TORCH_BUILD=cuda" ;;
+        cpu) why="TORCH_BUILD=cpu"; return 1 ;;
+        *) why="an NVIDIA GPU is present"; has_nvidia_gpu && return
+            why="no NVIDIA GPU found; TORCH_BUILD=cuda installs a CUDA build"; return 1 ;;
+    esac
+}
+
 install_torch() {
-    local advice
+    local advice why
     advice="torch could not be installed for Python $(python_version "$py"). Is the package index reachable? \
 Another version: make TORCH_PIN=2.11.0; another interpreter: make PYTHON=python3.12"
-    if has_nvidia_gpu; then
-        say "installing torch (CUDA build: an NVIDIA GPU is present; a few GB)"
-        run_logged "$py" -m pip install "$TORCH_RANGE" || give_up "$advice"
+    if wants_cuda; then
+        # pip would keep a CPU build of the same version.
+        [ "$(torch_build)" != cpu ] || run_logged "$py" -m pip uninstall --yes torch || give_up "$advice"
+        say "installing torch (CUDA build: $why; a few GB)"
+        run_logged "$py" -m pip install "$CUDA_TORCH" || give_up "$advice"
+        build_is_as_asked || die "TORCH_BUILD=cuda: the package index gave a CPU build. Name an index with CUDA \
+builds: PIP_EXTRA_INDEX_URL, with a folder of https://download.pytorch.org/whl that fits the driver"
         return
     fi
     if [ "$(uname -s)" = Linux ]; then
-        say "installing torch $TORCH_PIN (CPU build: no NVIDIA GPU found; about 200 MB)"
+        say "installing torch $TORCH_PIN (CPU build: $why; about 200 MB)"
         run_logged "$py" -m pip install "torch==$TORCH_PIN+cpu" && return
         say "  the configured package index does not have it; trying PyTorch's own"
         run_logged "$py" -m pip install --timeout 10 --retries 0 \
@@ -186,7 +222,7 @@ venv_is_as_asked() {
 # Exit if .venv is ready. (`--dev` includes everything of a plain set-up.)
 if [ -x "$py" ] && venv_is_as_asked \
     && { [ -e "$VENV/$stamp-dev" ] || { [ -z "$extras" ] && [ -e "$VENV/$stamp" ]; }; } \
-    && "$py" -c '' 2>/dev/null; then
+    && "$py" -c '' 2>/dev/null && build_is_as_asked; then
     exit 0
 fi
 

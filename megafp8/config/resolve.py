@@ -39,6 +39,7 @@ from megafp8.config.values import (
     storage_of,
     unescaped,
 )
+from megafp8.hardware.torch_build import HINT, why_no_gpu
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
@@ -178,6 +179,9 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
         return "gpu"
     if asked == "auto":
         return "cpu"
+    if (why := why_no_gpu()) is not None:
+        hint = f"{HINT}, or use trainer.accelerator=cpu or auto"
+        raise SettingError("trainer.accelerator", asked, f"PyTorch finds no GPU: {why}", hint)
     raise SettingError(
         "trainer.accelerator",
         asked,
