@@ -69,7 +69,9 @@ def test_gpus_that_are_not_there(cluster: Cluster) -> None:
 def test_gpus_that_slurm_gave_and_torch_does_not_see(cluster: Cluster) -> None:
     job = cluster.submit("bad", "trainer.accelerator=auto", sbatch=("--gpus-per-node=2",))
     line = error_of(job)
-    assert line.startswith("0: error: trainer.accelerator: Slurm gave GPU(s) 0,1 to this job")
+    assert line.startswith(
+        "pretrain.sbatch: error: Slurm gave GPU(s) 0,1 to this job, and the inst"
+    )
 
 
 def test_another_number_of_ranks(cluster: Cluster) -> None:
