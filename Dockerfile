@@ -3,7 +3,8 @@
 # also be built on any image with Python 3.11 or newer and pip, which then gets a CPU build of torch:
 #   docker build -t megafp8 .
 #   docker build -t megafp8:cpu --build-arg BASE_IMAGE=python:3.12-slim .
-#   docker run --gpus all --ipc host -v "$PWD/runs:/workspace/megafp8/runs" megafp8 model.fp8=True
+#   mkdir -p runs; docker run --gpus all --ipc host --user "$(id -u):$(id -g)" -e HOME=/tmp \
+#       -v "$PWD/runs:/workspace/megafp8/runs" megafp8 model.fp8=True
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE_IMAGE}
 
