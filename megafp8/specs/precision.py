@@ -16,9 +16,17 @@ ModulePrecision = RecipeName | Literal["high_precision"]
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 HIGH_PRECISION: Literal["high_precision"] = "high_precision"
+HISTORY_RECIPES: tuple[RecipeName, ...] = ("delayed",)
+"""The recipes whose scales follow from earlier amaxes, so that their tensors have rows in a table.
+
+The settings of histories (`margin`, `interval`, `amax_history_len`, `amax_compute_algo`,
+`reduce_amax`) act with them alone, and `power_2_scale` with the other recipes alone.
+"""
 BLOCK = 128  # elements along one side of `blockwise`'s blocks
 MARGINS = (-16, 32)
 """The least and the largest `margin` that a run may have."""
+UPDATES = (1, 65536)
+"""The least and the largest `interval` and `amax_history_len`, in updates."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,14 @@ class Fp8Recipe:
     name: RecipeName = "delayed"
     forward_format: FormatName = "e4m3"  # inputs and weights
     backward_format: FormatName = "e5m2"  # output gradients
-    # delayed only
+    # only with a history (HISTORY_RECIPES)
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
     interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
     amax_history_len: int = 1024  # updates for which one amax stays in the window
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True  # MAX over the ranks that hold parts of the same tensors
     # all
-    power_2_scale: bool = False  # scales rounded down to a power of two (not delayed)
+    power_2_scale: bool = False  # scales rounded down to a power of two (not with a history)
     params_in_fp8: bool = False  # weights are FP8, with FP32 master weights
     high_precision_gemms: frozenset[GemmName] = frozenset()  # these stay in the compute dtype
     fast_accumulation: frozenset[GemmName] = frozenset({"output"})  # on FP8 tensor cores

@@ -9,7 +9,7 @@ from megafp8.specs.data import DataSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
-from megafp8.specs.precision import HIGH_PRECISION, Fp8Recipe, PrecisionSpec
+from megafp8.specs.precision import HIGH_PRECISION, HISTORY_RECIPES, Fp8Recipe, PrecisionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class HealthSpec:
 
     def reads_tables(self, recipe: Fp8Recipe) -> bool:
         """Whether the tables of delayed scaling have all that is measured, so that no cast is."""
-        of_tables = ("delayed", HIGH_PRECISION)
+        of_tables = (*HISTORY_RECIPES, HIGH_PRECISION)
         rules = all(rule.precision in of_tables for rule in recipe.modules)
-        return self.mode == "scales" and recipe.name == "delayed" and rules
+        return self.mode == "scales" and recipe.name in HISTORY_RECIPES and rules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from megafp8.config.values import (
     ranks_beside,
     recipes_in,
 )
-from megafp8.specs.precision import MARGINS, RECIPES
+from megafp8.specs.precision import HISTORY_RECIPES, MARGINS, RECIPES, UPDATES
 
-_CURRENT_RECIPES = [name for name in RECIPES if name != "delayed"]
+_CURRENT_RECIPES = [name for name in RECIPES if name not in HISTORY_RECIPES]
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
 HALF = needs("trainer.precision", "bf16", 16, reads=compute_dtypes)
 
@@ -27,7 +27,7 @@ def _has_te_layers(v: Values) -> bool:
 ON_GPUS = needs("trainer.accelerator", "gpu", "auto")
 TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 FP8 = needs("model.fp8", True)
-DELAYED = needs("model.fp8_recipe", "delayed", reads=recipes_in)
+WITH_HISTORY = needs("model.fp8_recipe", *HISTORY_RECIPES, reads=recipes_in)
 CURRENT = needs("model.fp8_recipe", *_CURRENT_RECIPES, reads=recipes_in)
 AMAX_RANKS = Need(
     "trainer.devices",
@@ -120,22 +120,22 @@ class Precision:
         nemo=0,
         kind="model",
         valid=between(*MARGINS),
-        needs=DELAYED,
+        needs=WITH_HISTORY,
     )
     fp8_interval: int = key(
         1,
         "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
         kind="model",
-        valid=between(1, 65536),
-        needs=DELAYED,
+        valid=between(*UPDATES),
+        needs=WITH_HISTORY,
     )
     fp8_amax_history_len: int = key(
         1024,
         "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
         kind="model",
-        valid=between(1, 65536),
+        valid=between(*UPDATES),
         needs=needs("model.fp8_amax_compute_algo", "max"),
     )
     fp8_amax_compute_algo: str = key(
@@ -145,7 +145,7 @@ class Precision:
         nemo="max",
         kind="model",
         valid=one_of("max", "most_recent"),
-        needs=DELAYED,
+        needs=WITH_HISTORY,
     )
     reduce_amax: bool = key(
         True,
@@ -153,7 +153,7 @@ class Precision:
         "each rank has its own scales.",
         nemo=True,
         kind="model",
-        needs=both(DELAYED, AMAX_RANKS),
+        needs=both(WITH_HISTORY, AMAX_RANKS),
     )
     tp_only_amax_red: bool = key(
         False,
