@@ -12,8 +12,9 @@
 `convert` returns an `Fp8State`. docs/front_door.md describes it and says what is supported.
 """
 
-from megafp8.fp8.convert import convert, recipe_named
+from megafp8.fp8.convert import convert
 from megafp8.fp8.linear import Fp8Error, Fp8Linear
+from megafp8.fp8.recipe import recipe_named
 from megafp8.fp8.state import Fp8State, HealthReport, Scale
 from megafp8.specs.precision import Fp8Recipe, ModuleRule
 

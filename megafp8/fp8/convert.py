@@ -11,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafp8.config.values import E4M3_RECIPES, TENSOR_CORE_MULTIPLE
+from megafp8.config.values import TENSOR_CORE_MULTIPLE
 from megafp8.fp8.linear import Bound, Converted, Fp8Error, Shared, converted_class
+from megafp8.fp8.recipe import checked_recipe
 from megafp8.fp8.state import Fp8State
-from megafp8.precision.formats import FORMATS
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.precision.weights import weight_form
 from megafp8.specs.precision import (
     BLOCK,
-    GEMMS,
     HIGH_PRECISION,
-    MARGINS,
-    RECIPES,
+    HISTORY_RECIPES,
     Fp8Recipe,
     ModulePrecision,
     RecipeName,
@@ -69,7 +67,7 @@ def convert(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
     _check_modules(model, left, precisions, chosen)
-    is_delayed = {name: precisions[name] == "delayed" for name in left}
+    is_delayed = {name: precisions[name] in HISTORY_RECIPES for name in left}
     if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
         raise Fp8Error(
             "amax_group",
@@ -89,96 +87,6 @@ def convert(
     if all(linear.weight.device.type != "meta" for linear in shared.linears.values()):
         shared.follow()
     return Fp8State(shared)
-
-
-def recipe_named(name: str) -> Fp8Recipe:
-    """Return a recipe with the settings that its source has.
-
-    `rowwise`, `rowwise_with_gw_hp` and `blockwise` are E4M3 throughout, with scales that are
-    powers of two; `delayed` and `tensorwise` cast gradients to E5M2, with scales as they come.
-
-    Raises:
-        Fp8Error: There is no recipe of this name.
-    """
-    for known in RECIPES:
-        if name == known:
-            is_fine = known in E4M3_RECIPES
-            return Fp8Recipe(
-                name=known,
-                backward_format="e4m3" if is_fine else "e5m2",
-                power_2_scale=is_fine,
-            )
-    close = difflib.get_close_matches(str(name), RECIPES, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else "Use one of them"
-    raise Fp8Error(f"recipe={name!r}", f"the recipes are {', '.join(RECIPES)}", hint)
-
-
-def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
-    """Return the recipe that is meant; raise `Fp8Error` where a setting could not be honoured."""
-    if isinstance(recipe, str):
-        return recipe_named(recipe)
-    if not isinstance(recipe, Fp8Recipe):
-        raise Fp8Error(
-            f"recipe={recipe!r}", "is neither a name nor an Fp8Recipe", f"Use one of {RECIPES}"
-        )
-    recipe_named(recipe.name)
-    used = {recipe.name, *(rule.precision for rule in recipe.modules)}
-    for precision in used - {HIGH_PRECISION}:
-        recipe_named(precision)
-    if recipe.params_in_fp8:
-        raise Fp8Error(
-            "recipe.params_in_fp8=True",
-            "a converted module keeps its own parameters",
-            "Leave it out; `pretrain_gpt.py` with model.fp8_params=True keeps weights in FP8 alone",
-        )
-    for option in ("forward_format", "backward_format"):
-        if getattr(recipe, option) not in FORMATS:
-            value = getattr(recipe, option)
-            raise Fp8Error(f"recipe.{option}={value!r}", "is no FP8 format", "Use e4m3 or e5m2")
-    for option in ("amax_history_len", "interval"):
-        if getattr(recipe, option) < 1:
-            raise Fp8Error(
-                f"recipe.{option}={getattr(recipe, option)}", "must be 1 or more", "Raise it"
-            )
-    least, most = MARGINS
-    if not least <= recipe.margin <= most:
-        raise Fp8Error(
-            f"recipe.margin={recipe.margin}", f"must be from {least} to {most}", "Use 0 or 1"
-        )
-    if unknown := set(recipe.high_precision_gemms) - set(GEMMS):
-        raise Fp8Error(
-            f"recipe.high_precision_gemms={sorted(map(str, unknown))}",
-            "names no product",
-            f"Use some of {', '.join(GEMMS)}",
-        )
-    if "delayed" not in used:
-        _refuse_history(recipe)
-    standard = Fp8Recipe.amax_history_len
-    if recipe.amax_compute_algo == "most_recent" and recipe.amax_history_len != standard:
-        raise Fp8Error(
-            f"recipe.amax_history_len={recipe.amax_history_len}",
-            "has no effect with amax_compute_algo='most_recent'",
-            "Leave it out, or use amax_compute_algo='max'",
-        )
-    if recipe.power_2_scale and used <= {"delayed", HIGH_PRECISION}:
-        raise Fp8Error(
-            "recipe.power_2_scale=True",
-            "scales of delayed scaling are used as they come",
-            "Leave it out, or use recipe name 'tensorwise'",
-        )
-    return recipe
-
-
-def _refuse_history(recipe: Fp8Recipe) -> None:
-    """Raise for the first option of delayed scaling that a recipe without history has set."""
-    standard = Fp8Recipe()
-    for option in ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax"):
-        if (value := getattr(recipe, option)) != getattr(standard, option):
-            raise Fp8Error(
-                f"recipe.{option}={value!r}",
-                f"has no effect: {recipe.name} takes scales from the tensor itself",
-                "Leave it out, or use recipe name 'delayed'",
-            )
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -1,0 +1,208 @@
+"""Check the recipe that a caller of `fp8.convert` gives, field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, get_args, get_type_hints
+
+from megafp8.config.values import E4M3_RECIPES
+from megafp8.fp8.linear import Fp8Error
+from megafp8.specs.precision import (
+    GEMMS,
+    HIGH_PRECISION,
+    HISTORY_RECIPES,
+    MARGINS,
+    RECIPES,
+    UPDATES,
+    FormatName,
+    Fp8Recipe,
+    ModuleRule,
+)
+
+HISTORY_FIELDS = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax")
+"""The fields that act only with a recipe in `HISTORY_RECIPES`."""
+
+
+class Check(NamedTuple):
+    """Say which values a field of `Fp8Recipe` may have, how to say so, and what to do."""
+
+    accepts: Callable[[object], bool]
+    what: str  # completes "must be …"
+    hint: str
+
+
+def recipe_named(name: str) -> Fp8Recipe:
+    """Return a recipe with the settings that its source has.
+
+    `rowwise`, `rowwise_with_gw_hp` and `blockwise` are E4M3 throughout, with scales that are
+    powers of two; `delayed` and `tensorwise` cast gradients to E5M2, with scales as they come.
+
+    Raises:
+        Fp8Error: There is no recipe of this name.
+    """
+    for known in RECIPES:
+        if name == known:
+            is_fine = known in E4M3_RECIPES
+            return Fp8Recipe(
+                name=known,
+                backward_format="e4m3" if is_fine else "e5m2",
+                power_2_scale=is_fine,
+            )
+    raise _unknown("recipe", name, RECIPES)
+
+
+def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
+    """Return the recipe that is meant; raise `Fp8Error` where a setting could not be honoured."""
+    if isinstance(recipe, str):
+        return recipe_named(recipe)
+    if not isinstance(recipe, Fp8Recipe):
+        raise Fp8Error(
+            f"recipe={recipe!r}", "is neither a name nor an Fp8Recipe", f"Use one of {RECIPES}"
+        )
+    _check_fields(recipe)
+    _check_rules(recipe)
+    if recipe.params_in_fp8:
+        raise Fp8Error(
+            "recipe.params_in_fp8=True",
+            "a converted module keeps its own parameters",
+            "Leave it out; `pretrain_gpt.py` with model.fp8_params=True keeps weights in FP8 alone",
+        )
+    _check_products(recipe)
+    _check_effects(recipe)
+    return recipe
+
+
+def _unknown(subject: str, value: object, known: Sequence[str]) -> Fp8Error:
+    """Return the error for a value that is none of the known names."""
+    close = difflib.get_close_matches(str(value), known, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Use one of them"
+    what = "recipes" if tuple(known) == RECIPES else "values"
+    return Fp8Error(f"{subject}={value!r}", f"the {what} are {', '.join(known)}", hint)
+
+
+def _is_whole(least: int, most: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_one_of(names: Sequence[str]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _is_gemms(value: object) -> bool:
+    return isinstance(value, frozenset) and all(isinstance(gemm, str) for gemm in value)
+
+
+def _is_rules(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(rule, ModuleRule) for rule in value)
+
+
+def _names(names: Sequence[str]) -> Check:
+    quoted = [repr(name) for name in names]
+    return Check(_is_one_of(names), f"one of {', '.join(quoted)}", f"Use {' or '.join(quoted)}")
+
+
+BOOL = Check(lambda value: isinstance(value, bool), "True or False", "Use True or False")
+GEMM_SET = Check(_is_gemms, f"a frozenset of {', '.join(GEMMS)}", "Use frozenset({'grad_weight'})")
+SPAN = Check(_is_whole(*UPDATES), f"a whole number from {UPDATES[0]} to {UPDATES[1]}", "Use 16")
+ALGORITHMS = get_args(get_type_hints(Fp8Recipe)["amax_compute_algo"])
+CHECKS: dict[str, Check] = {
+    "name": _names(RECIPES),
+    "forward_format": _names(get_args(FormatName)),
+    "backward_format": _names(get_args(FormatName)),
+    "margin": Check(
+        _is_whole(*MARGINS), f"a whole number from {MARGINS[0]} to {MARGINS[1]}", "Use 0 or 1"
+    ),
+    "interval": SPAN._replace(hint="Use 1"),
+    "amax_history_len": SPAN,
+    "amax_compute_algo": _names(ALGORITHMS),
+    "reduce_amax": BOOL,
+    "power_2_scale": BOOL,
+    "params_in_fp8": BOOL,
+    "high_precision_gemms": GEMM_SET,
+    "fast_accumulation": GEMM_SET,
+    "fp8_in_evaluation": BOOL,
+    "pad_inner_dim": BOOL,
+    "modules": Check(
+        _is_rules, "a tuple of fp8.ModuleRule", "Use (fp8.ModuleRule('*.fc2', 'high_precision'),)"
+    ),
+}
+"""What every field of `Fp8Recipe` may hold by itself. A field without an entry is our own bug."""
+
+
+def _check_fields(recipe: Fp8Recipe) -> None:
+    """Raise `Fp8Error` for the first field whose type or value is wrong by itself."""
+    for field in dataclasses.fields(Fp8Recipe):
+        value, check = getattr(recipe, field.name), CHECKS[field.name]
+        if check.accepts(value):
+            continue
+        if field.name == "name" and isinstance(value, str):
+            raise _unknown("recipe.name", value, RECIPES)
+        raise Fp8Error(f"recipe.{field.name}={value!r}", f"must be {check.what}", check.hint)
+
+
+def _check_rules(recipe: Fp8Recipe) -> None:
+    """Raise `Fp8Error` for a rule whose own fields are wrong."""
+    for index, rule in enumerate(recipe.modules):
+        subject = f"recipe.modules[{index}]"
+        if not isinstance(rule.pattern, str) or not rule.pattern:
+            raise Fp8Error(
+                f"{subject}.pattern={rule.pattern!r}",
+                "must be a name or pattern of linears",
+                "Use a string such as '*.fc2'",
+            )
+        known = (*RECIPES, HIGH_PRECISION)
+        if not _is_one_of(known)(rule.precision):
+            raise _unknown(f"{subject}.precision", rule.precision, known)
+        if not isinstance(rule.source, str):
+            raise Fp8Error(f"{subject}.source={rule.source!r}", "must be a string", "Leave it out")
+
+
+def _check_products(recipe: Fp8Recipe) -> None:
+    """Raise `Fp8Error` for names that are no products, and where no product is left to FP8."""
+    for option in ("high_precision_gemms", "fast_accumulation"):
+        if unknown := getattr(recipe, option) - set(GEMMS):
+            raise Fp8Error(
+                f"recipe.{option}={sorted(unknown)}",
+                "names no product",
+                f"Use some of {', '.join(GEMMS)}",
+            )
+    if recipe.high_precision_gemms == set(GEMMS):
+        raise Fp8Error(
+            f"recipe.high_precision_gemms={sorted(recipe.high_precision_gemms)}",
+            "leaves no product in FP8",
+            "Leave one of the three out",
+        )
+
+
+def _check_effects(recipe: Fp8Recipe) -> None:
+    """Raise `Fp8Error` for a setting that would change nothing."""
+    used = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
+    if not used & set(HISTORY_RECIPES):
+        _refuse_history(recipe)
+    standard = Fp8Recipe.amax_history_len
+    if recipe.amax_compute_algo == "most_recent" and recipe.amax_history_len != standard:
+        raise Fp8Error(
+            f"recipe.amax_history_len={recipe.amax_history_len}",
+            "has no effect with amax_compute_algo='most_recent'",
+            "Leave it out, or use amax_compute_algo='max'",
+        )
+    if recipe.power_2_scale and used <= set(HISTORY_RECIPES):
+        raise Fp8Error(
+            "recipe.power_2_scale=True",
+            "scales of delayed scaling are used as they come",
+            "Leave it out, or use recipe name 'tensorwise'",
+        )
+
+
+def _refuse_history(recipe: Fp8Recipe) -> None:
+    """Raise for the first option of delayed scaling that a recipe without history has set."""
+    standard = Fp8Recipe()
+    for option in HISTORY_FIELDS:
+        if (value := getattr(recipe, option)) != getattr(standard, option):
+            raise Fp8Error(
+                f"recipe.{option}={value!r}",
+                f"has no effect: {recipe.name} takes scales from the tensor itself",
+                "Leave it out, or use recipe name 'delayed'",
+            )
