@@ -24,6 +24,7 @@ from megafp8.config.keys import FREE_KINDS, Values
 from megafp8.config.overrides import quoted
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
+from megafp8.config.values import without_match
 
 Resolved = Mapping[str, Any]
 
@@ -89,6 +90,8 @@ def differences(
         if key in known and key not in last:
             continue  # it had no effect before
         was, now = last.get(key, _ABSENT), after.get(key, _ABSENT)
+        if key == "model.fp8_modules":  # older versions ignored a pattern without a match
+            was, now = _rules_with_match(was, before), _rules_with_match(now, after)
         if _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))
     return found
@@ -214,6 +217,14 @@ def _word(value: Any) -> str:
 
 _PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
 """Words that Hydra reads as text without quotes."""
+
+
+def _rules_with_match(rules: Any, values: Values) -> Any:
+    """Return the rules of `fp8_modules` without those whose pattern matches no linear."""
+    if not isinstance(rules, (list, tuple)):
+        return rules
+    idle = without_match(rules, values["model.num_layers"])
+    return [rule for rule in rules if rule not in idle]
 
 
 def _is_fixed(key: str) -> bool:

@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from megafp8.specs.data import SeparateSplits, Weighted
+from megafp8.specs.model import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
 from megafp8.specs.precision import BLOCK, HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
@@ -133,6 +134,17 @@ def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
             return None
         rules.append(ModuleRule(pattern, choice))
     return tuple(rules)
+
+
+def without_match(value: object, num_layers: int) -> list[str]:
+    """Return the entries of `fp8_modules` whose pattern matches no linear of the model."""
+    names, rules = linear_names(num_layers), parse_modules(value) or ()
+    entries = value if isinstance(value, (list, tuple)) else ()
+    return [
+        str(entry)
+        for entry, rule in zip(entries, rules, strict=False)
+        if not any(rule.matches(name) for name in names)
+    ]
 
 
 def parse_layout(value: object) -> tuple[int, ...] | None:

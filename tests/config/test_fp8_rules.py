@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megafp8.config.resume import differences
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RECIPES
@@ -93,7 +94,7 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
             "model.ub_tp_comm_overlap",
         ),
         (["model.fp8_params=True", "model.fp8_recipe=rowwise"], "model.fp8_params"),
-        (["model.fp8_params=True", 'model.fp8_modules=["a:rowwise"]'], "model.fp8_params"),
+        (["model.fp8_params=True", 'model.fp8_modules=["*.fc2:rowwise"]'], "model.fp8_params"),
         (
             ["model.fp8_params=True", "model.override_linear_precision=[false,true,false]"],
             "model.fp8_params",
@@ -129,6 +130,8 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         (["model.fp8_health_min_snr_db=10"], "model.fp8_health_min_snr_db"),
         (['model.fp8_modules=["*.fc2:bf17"]'], "model.fp8_modules"),
         (['model.fp8_modules=["fc2"]'], "model.fp8_modules"),
+        (['model.fp8_modules=["*fc9:high_precision"]'], "model.fp8_modules"),
+        (["model.num_layers=2", 'model.fp8_modules=["layers.2.*:rowwise"]'], "model.fp8_modules"),
         (["model.override_linear_precision=[true]"], "model.override_linear_precision"),
         (["model.pad_inner_dim=True"], "model.pad_inner_dim"),
     ],
@@ -170,3 +173,37 @@ def test_padding_allows_odd_sizes() -> None:
     with pytest.raises(ConfigError, match="multiples of 16"):
         recipe(*odd)
     assert recipe(*odd, "model.pad_inner_dim=True").pad_inner_dim
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("*fc9", "Did you mean *fc2 or *fc1"),
+        ("layers.0.attention.qvk", "layers.0.attention.qkv"),
+        ("layers.12.*", "The linears are layers.0.attention.qkv to layers.3.mlp.fc2"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_close_names(
+    pattern: str, said: str
+) -> None:
+    layers = "model.num_layers=4"
+    with pytest.raises(ConfigError) as error:
+        recipe(layers, f'model.fp8_modules=["*.fc1:rowwise","{pattern}:high_precision"]')
+    assert f"the pattern {pattern} matches no linear" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_pattern_of_another_pipeline_stage_is_fine() -> None:
+    stages = ["model.num_layers=2", "trainer.devices=2", "model.pipeline_model_parallel_size=2"]
+    for layer in (0, 1):
+        assert recipe(*stages, f'model.fp8_modules=["layers.{layer}.*:rowwise"]').modules
+    first_last = ["model.first_last_layers_bf16=True", "model.num_layers=4"]
+    assert len(recipe(*first_last, 'model.fp8_modules=["layers.0.*:rowwise"]').modules) == 3
+
+
+def test_a_run_with_a_pattern_that_was_ignored_continues_without_it() -> None:
+    """An older version trained with it; a rule that had an effect may not be left out."""
+    new = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": []}}
+    for entry, num_found in (("*fc9:high_precision", 0), ("*fc2:high_precision", 1)):
+        old = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": [entry]}}
+        assert len(differences(old, new)) == num_found

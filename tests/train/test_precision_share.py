@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.model import linear_names
 from megafp8.specs.precision import RECIPES, ModuleRule
 from megafp8.train.report.fp8 import (
     LAYOUTS_OF,
@@ -21,6 +23,15 @@ from tests.tiny import build_run, gpt_spec, microbatch, precision_share
 
 def test_the_kinds_of_scales_of_every_recipe_are_known() -> None:
     assert set(LAYOUTS_OF) == set(RECIPES)
+
+
+@pytest.mark.parametrize("shape", [{}, {"activation": "swiglu", "num_query_groups": 1}])
+def test_the_names_of_linears_are_those_of_the_model(shape: dict[str, Any]) -> None:
+    """The patterns of model.fp8_modules are checked against them before there is a model."""
+    state = build_run(compute="bf16", fp8=Fp8Recipe(), model=replace(gpt_spec(), **shape))
+    rows = state.scaling.tables["forward"].names
+    expected = linear_names(gpt_spec().num_layers)
+    assert [row.removesuffix(".input") for row in rows if row.endswith(".input")] == expected
 
 
 @pytest.mark.parametrize(

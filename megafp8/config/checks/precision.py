@@ -5,6 +5,7 @@ What depends on the machine or on a package's version is checked at the start of
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 
@@ -13,7 +14,14 @@ from megafp8.config.errors import COMMAND_LINE
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
 from megafp8.config.together import NATIVE
-from megafp8.config.values import E4M3_RECIPES, TENSOR_CORE_MULTIPLE, recipes_in, size_multiple
+from megafp8.config.values import (
+    E4M3_RECIPES,
+    TENSOR_CORE_MULTIPLE,
+    recipes_in,
+    size_multiple,
+    without_match,
+)
+from megafp8.specs.model import LINEARS, linear_names
 from megafp8.specs.precision import BLOCK, RecipeName
 
 rule = Rules()
@@ -219,6 +227,27 @@ def _recipe_is_there(v: Values) -> Iterator[Finding]:
             "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
             f"model.fp8_backend={v[BACKEND]} has no {foreign[0]} recipe",
             f"Use one of {', '.join(known)}, {NATIVE}",
+        )
+
+
+@rule("model.fp8", "model.fp8_modules", "model.num_layers")
+def _patterns_match(v: Values) -> Iterator[Finding]:
+    """Compare with the names of the whole model: a pipeline stage may have none that match."""
+    if not v["model.fp8"]:
+        return
+    names = linear_names(v["model.num_layers"])
+    for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
+        pattern = entry.rpartition(":")[0]
+        short = [name.partition(".")[2] for name in LINEARS]
+        known = [*names, *(f"*.{name}" for name in LINEARS), *short, *(f"*.{n}" for n in short)]
+        known += [f"*{name}" for name in short]
+        close = difflib.get_close_matches(pattern, known, n=3)
+        meant = f"Did you mean {' or '.join(close)}? " if close else ""
+        yield Finding(
+            "model.fp8_modules",
+            f"the pattern {pattern} matches no linear",
+            f"{meant}The linears are layers.0.attention.qkv to {names[-1]}, with the endings "
+            f"{', '.join(LINEARS)}",
         )
 
 

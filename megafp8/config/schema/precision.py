@@ -229,7 +229,9 @@ class Precision:
     fp8_modules: list[str] = key(
         [],
         "Rules `PATTERN:CHOICE` that give linears, by name, another recipe or `high_precision`; "
-        "the first matching rule applies. Example: `*.mlp.fc2:high_precision`.",
+        "the first matching rule applies. Linears are named `layers.N.attention.qkv`, "
+        "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`; a pattern that matches none is "
+        "refused. Example: `*.mlp.fc2:high_precision`.",
         kind="model",
         valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
         needs=FP8,
