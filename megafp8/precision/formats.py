@@ -5,6 +5,7 @@ The FP8 formats are those of Micikevicius et al. 2022 (arXiv 2209.05433), table 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +20,28 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Describe an FP8 format; `max` is its largest finite magnitude."""
+    """Describe an FP8 format; `max` is its largest finite magnitude.
+
+    There is one object of each format, since casts ask which one it is: `copy.deepcopy` and pickle
+    return that object.
+    """
 
     name: FormatName
     dtype: torch.dtype
     max: float
 
+    def __reduce__(self) -> tuple[Callable[[FormatName], Fp8Format], tuple[FormatName]]:
+        """Return how pickle and `copy.deepcopy` find the format again."""
+        return _format_named, (self.name,)
+
 
 E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
 E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
 FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def _format_named(name: FormatName) -> Fp8Format:
+    return FORMATS[name]
 
 
 def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:

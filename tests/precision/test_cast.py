@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -353,3 +355,9 @@ def test_every_float32_pattern_compiled_equals_torch(fmt: Fp8Format) -> None:
         left, right = compiled.grid.view(torch.int32), by_torch.grid.view(torch.int32)
         differ = (left != right) & ~x.isnan()
         assert not differ.any(), f"chunk {chunk}: {x[differ][:5]}"
+
+
+def test_a_copy_of_a_format_is_the_format() -> None:
+    """Casts ask which object it is; a copied model cast E4M3 tensors to the bits of E5M2."""
+    for fmt in formats.FORMATS.values():
+        assert copy.deepcopy(fmt) is fmt and pickle.loads(pickle.dumps(fmt)) is fmt
