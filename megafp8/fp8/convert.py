@@ -119,7 +119,12 @@ def _without_skipped(found: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Mo
     if callable(skip):
         left = {name: module for name, module in found.items() if not skip(name, module)}
         skip = ()
-    for pattern in [skip] if isinstance(skip, str) else skip:
+    patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise Fp8Error(
+            f"skip={skip!r}", "is neither names nor a function", "Use skip='lm_head' or a list"
+        )
+    for pattern in patterns:
         matched = [name for name in found if _matches(name, pattern)]
         if not matched:
             close = difflib.get_close_matches(pattern, found, n=1)
@@ -162,7 +167,7 @@ def _check_modules(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)].append(name)
     for name, module in linears.items():
-        _check_kind(name, module)
+        _check_kind(name, module, linears)
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         if len(uses[id(weight)]) > 1:
@@ -187,17 +192,39 @@ def _check_modules(
                 )
 
 
-def _check_kind(name: str, module: nn.Module) -> None:
+def _check_kind(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> None:
     if isinstance(module, Converted):
         raise Fp8Error(
             name, "is converted to FP8 already", f"Convert a model once, or use skip={name!r}"
         )
-    if type(module) is not nn.Linear and not _is_conv1d(module):
+    if _is_foreign(module):
         raise Fp8Error(
             name,
             f"is a {type(module).__name__}, a subclass of nn.Linear that may compute otherwise",
-            f"Use skip={name!r}",
+            f"Use skip={_skip_of_foreign(linears)!r}",
         )
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Return whether the module is of a subclass of nn.Linear that may compute otherwise."""
+    is_known = type(module) is nn.Linear or isinstance(module, Converted)
+    return not is_known and not _is_conv1d(module)
+
+
+def _skip_of_foreign(linears: dict[str, nn.Module]) -> str | list[str]:
+    """Return the value of `skip` that leaves out all subclasses of nn.Linear, and nothing else."""
+    found: dict[str, None] = {}
+    foreign = [name for name, module in linears.items() if _is_foreign(module)]
+    for name in foreign:
+        parts = name.split(".")
+        if type(linears[name]).__name__ == "NonDynamicallyQuantizableLinear" and len(parts) > 1:
+            parts = parts[:-1]  # nn.MultiheadAttention, which has no other linear
+        pattern = f"*.{parts[-1]}"
+        matched = [other for other in linears if _matches(other, pattern)]
+        is_exact = name in matched and set(matched) <= set(foreign)
+        found[pattern if is_exact and len(matched) > 1 else ".".join(parts)] = None
+    patterns = list(found)
+    return patterns[0] if len(patterns) == 1 else patterns
 
 
 def _check_size(

@@ -51,6 +51,24 @@ class Shared:
     phase: Phase = "outside"
     device: torch.device = torch.device("cpu")
     linears: dict[str, Converted] = field(default_factory=dict)
+    identity: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Belong to a state from now on; `copy.deepcopy` of a model makes one without a state."""
+        self.identity = id(self)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this was copied with its model, while the state stayed with the original."""
+        return self.identity != id(self)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no context of a state encloses the linears."""
+        return self.phase == "outside" or self.is_copy
 
     def follow(self) -> None:
         """Move the scales to the device of the weights.
@@ -82,10 +100,12 @@ class Shared:
         Raises:
             Fp8Error: Training with delayed scaling outside of a microbatch.
         """
-        if self.phase != "outside":
+        if not self.is_outside:
             return nullcontext()
         if not torch.is_grad_enabled():
             return self.scaling.evaluation()
+        if bound.is_delayed and self.is_copy:
+            raise self._of_a_copy(bound)
         if bound.is_delayed:
             raise Fp8Error(
                 bound.name,
@@ -99,13 +119,24 @@ class Shared:
 
     def check_backward(self, bound: Bound) -> None:
         """Raise `Fp8Error` for a backward pass whose amaxes no microbatch would collect."""
-        if bound.is_delayed and self.phase == "outside":
+        if bound.is_delayed and self.is_outside:
+            if self.is_copy:
+                raise self._of_a_copy(bound)
             raise Fp8Error(
                 bound.name,
                 "its backward pass ran outside of a microbatch, so delayed scaling would miss the "
                 "output gradient",
                 "Call `loss.backward()` inside of `with state.microbatch():`",
             )
+
+    def _of_a_copy(self, bound: Bound) -> Fp8Error:
+        return Fp8Error(
+            bound.name,
+            "belongs to a copy of the converted model (copy.deepcopy, pickle), whose scales no "
+            "state updates: state.microbatch() is the original's",
+            "Evaluate the copy under `torch.no_grad()`; or copy the model before fp8.convert, and "
+            "convert the copy to train it",
+        )
 
 
 @dataclass

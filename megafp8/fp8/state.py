@@ -123,20 +123,31 @@ class Fp8State:
 
     @contextmanager
     def health(self, mode: HealthMode = "full") -> Iterator[HealthReport]:
-        """Measure the casts of the microbatches inside; the report is filled at the end.
+        """Measure the casts inside, of training and of evaluation; fill the report at the end.
 
         `full` compares each tensor with its FP8 values, which takes a few passes over it; `scales`
         measures amaxes and scales alone. Waits for the device at the end.
+
+        Raises:
+            Fp8Error: The mode is unknown, or nothing was cast to FP8 inside, so that an empty
+                report would look healthy.
         """
         if mode not in ("full", "scales"):
             raise Fp8Error(f"mode={mode!r}", "measures nothing", "Use 'full' or 'scales'")
-        report, probe = HealthReport(), HealthProbe(self._shared.scaling, mode)
+        report, probe = HealthReport(), HealthProbe(self._shared.scaling, mode, with_untraced=True)
         probe.attach()
         try:
             yield report
         finally:
             report.tensors = probe.detach()
             report.num_nonfinite = num_nonfinite(self._shared.scaling)
+        if not report.tensors:
+            raise Fp8Error(
+                "state.health()",
+                "no tensor was cast to FP8 inside, so nothing was measured",
+                "Enclose forward passes of the model; recipe.fp8_in_evaluation=False evaluates "
+                "without FP8",
+            )
 
     def scales(self) -> dict[str, Scale]:
         """Return the delayed scale of each tensor; waits for the device.
@@ -175,6 +186,15 @@ class Fp8State:
         self._refuse_inside("load_state_dict()")
         own = dict(self._rows())
         hint = "Convert the same model with the same recipe and skip"
+        if not isinstance(saved, Mapping):
+            raise Fp8Error(
+                "state.load_state_dict()",
+                f"takes a dictionary of tensors and got {type(saved).__name__}: {saved!r:.60}",
+                "Give what state.state_dict() returned, such as checkpoint['fp8']",
+            )
+        for key, value in saved.items():
+            if not isinstance(value, torch.Tensor):
+                raise Fp8Error(str(key), f"is a {type(value).__name__} in the saved state", hint)
         for key in own.keys() ^ saved.keys():
             reason = "is missing in the saved state" if key in own else "belongs to no linear here"
             raise Fp8Error(key, reason, hint)
@@ -201,6 +221,7 @@ class Fp8State:
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
         self._refuse_inside(f"{phase}()")
+        self._shared.adopt()  # this state may have been copied together with its model
         self._shared.follow()
         self._shared.phase = phase
         try:

@@ -32,10 +32,16 @@ class _Sums:
 
 
 class HealthProbe:
-    """Measure tensors while it is attached; `full` also compares each with its FP8 values."""
+    """Measure tensors while it is attached; `full` also compares each with its FP8 values.
 
-    def __init__(self, state: ScalingState, mode: HealthMode) -> None:
-        self._state, self._mode = state, mode
+    Casts that leave no trace in the scales (evaluations, recomputations) are left out, unless
+    `with_untraced` asks for them.
+    """
+
+    def __init__(
+        self, state: ScalingState, mode: HealthMode, *, with_untraced: bool = False
+    ) -> None:
+        self._state, self._mode, self._with_untraced = state, mode, with_untraced
         self._sums: dict[str, _Sums] = {}
 
     def attach(self) -> None:
@@ -58,7 +64,8 @@ class HealthProbe:
         self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
     ) -> None:
         x_fp8 = last if last is not None else first
-        if x_fp8 is None or x.numel() == 0 or not self._state.recording:
+        is_counted = self._state.recording or self._with_untraced
+        if x_fp8 is None or x.numel() == 0 or not is_counted:
             return
         zero = torch.zeros((), device=x.device)
         new = _Sums(

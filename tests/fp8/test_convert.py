@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import dataclasses
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megafp8 import fp8
+from megafp8.precision.formats import E4M3
 from tests.fp8.models import gpt2, llama, mlp, noise, train
 
 STEPS = range(16)
@@ -108,6 +112,8 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "converted": (converted, {}, "2: is converted to FP8 already"),
     "shared": (Shared, {}, "a: its weight is shared, as a.weight, b.weight"),
     "skip": (mlp, {"skip": ["3"]}, "skip='3': matches no linear"),
+    "skip of a number": (mlp, {"skip": 3}, "skip=3: is neither names nor a function"),
+    "skip with a number": (mlp, {"skip": ["0", 3]}, "skip=.'0', 3.: is neither names nor a func"),
     "skip all": (mlp, {"skip": "*"}, "skip: leaves no linear"),
     "skip all by function": (mlp, {"skip": lambda name, module: True}, "skip: leaves no linear"),
     "subclass": (
@@ -128,7 +134,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "stored": (mlp, {"recipe": fp8.Fp8Recipe(params_in_fp8=True)}, "recipe.params_in_fp8=True"),
     "history": (mlp, {"recipe": fp8.Fp8Recipe(amax_history_len=0)}, "amax_history_len=0"),
-    "margin": (mlp, {"recipe": fp8.Fp8Recipe(margin=3000)}, "margin=3000: must be from -16 to 32"),
+    "margin": (mlp, {"recipe": fp8.Fp8Recipe(margin=3000)}, "margin=3000: must be a whole number"),
     "products": (
         mlp, {"recipe": fp8.Fp8Recipe(high_precision_gemms=frozenset({"foo", "output"}))},
         "high_precision_gemms=\\['foo'\\]: names no product",
@@ -311,6 +317,83 @@ def test_health_says_what_a_cast_loses() -> None:
     assert state.scales()["0.input"].num_nonfinite == 1
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("enclosed", [True, False])
+def test_health_of_an_evaluation_is_measured(recipe: Any, enclosed: bool) -> None:
+    model = mlp()
+    state = fp8.convert(model, recipe)
+    if recipe == "delayed":
+        step(model, state)
+    x = noise(8, 32, seed=1)
+    with state.health() as report, torch.no_grad():
+        with state.evaluation() if enclosed else contextlib.nullcontext():
+            model(x)
+    assert set(report.tensors) == {"0.input", "0.weight", "2.input", "2.weight"}
+    assert report.tensors["0.input"].amax == x.abs().max()
+    with state.health() as report, torch.no_grad():
+        model(x * float("inf"))
+    assert not math.isfinite(report.tensors["0.input"].amax)
+
+
+def test_health_of_nothing_is_an_error_and_not_healthy() -> None:
+    model = mlp()
+    state = fp8.convert(model, fp8.Fp8Recipe(fp8_in_evaluation=False))
+    for evaluate in (False, True):
+        with pytest.raises(fp8.Fp8Error, match="no tensor was cast to FP8 inside"):
+            with state.health(), torch.no_grad():
+                if evaluate:
+                    model(noise(8, 32, seed=0))
+    with pytest.raises(KeyError), state.health():  # an error inside stays what it was
+        raise KeyError
+    with state.health() as report:
+        step(model, state)
+    assert report.tensors
+
+
+def test_a_copy_of_a_converted_model_says_that_it_is_one() -> None:
+    """It has no state, so it evaluates only; a copy of both together is whole."""
+    model = mlp()
+    state = fp8.convert(model)
+    step(model, state)
+    average, x = copy.deepcopy(model), noise(8, 32, seed=1)
+    with state.microbatch():
+        inside = copy.deepcopy(model)
+        for ema in (average, inside):
+            with pytest.raises(fp8.Fp8Error, match="0: belongs to a copy of the converted model"):
+                ema(x)
+            with torch.no_grad():
+                assert torch.equal(ema(x), model(x))
+                assert ema[0].fp8.quantizer.tensors["input"].slot.fmt is E4M3
+    step(model, state, seed=1)
+    both_model, both_state = copy.deepcopy((model, state))
+    step(both_model, both_state, seed=2)
+    step(model, state, seed=2)
+    own, theirs = state.state_dict(), both_state.state_dict()
+    assert all(torch.equal(own[key], theirs[key]) for key in own)
+
+
+def test_the_hint_for_attention_of_torch_covers_all_layers() -> None:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    models = {
+        "'*.self_attn'": nn.TransformerEncoder(layer, 2),
+        "['*.self_attn', '*.multihead_attn']": nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(32, 2, 64, batch_first=True), 2
+        ),
+        "'self_attn'": layer,
+    }
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        for hint, model in models.items():
+            with pytest.raises(fp8.Fp8Error, match="may compute otherwise") as caught:
+                fp8.convert(model)
+            assert caught.value.hint == f"Use skip={hint}"
+            state = fp8.convert(model, skip=ast.literal_eval(hint))
+            assert {name.rpartition(".")[2] for name in state.linears} == {"linear1", "linear2"}
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def test_saved_state_continues_bit_for_bit(tmp_path: Path) -> None:
     """Model, optimizer and scales through files, against a run that was never interrupted."""
     whole, part = llama(), llama()
@@ -340,6 +423,10 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
     trained = fp8.convert(model)
     step(model, trained)
     before = state.state_dict()
+    with pytest.raises(fp8.Fp8Error, match="takes a dictionary of tensors and got NoneType"):
+        state.load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(fp8.Fp8Error, match="0.input/history: is a list in the saved state"):
+        state.load_state_dict(before | {"0.input/history": [0.0]})  # type: ignore[dict-item]
     with pytest.raises(fp8.Fp8Error, match="history: is torch.float32 of shape .6,. in the saved"):
         state.load_state_dict(trained.state_dict() | {"0.input/history": torch.zeros(6)})
     with pytest.raises(fp8.Fp8Error, match="is missing in the saved state"):
