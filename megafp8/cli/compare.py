@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from html import escape
@@ -37,7 +37,16 @@ from megafp8.files import read_json, to_json, write_atomically, write_json_atomi
 from megafp8.report.curves import gap_chart
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
-from megafp8.report.verdict import Pair, Signal, Verdict, gaps_of, judge, ratio, weakest_tensors
+from megafp8.report.verdict import (
+    Pair,
+    Signal,
+    Verdict,
+    all_signals,
+    gaps_of,
+    judge,
+    ratio,
+    weakest_tensors,
+)
 from megafp8.report.writer import REPORT_FILE
 from megafp8.runs.find import is_run
 
@@ -103,10 +112,11 @@ def compare(options: argparse.Namespace) -> int:
         if read_value(base_cfg, key) != read_value(other.cfg, key)
     ]
     if not changed:
-        raise RunError(
-            "the configuration is its own baseline. Give model.fp8=True, or another --base"
-        )
+        recipe = str(other.cfg.model.fp8_recipe) if other.cfg.model.fp8 else None
+        raise RunError(f"the configuration is its own baseline. {_other_base(recipe)}")
     measured = (*given, *_with_health(given, config))
+    if read_value(base_cfg, "model.fp8"):
+        base = (*base, *_with_health(base, config))
     seeds = options.seeds or [int(other.cfg.model.seed)]
     options_of_run = _config_options(options)
     trees = [{key: read_value(cfg, key) for key in all_keys()} for cfg in (other.cfg, base_cfg)]
@@ -195,6 +205,14 @@ def _baseline(
     return (*kept, *replaced, *reset)
 
 
+def _other_base(recipe: str | None) -> str:
+    """Return the hint where a configuration is its own baseline; None is one without FP8."""
+    if recipe is None:
+        return "Give model.fp8=True, or another --base"
+    other = "tensorwise" if recipe == "delayed" else "delayed"
+    return f"Give another --base, such as --base model.fp8_recipe={other}"
+
+
 def _gpu_available() -> bool:
     """Whether PyTorch finds a GPU; torch is imported only where a setting depends on it."""
     import torch
@@ -264,9 +282,22 @@ def _run(job: Job, *, quiet: bool) -> int:
         f"model.seed={job.seed}",
         f"exp_manager.explicit_log_dir={quoted(str(job.directory))}",
     ]
-    output = subprocess.DEVNULL if quiet else None
-    code = subprocess.run(command, stdout=output, env=dict(os.environ)).returncode
-    return code if code >= 0 else 128 - code
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    output = subprocess.DEVNULL if quiet else subprocess.PIPE
+    with subprocess.Popen(command, stdout=output, env=environment) as process:
+        _show(process.stdout or ())
+    return code if (code := process.returncode) >= 0 else 128 - code
+
+
+def _show(lines: Iterable[bytes]) -> None:
+    """Print what a run prints, indented, without the rows that say how to continue it alone.
+
+    A run of the comparison that is prolonged by hand would no longer be comparable.
+    """
+    for line in lines:
+        text = line.decode("utf-8", "replace").rstrip()
+        if not text.lstrip().startswith(("continue with ", "beware ")):
+            print(f"  {text}".rstrip(), flush=True)
 
 
 # ---- the report
@@ -304,15 +335,18 @@ def _report(
         how = ", ".join(f"seed {job.seed} ended with exit code {codes[job]}" for job in failed)
         sentence = f"worse: {names[1]} did not finish ({how}), and {names[0]} did"
     signals = weakest_tensors(pairs[0].other) if pairs else []
+    of_base = {s.name: s.snr_db for s in all_signals(pairs[0].base)} if pairs else {}
     costs = _costs(done)
-    page = _page(runs, names, verdict, word, sentence, signals, costs, changed, done)
+    page = _page(runs, names, verdict, word, sentence, signals, of_base, costs, changed, done)
     result = {
         "verdict": word,
         "sentence": sentence,
         "figures": None if verdict is None else asdict(verdict),
         "differs": list(changed),
         "costs": dict(costs),
-        "weakest_tensors": [asdict(signal) for signal in signals],
+        "weakest_tensors": [
+            {**asdict(signal), "snr_db_of_baseline": of_base.get(signal.name)} for signal in signals
+        ],
         "runs": {f"{label}-{seed}": str(run.path) for (label, seed), run in runs.items()},
     }
     try:
@@ -320,6 +354,7 @@ def _report(
         write_atomically(out / RESULT_FILE, to_json(result, indent=2) + "\n")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror})") from error
+    print("\nresult")
     for line in (*_lines(verdict), *(f"{what}: {text}" for what, text in costs)):
         print(line)
     print(f"report: {out / REPORT_FILE}")
@@ -359,6 +394,10 @@ def _costs(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
         found.append(("peak memory", f"{memory:.2f} of the baseline's"))
     if wall is not None:
         found.append(("time of whole runs", f"{wall:.2f} of the baseline's"))
+        if _measures(pairs[0].other) != _measures(pairs[0].base):
+            side = "the configuration" if _measures(pairs[0].other) else "the baseline"
+            note = f"logged steps of {side} alone also measure FP8 health, which its time includes"
+            found.append(("note", note))
     precision = str(pairs[0].other.summary.get("precision", "")) if pairs else ""
     if "emulated" in precision:
         note = "FP8 is emulated on this device, so that its time says nothing about tensor cores"
@@ -367,6 +406,10 @@ def _costs(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
     if share:
         found.append(("share of FP8", f"{100 * share:.1f} % of the GEMM FLOPs without attention"))
     return found
+
+
+def _measures(run: RunRecord) -> bool:
+    return bool(run.config.get("model.fp8")) and run.config.get("model.fp8_health") == "full"
 
 
 def _lines(verdict: Verdict | None) -> list[str]:
@@ -401,6 +444,7 @@ def _page(
     word: str,
     sentence: str,
     signals: Sequence[Signal],
+    of_base: Mapping[str, float],
     costs: Sequence[tuple[str, str]],
     changed: Sequence[str],
     pairs: Sequence[Pair],
@@ -417,8 +461,10 @@ def _page(
         "</ul>",
     ]
     if signals:
+        column = f"<th>signal to noise of {escape(names[0])}, dB" if of_base else ""
         rows = "".join(
             f"<tr><td>{escape(s.name)}<td class=number data-value={s.snr_db!r}>{s.snr_db:.1f}"
+            f"{_cell(of_base.get(s.name)) if of_base else ''}"
             f"<td class=number data-value={s.underflow!r}>{100 * s.underflow:.3f}"
             f"<td class=number data-value={s.overflow!r}>{100 * s.overflow:.3f}"
             for s in signals
@@ -427,7 +473,7 @@ def _page(
             "<h2>Tensors that lose most signal in FP8</h2><p class=dim>Means over the last quarter "
             "of the first seed's logged steps. The ratio is that of the worst row of a tensor.</p>"
             "<div class=scroll><table class=sortable><thead><tr><th>tensor"
-            "<th>signal to noise, dB<th>underflow, %<th>saturation, %</thead>"
+            f"<th>signal to noise, dB{column}<th>underflow, %<th>saturation, %</thead>"
             f"<tbody>{rows}</tbody></table></div>"
         )
     gaps = [(f"seed {pair.seed}", *_in_percent(gaps_of(pair))) for pair in pairs]
@@ -439,6 +485,11 @@ def _page(
         more="".join(parts),
         more_charts=[chart] if gaps else [],
     )
+
+
+def _cell(snr_db: float | None) -> str:
+    """Return a cell of the table, empty where the tensor was not measured."""
+    return "<td>" if snr_db is None else f"<td class=number data-value={snr_db!r}>{snr_db:.1f}"
 
 
 def _in_percent(curve: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:

@@ -91,7 +91,8 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     word = _word(mean, half_width or 0.0, tolerance)
     # Otherwise half of what was learned is within the tolerance, or none of it may be learned.
     can_tell = all(fall > max(2 * tolerance, noise) for fall, noise in falls)
-    if word == "same" and not can_tell:
+    behind = next((bits for pair in pairs if (bits := _behind_unigram(pair.base))), None)
+    if word == "same" and (not can_tell or behind):
         word = "undecided"
     measured = "validation loss" if validated else "training loss"
     sure = "" if half_width is None else f" ± {100 * half_width:.2f} %"
@@ -104,6 +105,11 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
         if any(fall > 2 * tolerance and not fall > noise for fall, noise in falls):
             fell += ", which its scatter from step to step explains"
         note += f"; the training loss of {names[0]} {fell}, too little to compare: train longer"
+    elif behind:
+        note += (
+            f"; {names[0]} has {behind[0]:.3f} bits per byte, and the frequencies of the tokens "
+            f"alone give {behind[1]:.3f}: train longer"
+        )
     sentence = (
         f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "
         f"({seeds}, tolerance {100 * tolerance:g} %{note})"
@@ -133,6 +139,15 @@ def _word(mean: float, half_width: float, tolerance: float) -> str:
     if low > tolerance:
         return "worse"
     return "better" if high < -tolerance else "undecided"
+
+
+def _behind_unigram(run: RunRecord) -> tuple[float, float] | None:
+    """Return the bits per byte of a run and of token frequencies, if the run's are not fewer.
+
+    Such a model has learned little more than biases and embeddings, on which FP8 has no effect.
+    """
+    own, unigram = run.figure("val_bits_per_byte"), run.figure("unigram_bits_per_byte")
+    return (own, unigram) if own is not None and unigram is not None and own >= unigram else None
 
 
 def _fall(run: RunRecord) -> tuple[float, float]:
@@ -212,6 +227,11 @@ class Signal:
 
 def weakest_tensors(run: RunRecord) -> list[Signal]:
     """Return the tensors with the lowest signal-to-noise ratio; nothing if it was not measured."""
+    return all_signals(run)[:WORST_TENSORS]
+
+
+def all_signals(run: RunRecord) -> list[Signal]:
+    """Return what every measured tensor lost, the lowest signal-to-noise ratio first."""
     lines = run.health[-max(1, len(run.health) // 4) :]
     names = {name for line in lines for name in line["tensors"]}
     found = []
@@ -223,7 +243,7 @@ def weakest_tensors(run: RunRecord) -> list[Signal]:
         if values[0]:
             means = [statistics.fmean(known) if known else 0.0 for known in values]
             found.append(Signal(name, *means))
-    return sorted(found, key=lambda signal: (signal.snr_db, signal.name))[:WORST_TENSORS]
+    return sorted(found, key=lambda signal: (signal.snr_db, signal.name))
 
 
 def _measure(line: Line, name: str, key: str) -> float | None:

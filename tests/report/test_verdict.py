@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import signal
 import statistics
 from collections.abc import Sequence
@@ -293,7 +294,7 @@ def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
                          "--base", "model.optim.fp8_opt_level=O1"]) == 0  # fmt: skip
     base, _ = made
     assert base.overrides == ("model.fp8=True", given[2], "model.optim.moments_scaling=group",
-                              "model.optim.fp8_opt_level=O1")  # fmt: skip
+                              "model.optim.fp8_opt_level=O1", "model.fp8_health=full")  # fmt: skip
 
 
 def test_the_command_reports_and_says_the_verdict_last(
@@ -415,3 +416,60 @@ def test_what_is_refused(made: list[compare.Job], capsys: pytest.CaptureFixture[
     assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
     assert "model.hidden_size=101" in capsys.readouterr().err
     assert not made and not list(Path().iterdir())
+    given = ["model.fp8=True", "model.fp8_recipe=tensorwise"]
+    assert compare.main([*given, "--base", "model.fp8=True"]) == 2
+    assert "--base model.fp8_recipe=delayed" in capsys.readouterr().err
+
+
+def test_two_configurations_in_fp8_are_both_measured(
+    made: list[compare.Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["model.fp8=True", "model.fp8_recipe=tensorwise", "--out", "out",
+            "--base", "model.fp8_recipe=delayed"]  # fmt: skip
+    assert compare.main(argv) == 0
+    assert all("model.fp8_health=full" in job.overrides for job in made)
+    for job, snr in zip(made, (21.0, 25.0), strict=True):
+        shutil.rmtree(job.directory)
+        make_run(job.directory, model__fp8_health="full")
+        file = job.directory / "health.jsonl"
+        file.write_text(file.read_text().replace("25.0", str(snr)))
+    assert compare.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "measure FP8 health" not in said
+    weakest = json.loads(Path("out/compare.json").read_text())["weakest_tensors"]
+    assert all((s["snr_db"], s["snr_db_of_baseline"]) == (25.0, 21.0) for s in weakest)
+    assert "<td class=number data-value=21.0>21.0" in Path("out/report.html").read_text()
+
+
+def test_one_side_in_fp8_says_that_its_time_includes_measuring() -> None:
+    def run(**config: Any) -> RunRecord:
+        return RunRecord(path=Path("x"), status="finished", config=config,
+                         events=[{"kind": "start"}], summary={"wall_seconds": 9.0})  # fmt: skip
+
+    full = {"model.fp8": True, "model.fp8_health": "full"}
+    costs = compare._costs([Pair(1, run(), run(**full))])
+    assert ("note", "logged steps of the configuration alone also measure FP8 health, which its "
+            "time includes") in costs  # fmt: skip
+    assert not any(
+        what == "note" for what, _ in compare._costs([Pair(1, run(**full), run(**full))])
+    )
+
+
+def test_a_baseline_behind_token_frequencies_tells_nothing() -> None:
+    found = pairs([0.0001, 0.0])
+    assert judge(found, 0.005, NAMES).word == "same"
+    for bits, word in ((2.784, "undecided"), (2.6, "same")):
+        found[1].base.summary.update(val_bits_per_byte=bits, unigram_bits_per_byte=2.685)
+        verdict = judge(found, 0.005, NAMES)
+        assert verdict.word == word
+        assert ("the tokens alone give 2.685: train longer" in verdict.sentence) == (bits > 2.685)
+    worse = pairs([0.02])
+    worse[0].base.summary.update(val_bits_per_byte=3.0, unigram_bits_per_byte=2.685)
+    assert judge(worse, 0.005, NAMES).word == "worse"
+
+
+def test_a_run_is_shown_without_how_to_continue_it(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [b"step 5/5 | loss 2.0\n", b"\n", b"  continue with  python pretrain_gpt.py x=1\n",
+             b"         beware  it prolongs\n", b"time  0:07\n"]  # fmt: skip
+    compare._show(lines)
+    assert capsys.readouterr().out.splitlines() == ["  step 5/5 | loss 2.0", "", "  time  0:07"]
