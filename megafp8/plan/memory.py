@@ -42,7 +42,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import GROUP_BYTES, ITEM_BYTES, MOMENT_GROUP
-from megafp8.specs.precision import BLOCK
+from megafp8.specs.precision import BLOCK, HISTORY_RECIPES
 
 HEAD_CHUNK_TOKENS = 8192
 HEAD_CHUNK_BYTES = 2 << 30
@@ -148,7 +148,7 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
     elements = sum(param.elements for param in params)
     weights = sum(param.elements * param.itemsize for param in params)
     recipe = spec.precision.fp8
-    delayed = sum(linear.precision == "delayed" for linear in linears)
+    delayed = sum(linear.precision in HISTORY_RECIPES for linear in linears)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if spec.parallel.fsdp is not None:

@@ -35,6 +35,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.precision import HISTORY_RECIPES
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]
 AxisName = Literal["tp", "cp", "data", "nodes", "pp", "tied", "amax"]
@@ -343,7 +344,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     """
     parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
-    delayed = sum(linear.precision == "delayed" for linear in shape.linears)
+    delayed = sum(linear.precision in HISTORY_RECIPES for linear in shape.linears)
     if recipe is not None and recipe.reduce_amax and ranks > 1:
         yield Message(
             axis="amax",
