@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,7 +186,8 @@ def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store
     while True:
         try:
             with socket.create_connection((host, port), timeout=5) as connection:
-                _check_is_store(connection, place, wait)
+                if _store_answers_greeting():
+                    _check_is_store(connection, place, wait)
             break
         except (
             ConnectionRefusedError
@@ -225,6 +227,24 @@ class _Wait:
             self._is_noticed = True
             text = f"megafp8: waiting: {self._who} waits up to {self.seconds:g} s for rank 0 at"
             print(f"{text} {self._place}: {what}", file=sys.stderr, flush=True)
+
+
+@cache
+def _store_answers_greeting() -> bool:
+    """Whether a store of this torch answers the greeting; another version may expect another one.
+
+    Without an answer here, nothing could be learned from the answer of rank 0.
+    """
+    question, expected = torch_private.store_greeting()
+    try:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in its stubs
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        with socket.create_connection(("127.0.0.1", store.port), timeout=5) as connection:
+            connection.sendall(question)
+            return connection.recv(len(expected)) == expected
+    except (OSError, RuntimeError):
+        return False
 
 
 def _check_is_store(connection: socket.socket, place: str, wait: _Wait) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megafp8 import torch_private
 from megafp8.errors import RunError
 from megafp8.parallel import rendezvous
 from megafp8.parallel.rendezvous import (
@@ -131,6 +133,21 @@ def test_a_rank_says_that_it_waits_for_rank_0(
     with pytest.raises(RunError, match="If rank 0 does not run, see its errors or start it"):
         reach("127.0.0.1", port, 1.2, "rank 7")
     assert capsys.readouterr().err.count("waiting: rank 7 waits up to 1.2 s for rank 0 at") == 1
+
+
+def test_a_torch_that_expects_another_greeting_still_joins(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The greeting is private to torch: where its own store does not know it, it proves nothing."""
+    wrong = struct.pack("=BIB", 0, 0x3C85F7CE, 250) + b"four", b"four"
+    monkeypatch.setattr(torch_private, "store_greeting", lambda: wrong)
+    rendezvous._store_answers_greeting.cache_clear()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    try:
+        reach("127.0.0.1", port, 5.0).set("a", "b")
+        assert store.get("a") == b"b"
+    finally:
+        rendezvous._store_answers_greeting.cache_clear()
 
 
 def test_rank_0_that_never_calls_all(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
