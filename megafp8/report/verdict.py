@@ -104,7 +104,8 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
             fell = "is not known"
         if any(fall > 2 * tolerance and not fall > noise for fall, noise in falls):
             fell += ", which its scatter from step to step explains"
-        note += f"; the training loss of {names[0]} {fell}, too little to compare: train longer"
+        so = "too little to compare" if word == "undecided" else f"so {names[0]} hardly learned"
+        note += f"; the training loss of {names[0]} {fell}, {so}: train longer"
     elif behind:
         note += (
             f"; {names[0]} has {behind[0]:.3f} bits per byte, and the frequencies of the tokens "

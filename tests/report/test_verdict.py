@@ -93,7 +93,9 @@ def test_a_baseline_that_hardly_learned_tells_nothing(last: float, word: str, sa
     assert ("train longer" in verdict.sentence) == bool(said)
     worse = pairs([0.02])  # what differs does so, however little the baseline learned
     worse[0].base.metrics[:] = worse[0].base.metrics[:1]  # type: ignore[index]
-    assert judge(worse, 0.005, NAMES).word == "worse"
+    verdict = judge(worse, 0.005, NAMES)
+    assert verdict.word == "worse" and "too little" not in verdict.sentence
+    assert "so BF16 hardly learned: train longer" in verdict.sentence
 
 
 def with_losses(losses: Sequence[float]) -> list[Pair]:
