@@ -143,7 +143,8 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
-_SEARCH_LIMIT = 10_000
+SEARCH_LIMIT = 10_000
+"""How many numbers a hint tries on either side of a wrong one."""
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -156,7 +157,7 @@ def nearest_multiples(value: int, step: int) -> str:
 def nearest_divisors(value: int, wanted: int) -> str:
     """Return the divisors of `value` next to `wanted` as a text: `2 or 4`."""
     start = min(wanted, value)
-    down = range(start, max(0, start - _SEARCH_LIMIT), -1)
-    up = range(wanted + 1, min(value, wanted + _SEARCH_LIMIT) + 1)
+    down = range(start, max(0, start - SEARCH_LIMIT), -1)
+    up = range(wanted + 1, min(value, wanted + SEARCH_LIMIT) + 1)
     near = [next((d for d in side if value % d == 0), None) for side in (down, up)]
     return " or ".join(str(d) for d in near if d is not None) or "1"

@@ -118,7 +118,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
         (
             ["model.tensor_model_parallel_size=2", "trainer.devices=3"],
             "model.tensor_model_parallel_size",
-            ["1 or 3", "2 or 4"],
+            ["Nearest sizes: 1;", "2 or 4"],
         ),
         (
             ["trainer.devices=2", "model.tensor_model_parallel_size=2",
@@ -141,7 +141,7 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
         (
             ["model.pipeline_model_parallel_size=2", "trainer.devices=3"],
             "model.pipeline_model_parallel_size",
-            ["1 or 3", "2 or 4"],
+            ["Nearest sizes: 1;", "2 or 4"],
         ),
         (
             [*FOUR_STAGES, "model.tensor_model_parallel_size=2"],
@@ -344,6 +344,40 @@ def test_validate_takes_a_tree_as_it_is() -> None:
     cfg.model.hidden_size = 250
     with pytest.raises(Exception, match="248 or 252"):
         check_tree(cfg)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "hint"),
+    [
+        # 13 divides neither 96 heads nor 96 layers, and 8 * 8 / gcd(8 * 8, 8) = 8
+        (["trainer.num_nodes=13", "model.tensor_model_parallel_size=8",
+          "model.pipeline_model_parallel_size=8"],
+         "model.tensor_model_parallel_size", "Nearest trainer.num_nodes: 8 or 16"),
+        # 1024 / 8 = 128, of which 4 and 8 divide 96 layers
+        (["trainer.num_nodes=128", "model.tensor_model_parallel_size=8",
+          "model.pipeline_model_parallel_size=7"],
+         "model.pipeline_model_parallel_size",
+         "Nearest sizes: 4 or 8; or trainer.num_nodes: 126 or 133"),
+        (["model.tensor_model_parallel_size=8", "model.pipeline_model_parallel_size=8"],
+         "model.tensor_model_parallel_size",
+         "Nearest trainer.devices: 64; or trainer.num_nodes: 8"),
+        (["model.tensor_model_parallel_size=4", "model.pipeline_model_parallel_size=4"],
+         "model.tensor_model_parallel_size",
+         "Nearest sizes: 2; or model.pipeline_model_parallel_size: 2; or trainer.devices: 16; "
+         "or trainer.num_nodes: 2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide_the_ranks_name_sizes_that_do(
+    settings: list[str], key: str, hint: str
+) -> None:
+    job = ["model=gpt3_175b", "trainer.devices=8", *settings]
+    problem = load_problems(*job)[0]
+    assert (problem.key, problem.hint) == (key, hint)
+
+
+def test_a_hint_of_huge_numbers_is_quick() -> None:
+    huge = "trainer.devices=100000000000", "model.context_parallel_size=30000000007"
+    assert "trainer.devices: 90000000021" in load_problems(*huge)[0].hint
 
 
 def test_nearest_values() -> None:

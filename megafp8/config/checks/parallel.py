@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import (
+    SEARCH_LIMIT,
     Finding,
     Rules,
     counted,
@@ -50,19 +51,53 @@ def _sizes_text(v: Values) -> str:
 def _sizes_divide_the_world(v: Values) -> Iterator[Finding]:
     ranks, nodes, size = world_size(v), v["trainer.num_nodes"], model_ranks(v)
     if ranks % size:
-        key = next(key for key in SIZES if v[key] > 1)
-        others = size // v[key]
-        near = nearest_divisors(ranks // others, v[key]) if ranks % others == 0 else "1"
-        product = "it" if others == 1 else _sizes_text(v)
+        near = {key: text for key in SIZES if (text := _near_sizes(v, key))}
+        key = next(iter(near), None) or next(key for key in SIZES if v[key] > 1)
+        product = "it" if size == v[key] else _sizes_text(v)
         have = f"trainer.devices={v['trainer.devices']}"
         have += f" times trainer.num_nodes={nodes}" if nodes > 1 else ""
-        step = size // math.gcd(size, nodes)
+        others = [f"{other}: {text}" for other, text in (near | _near_worlds(v)).items()]
+        hint = "; or ".join(others).removeprefix(f"{key}: ")
         yield Finding(
             key,
             f"{have} is not a multiple of {product}",
-            f"Nearest sizes: {near}; or trainer.devices: "
-            f"{nearest_multiples(v['trainer.devices'], step)}",
+            f"Nearest {'sizes: ' if key in near else ''}{hint}",
         )
+
+
+def _near_sizes(v: Values, key: str) -> str:
+    """Return the values of one parallel size with which all sizes divide the ranks, as a text.
+
+    They are from half to twice the present value, and divide the heads or the layers, too. The text
+    is empty if there is none, or if the size is 1.
+    """
+    now, ranks, others = v[key], world_size(v), model_ranks(v) // v[key]
+    if now == 1 or ranks % others:
+        return ""
+    whole = v.get({TP: "model.num_attention_heads", PIPELINE[0]: "model.num_layers"}.get(key, ""))
+    most = ranks // others
+    down = range(min(now, most), max((now + 1) // 2 - 1, now - SEARCH_LIMIT), -1)
+    up = range(now + 1, min(2 * now, most, now + SEARCH_LIMIT) + 1)
+    near = [
+        next((n for n in side if most % n == 0 and (whole is None or whole % n == 0)), None)
+        for side in (down, up)
+    ]
+    return " or ".join(str(n) for n in near if n is not None)
+
+
+def _near_worlds(v: Values) -> dict[str, str]:
+    """Return the numbers of nodes or devices that all parallel sizes divide, by their keys.
+
+    The devices of one of several nodes stay. Those of a single node may grow, or the nodes.
+    """
+    size, nodes, devices = model_ranks(v), v["trainer.num_nodes"], v["trainer.devices"]
+    in_nodes = nearest_multiples(nodes, size // math.gcd(size, devices))
+    if nodes > 1:
+        return {"trainer.num_nodes": in_nodes}
+    found = {"trainer.devices": nearest_multiples(devices, size)}
+    if devices > 1 and size % devices == 0:
+        found["trainer.num_nodes"] = in_nodes
+    return found
 
 
 @rule("model.global_batch_size", "model.micro_batch_size", *WORLD, *SIZES)
