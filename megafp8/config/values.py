@@ -136,9 +136,18 @@ def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
     return tuple(rules)
 
 
+_LAYERS_NAMED = 10_000
+
+
 def without_match(value: object, num_layers: int) -> list[str]:
-    """Return the entries of `fp8_modules` whose pattern matches no linear of the model."""
-    names, rules = linear_names(num_layers), parse_modules(value) or ()
+    """Return the entries of `fp8_modules` whose pattern matches no linear of the model.
+
+    None are returned for more than `_LAYERS_NAMED` layers, whose names would fill the memory.
+    """
+    rules = parse_modules(value) or ()
+    names = linear_names(num_layers) if rules and num_layers <= _LAYERS_NAMED else []
+    if not names:
+        return []
     entries = value if isinstance(value, (list, tuple)) else ()
     return [
         str(entry)

@@ -235,9 +235,8 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     """Compare with the names of the whole model: a pipeline stage may have none that match."""
     if not v["model.fp8"]:
         return
-    names = linear_names(v["model.num_layers"])
     for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
-        pattern = entry.rpartition(":")[0]
+        names, pattern = linear_names(v["model.num_layers"]), entry.rpartition(":")[0]
         short = [name.partition(".")[2] for name in LINEARS]
         known = [*names, *(f"*.{name}" for name in LINEARS), *short, *(f"*.{n}" for n in short)]
         known += [f"*{name}" for name in short]
