@@ -13,6 +13,7 @@ from tests.train.runs import ROOT
 
 INTERRUPTED = """\
 import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(60)
 """
