@@ -57,8 +57,7 @@ def refused(recipe: fp8.Fp8Recipe) -> fp8.Fp8Error:
 def test_a_wrong_field_is_named_with_its_value(name: str, as_object: bool) -> None:
     for value in [object()] if as_object else WRONG[name]:
         error = refused(fp8.Fp8Recipe(**{name: value}))
-        shown = sorted(value) if isinstance(value, frozenset) and value != {1} else value
-        assert error.subject == f"recipe.{name}={shown!r}"
+        assert error.subject == f"recipe.{name}={value!r}"
         assert error.reason and error.hint
 
 
