@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
-from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
+from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of, owners_of
 from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
 
 FP32 = 4
@@ -143,10 +144,13 @@ def layers_of(spec: RunSpec, stage: int) -> range:
     """Return the indices of a stage's layers."""
     if spec.parallel.pp == 1:
         return range(spec.model.num_layers)
-    if spec.parallel.pipeline.layout is None:  # as below; a search asks for many stages
-        size = spec.model.num_layers // num_stages(spec)
-        return range(stage * size, (stage + 1) * size)
-    return spec.parallel.pipeline.layers(spec.model.num_layers, spec.parallel.pp)[stage]
+    return _layers(spec.parallel.pipeline, spec.model.num_layers, spec.parallel.pp)[stage]
+
+
+@lru_cache(maxsize=64)
+def _layers(pipeline: PipelineSpec, num_layers: int, pp: int) -> list[range]:
+    """Return the layers of all stages; a search asks for those of one layout many times."""
+    return pipeline.layers(num_layers, pp)
 
 
 def compute_itemsize(spec: RunSpec) -> int:
