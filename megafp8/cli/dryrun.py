@@ -25,10 +25,11 @@ from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.plan.hardware import KNOWN, Hardware
-from megafp8.plan.vocabulary import BUILTIN, SIZE_KEY, asked_vocabulary
+from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs import directory
 from megafp8.runs.data import open_data
 from megafp8.specs import RunSpec
+from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import dryrun
 from megafp8.train.dryrun import Layout, RankShare
@@ -124,7 +125,7 @@ def with_vocabulary(
             )
     elif vocab_size is None:
         vocab_size = open_data(data, print).vocab_size
-        whose = "of the built-in corpus" if data.prefix == BUILTIN else "of the data"
+        whose = "of the built-in corpus" if data.prefix == BUILTIN_CORPUS else "of the data"
         whose += "; --vocab-size gives another"
     elif vocab_size < 1:
         hint = "Give the size of the tokenizer's vocabulary"

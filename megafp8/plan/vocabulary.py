@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-BUILTIN = "builtin"
-"""The `model.data.data_prefix` of the built-in corpus."""
+from megafp8.specs.data import BUILTIN_CORPUS
+
 DATA_KEY, SIZE_KEY = "model.data.data_prefix", "model.tokenizer.vocab_size"
 
 
@@ -43,7 +43,7 @@ def asked_vocabulary(
         prefix: The run's `model.data.data_prefix`; None if it has examples instead.
         builtin_size: The run's `model.tokenizer.vocab_size`.
     """
-    if prefix != BUILTIN:
+    if prefix != BUILTIN_CORPUS:
         return None
     if SIZE_KEY in origins:
         return Vocabulary(builtin_size, f"of {SIZE_KEY}={builtin_size}")
