@@ -15,6 +15,11 @@ from types import TracebackType
 _former_hook = sys.excepthook
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank at all: what all ranks have to say, it says."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _report_interrupt(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
@@ -25,7 +30,7 @@ def _report_interrupt(
     if not issubclass(kind, KeyboardInterrupt) or hasattr(sys, "ps1") or sys.flags.interactive:
         _former_hook(kind, error, trace)
         return
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print("megafp8: interrupted", file=sys.stderr, flush=True)
     raise SystemExit(128 + signal.SIGINT)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8.cli import is_first_rank
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
@@ -78,10 +79,10 @@ Rank 0 reports an error that all ranks have, and the launcher ends the others wh
 
 def report_error(error: UserError) -> int:
     """Print an error that a user can correct, without secrets, and return its exit code."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    who = ""
+    if not is_first_rank():
         time.sleep(OTHER_RANKS_WAIT_SECONDS)
-    who = "" if rank == "0" else f"rank {rank}: "
+        who = f"rank {os.environ['RANK']}: "
     print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
     return int(error.exit_code)
 

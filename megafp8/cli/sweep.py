@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -42,6 +42,7 @@ from megafp8.config.load import Loaded, load_all, tree_with_nemo_keys
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.secrets import hide, variable_in
 from megafp8.errors import ExitCode, UserError
+from megafp8.files import run_errors_reported
 from megafp8.runs.find import CONFIG_NAME
 
 CHECKED_JOBS = 32
@@ -172,6 +173,7 @@ def run_sweep(options: Options, task: Task) -> int:
 
     Raises:
         SettingError: The sweep's own settings cannot be used; no job has started then.
+        RunError: The folder of the sweep cannot be made or written; nor has any job then.
     """
     source = find_source(options.config_dir, options.config_name)
     overrides, problems = parse_overrides(options.overrides, source.directories, multirun=True)
@@ -213,16 +215,10 @@ def run_sweep(options: Options, task: Task) -> int:
 
 
 def _make(directory: Path) -> None:
-    reason = None
-    try:
+    """Make the folder of the sweep, and check that files can be written there."""
+    with run_errors_reported(directory, "making the folder hydra.sweep.dir"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"cannot be made ({error.strerror}: {error.filename})"
-    if reason is None and not os.access(directory, os.W_OK | os.X_OK):
-        reason = "may not be written by this user"
-    if reason is not None:
-        hint = "Give a folder that you may write, or start the sweep in another one"
-        raise SettingError("hydra.sweep.dir", str(directory), reason, hint)
+        tempfile.TemporaryFile(dir=directory).close()
 
 
 # --- Hydra's part ------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from megafp8.cli import is_first_rank
 from megafp8.config.secrets import hide
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
@@ -120,12 +120,12 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
     code = next((result.code for result in results if result.code), int(ExitCode.FINISHED))
     stopped = int(ExitCode.SAVED_ON_SIGNAL)
     code = stopped if any(result.code == stopped for result in results) else code
-    is_other = _is_another_sweeps(directory, results)
+    is_other = _has_another_sweep(directory, results)
     is_left = is_other and all(result.code == ExitCode.USER_ERROR for result in results)
-    writes = os.environ.get("RANK", "0") == "0"  # with torchrun every rank comes here
+    writes = is_first_rank()  # with torchrun every rank comes here
     if writes and directory.is_dir() and not is_left:  # it was not made if all were refused
         if is_other:
-            print(f"\n[sweep] results of an earlier sweep are kept in {_kept(directory)}")
+            print(f"\n[sweep] results of an earlier sweep are kept in {_set_aside(directory)}")
         text = json.dumps([asdict(result) for result in results], indent=2)
         (directory / SUMMARY_NAME).write_text(text + "\n")
     own, shared = _own_overrides(results)
@@ -203,7 +203,7 @@ def _best(results: Sequence[Result]) -> int | None:
     return None
 
 
-def _is_another_sweeps(directory: Path, results: Sequence[Result]) -> bool:
+def _has_another_sweep(directory: Path, results: Sequence[Result]) -> bool:
     """Whether the `sweep.json` of a directory has results of jobs with other overrides."""
     earlier = read_sweep(directory)
     if earlier is None:
@@ -211,7 +211,7 @@ def _is_another_sweeps(directory: Path, results: Sequence[Result]) -> bool:
     return [each.overrides for each in earlier] != [each.overrides for each in results]
 
 
-def _kept(directory: Path) -> Path:
+def _set_aside(directory: Path) -> Path:
     """Give the `sweep.json` of a directory the first free name of sweep-1.json and so on."""
     names = (directory / f"sweep-{number}.json" for number in count(1))
     path = next(name for name in names if not name.exists())

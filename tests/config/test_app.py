@@ -197,7 +197,7 @@ def test_a_sweep_needs_a_folder_that_it_can_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = shell(tmp_path, "-m", "model.fp8_margin=0,1", "model.fp8=True", "hydra.sweep.dir=file/x")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "error: hydra.sweep.dir" in done.stderr and "Not a directory" in done.stderr
+    assert "making the folder hydra.sweep.dir failed with ENOTDIR" in done.stderr
     assert "[sweep]" not in done.stdout
 
 
