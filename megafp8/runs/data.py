@@ -108,12 +108,12 @@ def check_data(spec: DataSpec) -> None:
     if spec.instructions is not None:
         open_data(spec, lambda line: None)
         return
-    for prefix in names_of(spec):
+    for prefix in prefixes_of(spec):
         if prefix != BUILTIN_CORPUS:
             require_files(Path(prefix).expanduser())
 
 
-def names_of(spec: DataSpec) -> list[str]:
+def prefixes_of(spec: DataSpec) -> list[str]:
     """Return the prefixes of all datasets that the specification names."""
     blend = spec.prefix
     if isinstance(blend, SeparateSplits):

@@ -9,7 +9,7 @@ from megafp8.config.errors import SettingError
 from megafp8.errors import RunError, UserError
 from megafp8.parallel.agreement import on_all, raise_on_all
 from megafp8.parallel.mesh import Mesh
-from megafp8.runs.data import RunData, names_of, open_data
+from megafp8.runs.data import RunData, open_data, prefixes_of
 from megafp8.specs import DataSpec
 
 
@@ -84,4 +84,4 @@ def _named_by(spec: DataSpec) -> tuple[str, str]:
     """Return the key that names the data, and its value in words."""
     if spec.instructions is not None:
         return "model.data.train_ds.file_names", ", ".join(spec.instructions.train_files)
-    return "model.data.data_prefix", ", ".join(names_of(spec))
+    return "model.data.data_prefix", ", ".join(prefixes_of(spec))

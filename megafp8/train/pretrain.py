@@ -140,9 +140,7 @@ def _pretrain(
     finally:
         if mesh.is_main:
             console.close()  # the journal; the console that shows everything stays open
-        if (
-            not fails_alone
-        ):  # otherwise other ranks may still write; the end of the process unlocks it
+        if not fails_alone:  # otherwise ranks may still write; the process's end unlocks it
             choice.release()
 
 

@@ -340,6 +340,12 @@ def test_the_files_of_data_may_move_and_hints_can_be_typed() -> None:
     ):
         new["model"]["data"]["data_prefix"] = prefix
         assert [found.key for found in differences(old, new)] == keys, prefix
+    for name, keys in (("/there/a.jsonl", []), ("b.jsonl", ["model.data.train_ds.file_names"])):
+        runs = [
+            {**old, "model": {**old["model"], "data": {"train_ds": {"file_names": file}}}}
+            for file in ("a.jsonl", name)
+        ]
+        assert [found.key for found in differences(*runs)] == keys, name
     (word,) = shlex.split(typed("model.data.data_prefix", data))
     assert OmegaConf.select(load([word]), "model.data.data_prefix") == data
 
