@@ -22,7 +22,7 @@ setup-dev: ## make .venv, also with the developers' tools
 	@$(SETUP) --dev
 
 pretrain: setup ## pretrain a small GPT in FP8 (ARGS="key=value …")
-	@$(PY) pretrain_gpt.py model.fp8=True $(ARGS)
+	@$(PY) pretrain_gpt.py $(if $(findstring model.fp8=,$(ARGS)),,model.fp8=True) $(ARGS)
 
 test: setup-dev ## run the fast CPU tests
 	@$(PY) -m pytest -m "not gpu and not slow and not slurm and not hosts" -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q $(ARGS)

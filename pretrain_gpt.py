@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.overrides import quoted
-from megafp8.config.resolve import data_spec, resolve
+from megafp8.config.own_recipes import TRUST, load_recipes_of
+from megafp8.config.resolve import data_spec, observe_spec, resolve
 from megafp8.errors import UserError
 from megafp8.hardware.torch_build import HINT, why_no_gpu
 from megafp8.parallel.environment import check_environment
@@ -28,6 +29,7 @@ from megafp8.parallel.launch import (
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 from megafp8.runs.data import check_data
+from megafp8.runs.place import check_place
 
 if TYPE_CHECKING:  # megafp8.cli comes before all that takes long to import: it handles Ctrl-C
     from omegaconf import DictConfig
@@ -79,12 +81,16 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
     if not is_rank():
         check_data(data_spec(cfg))
+        check_place(observe_spec(cfg))
+    load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")
     if info.config_dir is not None:
         argv.insert(0, f"--config-dir={info.config_dir}")
+    if info.trusts_recipes:
+        argv.insert(0, TRUST)
     command = [*_typed_command(), *sys.argv[1:]]
     if info.directory is not None:  # a sweep's job works in the sweep's own folder
         argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")

@@ -116,6 +116,7 @@ def measure(args: argparse.Namespace) -> dict[str, float] | None:
         f"model.num_layers={args.layers}",
         f"model.hidden_size={args.width}",
         f"model.ffn_hidden_size={4 * args.width}",
+        "model.optim.lr=2e-3",  # of any width
         f"model.num_attention_heads={args.heads}",
         f"model.encoder_seq_length={args.seq}",
         "model.micro_batch_size=1",

@@ -34,7 +34,8 @@ from megafp8.precision.linear import Linear, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import RECIPES, RecipeName
+from megafp8.specs.precision import RecipeName
+from megafp8.specs.recipes import RECIPES
 from megafp8.train.process import prepare_process
 
 Step = Callable[[], float]

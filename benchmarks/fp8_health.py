@@ -53,6 +53,7 @@ def main() -> None:
         f"model.num_layers={args.layers}",
         f"model.hidden_size={args.width}",
         f"model.ffn_hidden_size={4 * args.width}",
+        "model.optim.lr=2e-3",  # of any width
         f"model.encoder_seq_length={args.seq}",
         f"model.micro_batch_size={args.batch}",
         f"model.global_batch_size={args.batch}",

@@ -66,6 +66,7 @@ def state_of(
             "model.num_layers=1",
             f"model.hidden_size={args.hidden}",
             f"model.ffn_hidden_size={4 * args.hidden}",
+            "model.optim.lr=2e-3",  # of any width
             f"model.num_attention_heads={args.heads}",
             f"model.encoder_seq_length={args.seq}",
             f"model.max_position_embeddings={args.seq}",

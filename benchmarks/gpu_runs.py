@@ -32,7 +32,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.tensor import spread as spread_scale
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import RECIPES
+from megafp8.specs.recipes import RECIPES
 
 Row = dict[str, Any]
 PAIRS: tuple[tuple[Layout, Layout], ...] = (

@@ -41,6 +41,7 @@ LLAMA_8B = (  # 8 of its 32 layers, so that it fits
     "model.share_embeddings_and_output_weights=False",
     "model.encoder_seq_length=8192",
     "model.max_position_embeddings=8192",
+    "model.optim.lr=3e-4",
 )
 PRESETS: dict[str, tuple[str, ...]] = {
     "125m": ("model=gpt3_125m", "model.micro_batch_size=16"),

@@ -44,6 +44,7 @@ def spec_of(args: argparse.Namespace) -> RunSpec:
             f"model.num_layers={args.layers}",
             f"model.hidden_size={args.width}",
             f"model.ffn_hidden_size={4 * args.width}",
+            "model.optim.lr=2e-3",  # of any width
             f"model.num_attention_heads={args.width // 64}",
             f"model.encoder_seq_length={args.seq}",
             f"trainer.max_steps={args.steps}",

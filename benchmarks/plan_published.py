@@ -72,6 +72,60 @@ NEMO: list[tuple[str, int, tuple[str, ...], int]] = [
 ]
 
 
+SHAPE_7B = (
+    "model.num_layers=32",
+    "model.hidden_size=4096",
+    "model.ffn_hidden_size=16384",
+    "model.num_attention_heads=32",
+)
+SHAPE_13B = (
+    "model.num_layers=40",
+    "model.hidden_size=5120",
+    "model.ffn_hidden_size=20480",
+    "model.num_attention_heads=40",
+    "model.tensor_model_parallel_size=2",
+    "model.sequence_parallel=True",
+)
+FP8_LM = (
+    "model.encoder_seq_length=2048",
+    "model.max_position_embeddings=2048",
+    "model.position_embedding_type=rope",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=2048",
+    "--vocab-size",
+    "100352",
+    ZERO,
+)
+NANOCHAT = (
+    "model.num_layers=26",
+    "model.hidden_size=1664",
+    "model.ffn_hidden_size=6656",
+    "model.num_attention_heads=13",
+    "model.encoder_seq_length=2048",
+    "model.max_position_embeddings=2048",
+    "model.position_embedding_type=rope",
+    "model.normalization=rmsnorm",
+    "model.bias=False",
+    "model.share_embeddings_and_output_weights=False",
+    "model.activation=squared-relu",
+    "model.micro_batch_size=32",
+    "model.global_batch_size=256",
+    "--vocab-size",
+    "32768",
+    ZERO,
+)
+ROWWISE = "model.fp8_recipe=rowwise"
+# name, GPUs, settings, published speeds in FP8 and in BF16, all on H100
+PAIRS: list[tuple[str, int, tuple[str, ...], float, float]] = [
+    ("GPT-7B, delayed", 32, (*SHAPE_7B, *FP8_LM), 224.5, 159.2),
+    ("GPT-13B, delayed", 32, (*SHAPE_13B, *FP8_LM), 111.7, 79.3),
+    ("LLAMA3-8B, tensorwise", 8, (*LLAMA, TENSORWISE, "model.fsdp=True"), 7689.5, 6150),
+    ("LLAMA3-8B, rowwise", 8, (*LLAMA, ROWWISE, "model.fsdp=True"), 6768, 6150),
+    ("26 x 1664, tensorwise", 8, (*NANOCHAT, TENSORWISE), 740, 630),
+    ("26 x 1664, rowwise", 8, (*NANOCHAT, ROWWISE), 564, 630),
+]
+
+
 def plan(*words: str, gpus: int) -> dict[str, Any]:
     """Return the plan of a job as `--json` prints it."""
     nodes = (f"trainer.num_nodes={gpus // 8}", "trainer.devices=8")
@@ -109,6 +163,22 @@ def nemo_rows() -> list[str]:
         speed = plan(*words, "model.fp8=True", gpus=gpus)["tokens_per_second"] / gpus
         rows.append(f"{name}, {gpus} GPUs: {speed:.0f} {published} {speed / published:.2f}")
     return rows
+
+
+def pair_ratios() -> dict[str, tuple[float, float]]:
+    """Return FP8's speed over BF16's by the name of a pair: as predicted, and as published."""
+    return {
+        name: (plan(*words, "model.fp8=True", gpus=gpus)["fp8_over_bf16"], fp8 / bf16)
+        for name, gpus, words, fp8, bf16 in PAIRS
+    }
+
+
+def pair_rows() -> list[str]:
+    """Return FP8's speed over BF16's in published pairs of runs."""
+    return [
+        f"{name}: {predicted:.2f} {published:.2f} {predicted / published:.2f}"
+        for name, (predicted, published) in pair_ratios().items()
+    ]
 
 
 def activation_rows() -> list[str]:
@@ -157,4 +227,4 @@ def recomputed(granularity: str) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     print("predicted, published, ratio")
-    print(*megatron_rows(), *nemo_rows(), *activation_rows(), sep="\n")
+    print(*megatron_rows(), *nemo_rows(), *pair_rows(), *activation_rows(), sep="\n")

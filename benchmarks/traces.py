@@ -215,10 +215,10 @@ class RecordedScaling:
         """Return the state's tables."""
         return self.state.tables
 
-    def begin_microbatch(self, index: int) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
         """Record the event and pass it on."""
         self.trace.events.append(f"begin {index}")
-        self.state.begin_microbatch(index)
+        self.state.begin_microbatch(index, step, sample)
 
     def end_forward(self) -> None:
         """Pass the event on and record the forward update."""

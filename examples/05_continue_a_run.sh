@@ -10,7 +10,7 @@ command=(
     "${PYTHON:-python}" pretrain_gpt.py model.fp8=True trainer.accelerator=cpu
     model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=256 model.num_attention_heads=4
     model.encoder_seq_length=64 model.micro_batch_size=8 model.global_batch_size=16
-    model.tokenizer.vocab_size=512 'model.data.splits_string="990,5,5"'
+    'model.data.splits_string="990,5,5"'
     trainer.max_steps=20 trainer.log_every_n_steps=1 model.optim.sched.warmup_steps=5
     exp_manager.checkpoint_callback_params.every_n_train_steps=5
     exp_manager.create_tensorboard_logger=False exp_manager.exp_dir="$runs" "$@"

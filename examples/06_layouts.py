@@ -17,7 +17,7 @@ TINY = """
     model.fp8=True trainer.precision=32 trainer.accelerator=cpu
     model.num_layers=4 model.hidden_size=64 model.ffn_hidden_size=256 model.num_attention_heads=4
     model.encoder_seq_length=64 model.micro_batch_size=4 model.global_batch_size=32
-    model.tokenizer.vocab_size=512 model.data.splits_string="990,5,5"
+    model.data.splits_string="990,5,5"
     trainer.max_steps=5 trainer.log_every_n_steps=1 model.optim.sched.warmup_steps=2
     exp_manager.create_tensorboard_logger=False
 """.split()

@@ -27,7 +27,7 @@ class UserError(Exception):
     is_shared = False  # whether every rank raises it: the main rank then reports it for all
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to pickle the error without calling `__init__`; ranks exchange errors."""
+        """Return how to pickle the error without `__init__`: `preprocess` has worker processes."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -59,6 +59,13 @@ class CheckpointError(UserError):
     def __init__(self, file: object, reason: str, hint: str) -> None:
         super().__init__(f"{file}: {reason}. {hint}")
         self.file, self.reason, self.hint = file, reason, hint
+
+
+class UnreadableError(CheckpointError):
+    """Report a checkpoint that this process cannot judge, and that may be good.
+
+    It lacks the permission or the resources to read a file, or the checkpoint has another format.
+    """
 
 
 class RunError(UserError):

@@ -7,15 +7,19 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megafp8.errors import CheckpointError, RunError
+from megafp8.errors import CheckpointError, RunError, UnreadableError
+from megafp8.foreign import ForeignFileError, read_object
+from megafp8.secrets import hide_values, shown
 
 _HINTS = {
     errno.ENOSPC: "Free space there or move the run; older checkpoints are untouched",
@@ -26,10 +30,12 @@ _HINTS = {
     errno.EPERM: "Give this user write permission there or move the run",
     errno.EIO: "The disk or network file system is failing: move the run; older checkpoints stay",
     errno.ENOENT: "Something removed it while it was in use; see the errors of the other ranks",
+    errno.ELOOP: "It is a link, which is not followed: remove the link",
     errno.EEXIST: "A file has the name of a folder: choose another folder",
     errno.ENOTDIR: "A file has the name of a folder: choose another folder",
 }
 _OTHERWISE = "Repair the file system or move the run; older checkpoints are untouched"
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PROGRESS = "MEGAFP8_PROGRESS"
 """The environment variable by which our launcher tells its ranks the file for `note_progress`."""
 STALE_SECONDS = 24 * 3600.0  # an older folder that is being built belongs to a killed process
@@ -52,6 +58,38 @@ def run_errors_reported(path: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         reason, hint = _reason_and_hint(error, doing)
         raise RunError(f"{path}: {reason}. {hint}") from error
+
+
+_HINTS_FOR_READING = {
+    errno.EACCES: "Give this user permission to read it (chmod, chown)",
+    errno.EPERM: "Give this user permission to read it (chmod, chown)",
+    errno.EMFILE: "Too many files are open in this process: raise the limit (ulimit -n)",
+    errno.ENFILE: "Too many files are open on this machine: close some, or raise fs.file-max",
+    errno.ENOMEM: "Free some memory, or raise the limit (ulimit -v)",
+}
+_OTHERWISE_FOR_READING = "The disk or network file system is failing: repair it, or copy the run"
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_NUMBER_OF_ERROR = re.compile(r"\(os error (\d{1,3})\)|unable to \w+ .*\((\d{1,3})\)", re.DOTALL)
+
+
+def why_unreadable(path: Path, error: Exception) -> UnreadableError | None:
+    """Return the error for a file that could not be read although it may be good, else None.
+
+    None: the file is missing, a folder has its name, or the error is not of the operating system.
+    safetensors and torch report such errors as other kinds, with the number in their text.
+    """
+    found = _NUMBER_OF_ERROR.search(str(error))
+    number = int(found[1] or found[2]) if found else None
+    if isinstance(error, OSError):
+        number = error.errno
+    elif isinstance(error, MemoryError):
+        number = errno.ENOMEM
+    if number is None or number in _NO_FILE:
+        return None
+    hint = _HINTS_FOR_READING.get(number, _OTHERWISE_FOR_READING)
+    what = f"{errno.errorcode.get(number, 'OSError')} ({os.strerror(number)})"
+    reason = f"cannot be read now: {what}. The checkpoint may be good and was left as it is"
+    return UnreadableError(path, reason, f"{hint}, and give the same command again")
 
 
 def _reason_and_hint(error: OSError, doing: str) -> tuple[str, str]:
@@ -129,13 +167,15 @@ def draft_of(path: Path) -> Path:
 def write_atomically(path: str | Path, text: str) -> None:
     """Write `path` so that a reader, or a crash at any instant, finds the old file or the new one.
 
+    Secrets of the environment are hidden, as in the text of an error that a page repeats.
+
     Raises:
         OSError: The disk is full, the directory missing, …; the old file is then untouched.
     """
     path = Path(path)
     draft = draft_of(path)
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(hide_values(text), encoding="utf-8")
         put(draft, path)
     finally:
         draft.unlink(missing_ok=True)
@@ -171,6 +211,42 @@ def built_beside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(build, ignore_errors=True)
 
 
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder in which to build `folder`, which gets the files after the block.
+
+    `folder` is then complete. If the block raises, nothing is left that would block a repetition:
+    a folder that did not exist does not, and an empty one is empty again. A killed process leaves
+    a hidden folder only, beside a new folder or in an existing one.
+
+    Raises:
+        RunError: `folder` is not empty, or it cannot be made or written.
+    """
+    is_new, left = not os.path.lexists(folder), f".{folder.absolute().name}.part-"
+    if not is_new:
+        with run_errors_reported(folder, "looking into the folder"):
+            names = os.listdir(folder) if folder.is_dir() else ["a file"]
+        if any(not name.startswith(left) for name in names):
+            raise RunError(
+                f"{folder}: exists already and is not empty. Give a new or an empty folder"
+            )
+    with run_errors_reported(folder, "making the folder"):
+        where = folder.absolute().parent if is_new else folder
+        where.mkdir(parents=True, exist_ok=True)
+        build = Path(tempfile.mkdtemp(prefix=left, dir=where))
+    try:
+        yield build
+        with run_errors_reported(folder, "completing the folder"):
+            if is_new:
+                give_ordinary_mode(build, 0o777)
+                build.rename(folder)
+            else:
+                for path in build.iterdir():
+                    path.rename(folder / path.name)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+
+
 def move_away(folder: Path) -> None:
     """Rename a damaged folder in one step, so that no process finds half of it, and delete it.
 
@@ -193,7 +269,8 @@ def locked(path: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[N
     Raises:
         OSError: The file cannot be opened.
     """
-    with open(path, "a", encoding="utf-8") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o644), "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,6 +291,65 @@ def cache_folder() -> Path:
     return Path(base if os.path.isabs(base) else Path.home() / ".cache", "megafp8")
 
 
+def own_folder(path: Path, mode: int = 0o755) -> Path:
+    """Return a folder from which this process may load code, made if it is missing.
+
+    A folder of this user loses the permission of others to write in it. `mode` holds for a new
+    folder, whatever the umask; folders above it that are missing get 0o700.
+
+    Raises:
+        PermissionError: The folder belongs to another user, or anybody may put another one in its
+            place.
+    """
+    for missing in reversed([folder for folder in path.parents if not folder.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(mode)
+    info = path.stat()
+    if info.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, "belongs to another user", str(path))
+    if info.st_mode & _BY_OTHERS:
+        path.chmod(stat.S_IMODE(info.st_mode) & ~_BY_OTHERS)
+    for folder in path.resolve().parents:
+        above = folder.stat().st_mode
+        if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+            raise PermissionError(errno.EPERM, "anybody may replace what is in it", str(folder))
+    return path
+
+
+def check_own_file(path: Path) -> None:
+    """Check that a file with code belongs to this user, and that no other user may write it.
+
+    Raises:
+        PermissionError: It is not, or is no ordinary file.
+    """
+    info = path.lstat()
+    if not stat.S_ISREG(info.st_mode):
+        raise PermissionError(errno.EPERM, "is no ordinary file", str(path))
+    if info.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(errno.EPERM, "belongs to another user", str(path))
+    if info.st_mode & _BY_OTHERS:
+        raise PermissionError(errno.EPERM, "can be written by other users", str(path))
+
+
+def private_cache(variable: str, name: str) -> Path:
+    """Make a library keep its compiled code in a folder of this user, and return the folder.
+
+    Args:
+        variable: The environment variable that names the library's folder. A folder that it names
+            already is checked; otherwise it is set.
+        name: The folder's name in megafp8's cache.
+
+    Raises:
+        OSError: The folder belongs to another user, or cannot be made.
+    """
+    given = os.environ.get(variable)
+    path = own_folder(Path(given)) if given else own_folder(cache_folder() / name, 0o700)
+    os.environ[variable] = str(path)
+    return path
+
+
 def write_json_atomically(path: Path, obj: object) -> None:
     """Write `obj` as JSON by `write_atomically`. Raises `RunError`."""
     with run_errors_reported(path, "writing the file"):
@@ -223,21 +359,18 @@ def write_json_atomically(path: Path, obj: object) -> None:
 def read_json(path: Path) -> dict[str, object]:
     """Return the JSON object in `path`; raise `RunError` if it is missing, damaged or no object."""
     try:
-        tree = json.loads(path.read_bytes())
+        return read_object(path)
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}). Was the run moved?") from error
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: not JSON ({error}). Restore it or start a new run") from error
-    if not isinstance(tree, dict):
-        raise RunError(f"{path}: not a JSON object. Restore it or start a new run")
-    return tree
+    except ForeignFileError as error:
+        raise RunError(f"{path}: {error}. Restore it or start a new run") from error
 
 
-def give_ordinary_mode(path: Path) -> None:
-    """Give a file the permissions that an ordinary `open` would have given it."""
+def give_ordinary_mode(path: Path, mode: int = 0o666) -> None:
+    """Give a file the permissions that `open` would have given it, or `mkdir` with mode 0o777."""
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)
+    path.chmod(mode & ~mask)
 
 
 Warn = Callable[[str], None]
@@ -247,7 +380,7 @@ def warn_on_stderr(message: str) -> None:
     """Print a warning to stderr: the default `Warn`, for callers without a console."""
     import sys
 
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print(f"warning: {shown(message)}", file=sys.stderr, flush=True)
 
 
 def strict(value: object) -> object:

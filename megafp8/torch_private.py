@@ -191,6 +191,15 @@ class NoMessagesToItself:
         messages: list[Any] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [each for each in messages if each.group_peer != self.group_rank]  # type: ignore[attr-defined]
 
+    def _refuse_pickles(self, *_: Any) -> Any:
+        """Refuse to ask another stage for the shapes of its tensors, which torch pickles.
+
+        Our stages know their shapes, so that torch does not ask.
+        """
+        raise AssertionError("pipeline stages exchange no pickled objects")
+
+    _recv_meta = _send_meta = _shape_inference = _refuse_pickles
+
 
 def join_simulated_group(rank: int, world_size: int) -> None:
     """Initialize torch.distributed with its fake backend, which sends nothing and always succeeds.

@@ -97,6 +97,10 @@ SUITES = (
         _pytest("-m", "slow and not gpu and not slurm and not hosts", "-n", "2"),
     ),
     Suite(
+        "fuzz", "10,000 settings and 1,000 damaged files; also in `slow`",
+        _pytest("-m", "slow", "-s", "tests/foreign/test_fuzz.py"),
+    ),
+    Suite(
         "cpus", "numeric tests on imitated older CPUs",
         (sys.executable, "-m", "tests.cpu_levels", "--junitxml", "{junit}"),
         ("cc",), "gcc libc6-dev",
@@ -104,6 +108,10 @@ SUITES = (
     Suite(
         "te", "Transformer Engine's own Python on CPUs: 2.4.0, 2.12.0 and 2.20.2",
         _pytest("tests/backends/te/test_real.py", "-k", "in_its_own_process"),
+    ),
+    Suite(
+        "te-versions", "every release of Transformer Engine from 2.4 on, over the CPU's kernels",
+        (sys.executable, "-m", "scripts.te_versions"),
     ),
     Suite(
         "slurm", "jobs on a Slurm of two nodes", _pytest("-m", "slurm"),

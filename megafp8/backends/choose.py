@@ -6,6 +6,8 @@ imported before it was chosen.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +19,11 @@ from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.parts import TransformerEngineParts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
+from megafp8.config import te_environment
+from megafp8.config.errors import SettingError, raise_if_any
+from megafp8.config.te_layers import findings
+from megafp8.config.te_settings import settings_of
+from megafp8.config.values import plain
 from megafp8.errors import ConfigError
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
@@ -29,6 +36,7 @@ from megafp8.precision.grad_sink import GradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import AttentionInFp8, AutoBackend
+from megafp8.specs.recipes import find_recipe, te_class
 
 KEY = "model.fp8_backend"
 
@@ -51,14 +59,17 @@ def settle(spec: RunSpec, mesh: Mesh) -> RunSpec:
     auto = spec.precision.auto
     if auto is None:
         return spec
-    as_te = replace(spec, precision=replace(spec.precision, backend="te"))
-    reason = auto.why_not_te
-    if reason is None:
-        reason = first_known(mesh, _why_not_te(as_te, mesh.device))
+    as_te = _as_te(spec)
+    reasons = [] if auto.why_not_te is None else [auto.why_not_te]
+    if auto.why_not_te is None:
+        reasons += _settings_of_te(as_te)
+    reasons += _machine_of_te(as_te, mesh.device, load=not reasons)
+    reason = first_known(mesh, "; ".join(reasons) or None)
     if reason is not None:
         return replace(spec, precision=replace(spec.precision, auto=AutoBackend(reason)))
     recipe = spec.precision.fp8
-    if recipe is not None and recipe.name != "delayed":  # its casts cannot be seen
+    shows_casts = recipe is None or find_recipe(recipe.name).traits.has_history
+    if not shows_casts:
         health = replace(spec.observe.health, mode="off")
         as_te = replace(as_te, observe=replace(spec.observe, health=health))
     return as_te
@@ -81,57 +92,70 @@ def describe_choice(spec: RunSpec) -> str:
 
 
 def check(spec: RunSpec, device: torch.device) -> None:
-    """Raise `ConfigError` with the reason where the asked backend cannot run here.
+    """Raise `ConfigError` with all reasons where the asked backend cannot run here.
 
     Transformer Engine's Python is loaded over its CPU kernels where that is what was asked for.
+
+    Raises:
+        ConfigError: `CombinedConfigError` where several settings rule Transformer Engine out; the
+            checks of settings refuse the same, so only a program that made the spec meets it.
     """
     asked = spec.precision.backend
     recipe = spec.precision.fp8
-    reason: str | None = None
+    reasons: list[str] = []
     if asked == "te":
-        reason = _why_not_te(spec, device)
+        values = settings_of(spec)
+        raise_if_any(
+            [SettingError(f.key, values[f.key], f.reason, f.hint) for f in findings(values)]
+        )
+        reasons = list(_machine_of_te(spec, device, load=True))
     elif asked == "torchao":
-        if recipe is None:
-            reason = "torchao runs FP8 alone"
-        else:
-            reason = torchao.why_not(recipe, device)
-    if reason is not None:
-        raise ConfigError(KEY, asked, reason, "model.fp8_backend=native runs on any device")
+        reason = "torchao runs FP8 alone" if recipe is None else torchao.why_not(recipe, device)
+        reasons = [] if reason is None else [reason]
+    if reasons:
+        hint = "model.fp8_backend=native runs on any device"
+        raise ConfigError(KEY, asked, "; ".join(reasons), hint)
 
 
-def _why_not_te(spec: RunSpec, device: torch.device) -> str | None:
-    """Return why Transformer Engine cannot run this, or None.
+def _as_te(spec: RunSpec) -> RunSpec:
+    """Return the spec for Transformer Engine, which decides itself how block scaling adds up."""
+    recipe = spec.precision.fp8
+    if recipe is not None and te_class(recipe.name) == "Float8BlockScaling":
+        recipe = replace(recipe, fast_accumulation=frozenset())
+    return replace(spec, precision=replace(spec.precision, backend="te", fp8=recipe))
 
-    Reasons that need no package come first, as a CPU may have to fetch the package.
+
+def _settings_of_te(spec: RunSpec) -> list[str]:
+    """Return what rules Transformer Engine out in a spec, whoever made it."""
+    values = settings_of(spec)
+    return [f"{f.key}={plain(values[f.key])}: {f.reason}" for f in findings(values)]
+
+
+def _machine_of_te(spec: RunSpec, device: torch.device, *, load: bool) -> Iterator[str]:
+    """Yield why Transformer Engine cannot run on this rank: variables, package, GPU, version.
+
+    It is imported last, and only with `load`: that takes seconds, and a CPU may have to fetch it.
     """
     precision = spec.precision
-    recipe = precision.fp8
+    for finding in te_environment.findings(settings_of(spec), os.environ):
+        yield f"{finding.reason}. {finding.hint}"
+        load = False
     if device.type != "cpu":
-        reason = te_names.why_not(device, fp8=recipe is not None)
-        if reason is not None:
-            return reason
-    if (reason := te_parts.why_not(spec.model, recipe)) is not None:
-        return reason
-    if spec.model.position_embedding_type == "rope" and spec.data.reset_position_ids:
-        return (
-            "its rotary positions do not begin again at 0 with a document: use learned positions, "
-            "or model.data.reset_position_ids=False"
-        )
-    if not precision.half_weights and precision.compute != "fp32":
-        return "its layers have one dtype: use model.megatron_amp_O2=True"
-    reason = te_recipe.why_not_environment(recipe, precision.attention_in_fp8)
-    if recipe is not None and reason is None:
-        reason = te_recipe.why_not(recipe)
-    if reason is not None:
-        return reason
+        why_not = te_names.why_not_installed(device)
+        if why_not is None and load:
+            why_not = te_names.why_not(device, fp8=precision.fp8 is not None)
+        if why_not is not None:
+            yield why_not
+            load = False
+    if not load:
+        return
     if device.type == "cpu":
         cpu.load(precision.te_version or cpu.DEFAULT_VERSION)
-    if recipe is not None:
+    if precision.fp8 is not None:
         try:
-            te_recipe.make(recipe, te_names.load().recipe, attention_in_fp8(spec, device))
+            te_recipe.make(precision.fp8, te_names.load().recipe, attention_in_fp8(spec, device))
         except ValueError as error:
-            return str(error)
-    return None
+            yield str(error)
 
 
 def make(
@@ -161,6 +185,7 @@ def _native(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     if recipe is not None:
         reduces = mesh.amax.size > 1
         scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if reduces else None)
+        scaling.draws.seed = spec.train.seed
         if mesh.device.type == "meta":
             scaling.to(mesh.device)  # no numbers to start with: rows come without memory
     return Backend(NativeParts(given, scaling), scaling or NoScaling())
@@ -172,7 +197,7 @@ def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
     made = None if recipe is None else te_recipe.make(recipe, names.recipe, attention)
     region = TeRegion(names, made, group_of(mesh.amax))
     scaling: TeScaling | TeEvents
-    if recipe is not None and recipe.name == "delayed":
+    if recipe is not None and find_recipe(recipe.name).traits.has_history:
         scaling = TeScaling(recipe, region)
     else:
         in_evaluation = recipe is not None and recipe.fp8_in_evaluation

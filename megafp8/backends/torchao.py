@@ -31,11 +31,12 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.geometry import Piece
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, GemmName, ModulePrecision, PlannedGemms
+from megafp8.specs.precision import GEMMS, ModulePrecision, PlannedGemms
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_where
+from megafp8.specs.traits import GemmName
 
 OLDEST = (0, 14)
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def load() -> ModuleType:
@@ -69,8 +70,9 @@ def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
         return f"the package torchao is not installed. {INSTALL}"
     if tuple(int(n) for n in found.split(".")[:2]) < OLDEST:
         return f"torchao {found} is older than {'.'.join(map(str, OLDEST))}"
-    if recipe.name not in RECIPES:
-        return f"torchao has no {recipe.name} recipe; it has {', '.join(RECIPES)}"
+    if "torchao" not in find_recipe(recipe.name).traits.backends:
+        known = names_where(lambda traits: "torchao" in traits.backends)
+        return f"torchao has no {recipe.name} recipe; it has {', '.join(known)}"
     if recipe.params_in_fp8:
         return "torchao keeps weights in high precision (model.fp8_params=True is not for it)"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -86,7 +88,9 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
     """
     float8 = load()
     config = importlib.import_module("torchao.float8.config")
-    named = float8.Float8LinearConfig.from_recipe_name(recipe.name)
+    named = float8.Float8LinearConfig.from_recipe_name(
+        find_recipe(recipe.name).traits.backends["torchao"]
+    )
     forward, backward = (fmt.dtype for fmt in formats_of(recipe))
     high = set(recipe.high_precision_gemms)
 

@@ -17,11 +17,25 @@ from typing import Any
 
 import torch
 
+from megafp8.config.architecture import function_differences
+from megafp8.config.keys import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+)
 from megafp8.errors import CheckpointError, UserError
+from megafp8.foreign import Fields, ForeignFileError, shown
 from megafp8.specs import GPTSpec
 
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
-_LLAMA_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_LLAMA_ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu-tanh": "gelu_pytorch_tanh",
+    "reglu": "relu",
+}
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
 
@@ -48,7 +62,7 @@ def architecture(spec: GPTSpec) -> str:
     Raises:
         ConversionError: Neither can; the message names the settings that do not fit.
     """
-    misfits = {"gpt2": _misfits(spec, _GPT2), "llama": _misfits(spec, _LLAMA)}
+    misfits = {name: _misfits(spec, to_keys) for name, to_keys in _CONFIGS.items()}
     for name, wrong in misfits.items():
         if not wrong:
             return name
@@ -59,28 +73,10 @@ def architecture(spec: GPTSpec) -> str:
     )
 
 
-_GPT2: dict[str, Callable[[GPTSpec], bool]] = {
-    "normalization": lambda s: s.normalization == "layernorm",
-    "zero_centered_gamma": lambda s: not s.zero_centered_gamma,
-    "activation": lambda s: s.activation in _GPT2_ACTIVATIONS,
-    "position_embedding_type": lambda s: s.position_embedding_type == "learned_absolute",
-    "bias": lambda s: s.bias,
-    "num_query_groups": lambda s: s.num_kv_heads == s.num_attention_heads,
-    "kv_channels": lambda s: s.query_size == s.hidden_size,
-    "transformer_block_type": lambda s: s.transformer_block_type == "pre_ln",
-}
-_LLAMA: dict[str, Callable[[GPTSpec], bool]] = {
-    "normalization": lambda s: s.normalization == "rmsnorm",
-    "zero_centered_gamma": lambda s: not s.zero_centered_gamma,
-    "activation": lambda s: s.activation in _LLAMA_ACTIVATIONS,
-    "position_embedding_type": lambda s: s.position_embedding_type == "rope",
-    "rotary_percentage": lambda s: s.rotary_percentage == 1.0,
-    "transformer_block_type": lambda s: s.transformer_block_type == "pre_ln",
-}
-
-
-def _misfits(spec: GPTSpec, needs: dict[str, Callable[[GPTSpec], bool]]) -> list[str]:
-    return [f"{name}={getattr(spec, name)}" for name, fits in needs.items() if not fits(spec)]
+def _misfits(spec: GPTSpec, to_keys: Callable[[GPTSpec], dict[str, Any]]) -> list[str]:
+    """Return the settings of a model that are others once its `config.json` is read back."""
+    again = from_config(to_keys(spec) | _common(spec), Path("config.json"))
+    return [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
 
 
 def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
@@ -91,31 +87,44 @@ def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str
         dtype: The dtype in which the weights are written.
         eod_id: The token that ends a document, which becomes the token of begin and end.
     """
-    common = {
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": spec.share_embeddings_and_output_weights,
-        "initializer_range": spec.init_method_std,
+    return {
+        **_CONFIGS[architecture(spec)](spec),
+        **_common(spec),
         "bos_token_id": eod_id,
         "eos_token_id": eod_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
-    if architecture(spec) == "gpt2":
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_positions": spec.max_position_embeddings,
-            "n_embd": spec.hidden_size,
-            "n_layer": spec.num_layers,
-            "n_head": spec.num_attention_heads,
-            "n_inner": spec.ffn_hidden_size,
-            "activation_function": _GPT2_ACTIVATIONS[spec.activation],
-            "layer_norm_epsilon": spec.layernorm_epsilon,
-            "resid_pdrop": spec.hidden_dropout,
-            "embd_pdrop": spec.hidden_dropout,
-            "attn_pdrop": spec.attention_dropout,
-            **common,
-        }
+
+
+def _common(spec: GPTSpec) -> dict[str, Any]:
+    return {
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.share_embeddings_and_output_weights,
+        "initializer_range": spec.init_method_std,
+    }
+
+
+def _to_gpt2(spec: GPTSpec) -> dict[str, Any]:
+    """Return the keys of a GPT-2. One that it cannot express has another value when read back."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_positions": spec.max_position_embeddings,
+        "n_embd": spec.hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_attention_heads,
+        "n_inner": spec.ffn_hidden_size,
+        "activation_function": _GPT2_ACTIVATIONS.get(spec.activation, "gelu_new"),
+        "layer_norm_epsilon": spec.layernorm_epsilon,
+        "resid_pdrop": spec.hidden_dropout,
+        "embd_pdrop": spec.hidden_dropout,
+        "attn_pdrop": spec.attention_dropout,
+    }
+
+
+def _to_llama(spec: GPTSpec) -> dict[str, Any]:
+    """Return the keys of a Llama. One that it cannot express has another value when read back."""
     factor = spec.seq_len_interpolation_factor
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rotary_base}
     if factor is not None:
@@ -130,7 +139,7 @@ def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str
         "num_attention_heads": spec.num_attention_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_size,
-        "hidden_act": _LLAMA_ACTIVATIONS[spec.activation],
+        "hidden_act": _LLAMA_ACTIVATIONS.get(spec.activation, "silu"),
         "rms_norm_eps": spec.layernorm_epsilon,
         "attention_bias": spec.bias,
         "mlp_bias": spec.bias,
@@ -139,95 +148,130 @@ def to_config(spec: GPTSpec, dtype: torch.dtype, eod_id: int | None) -> dict[str
         # transformers 4 reads these two, and transformers 5 `rope_parameters`
         "rope_theta": spec.rotary_base,
         "rope_scaling": None if factor is None else {"type": "linear", "factor": float(factor)},
-        **common,
     }
+
+
+_CONFIGS = {"gpt2": _to_gpt2, "llama": _to_llama}
 
 
 def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
     """Return the model that a `config.json` describes; `file` is its path, for errors.
 
     Raises:
-        CheckpointError: A key is missing, or no model of ours is the same.
+        CheckpointError: A key is missing or has a value that no model has, or no model of ours is
+            the same.
     """
     kind = config.get("model_type")
     try:
         if kind == "gpt2":
-            return _from_gpt2(config, file)
+            return _from_gpt2(Fields(config), file)
         if kind == "llama":
-            return _from_llama(config, file)
+            return _from_llama(Fields(config), file)
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"a key is missing or has a wrong type ({error!r})"
-        raise CheckpointError(file, reason, "Give a complete model folder") from error
+        raise CheckpointError(file, str(error), "Give the config.json of a model") from error
     hint = "Models of type gpt2 and llama can be imported"
-    raise CheckpointError(file, f"model_type is {kind!r}", hint)
+    raise CheckpointError(file, f"model_type is {shown(kind)}", hint)
 
 
-def _from_gpt2(c: dict[str, Any], file: Path) -> GPTSpec:
-    function = c.get("activation_function", "gelu_new")
+def _from_gpt2(c: Fields, file: Path) -> GPTSpec:
+    function = c.text("activation_function", "gelu_new")
     activations = {theirs: ours for ours, theirs in _GPT2_ACTIVATIONS.items()}
     activation = activations.get(_GPT2_ALIASES.get(function, function))
     _only(file, c, "activation_function", activation is not None)
-    _only(file, c, "scale_attn_weights", c.get("scale_attn_weights", True) is True)
-    _only(file, c, "scale_attn_by_inverse_layer_idx", not c.get("scale_attn_by_inverse_layer_idx"))
+    _only(file, c, "scale_attn_weights", c.flag("scale_attn_weights", True))
+    inverse = "scale_attn_by_inverse_layer_idx"
+    _only(file, c, inverse, not c.flag(inverse, False))
+    hidden, heads = c.whole("n_embd", 1, MAX_WIDTH), c.whole("n_head", 1, MAX_HEADS)
+    _divides(c, "n_head", heads, "n_embd", hidden)
     return GPTSpec(
-        num_layers=int(c["n_layer"]),
-        hidden_size=int(c["n_embd"]),
-        ffn_hidden_size=int(c.get("n_inner") or 4 * int(c["n_embd"])),
-        num_attention_heads=int(c["n_head"]),
-        max_position_embeddings=int(c["n_positions"]),
-        vocab_size=int(c["vocab_size"]),
-        init_method_std=float(c.get("initializer_range", 0.02)),
+        num_layers=c.whole("n_layer", 1, MAX_LAYERS),
+        hidden_size=hidden,
+        ffn_hidden_size=c.whole("n_inner", 1, MAX_WIDTH, None) or 4 * hidden,
+        num_attention_heads=heads,
+        max_position_embeddings=c.whole("n_positions", 1, MAX_POSITIONS),
+        vocab_size=c.whole("vocab_size", 1, MAX_VOCABULARY),
+        init_method_std=c.number("initializer_range", 0.02, above=0),
         use_scaled_init_method=True,
-        hidden_dropout=float(c.get("resid_pdrop", 0.1)),
-        attention_dropout=float(c.get("attn_pdrop", 0.1)),
+        hidden_dropout=c.number("resid_pdrop", 0.1, at_least=0, below=1),
+        attention_dropout=c.number("attn_pdrop", 0.1, at_least=0, below=1),
         ffn_dropout=0.0,
-        layernorm_epsilon=float(c.get("layer_norm_epsilon", 1e-5)),
+        layernorm_epsilon=c.number("layer_norm_epsilon", 1e-5, above=0, at_most=1),
         activation=activation,  # type: ignore[arg-type]  # checked above
-        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings", True)),
+        share_embeddings_and_output_weights=c.flag("tie_word_embeddings", True),
     )
 
 
-def _from_llama(c: dict[str, Any], file: Path) -> GPTSpec:
+def _from_llama(c: Fields, file: Path) -> GPTSpec:
     activations = {theirs: ours for ours, theirs in _LLAMA_ACTIVATIONS.items()}
-    activation = activations.get(c.get("hidden_act", "silu"))
+    activation = activations.get(c.text("hidden_act", "silu"))
     _only(file, c, "hidden_act", activation is not None)
-    bias = bool(c.get("attention_bias", False))
-    _only(file, c, "mlp_bias", bool(c.get("mlp_bias", False)) == bias)
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    bias = c.flag("attention_bias", False)
+    _only(file, c, "mlp_bias", c.flag("mlp_bias", False) == bias)
+    rope = Fields({**c.section("rope_scaling").tree, **c.section("rope_parameters").tree})
+    rope_type = rope.tree.get("rope_type", rope.tree.get("type", "default"))
     if rope_type not in ("default", "linear"):
         hint = "Models with rope_type default or linear can be imported"
-        raise CheckpointError(file, f"rope_type is {rope_type!r}", hint)
-    heads, hidden = int(c["num_attention_heads"]), int(c["hidden_size"])
+        raise CheckpointError(file, f"rope_type is {shown(rope_type)}", hint)
+    heads = c.whole("num_attention_heads", 1, MAX_HEADS)
+    groups = c.whole("num_key_value_heads", 1, MAX_HEADS, None) or heads
+    _divides(c, "num_key_value_heads", groups, "num_attention_heads", heads)
+    hidden, width = c.whole("hidden_size", 1, MAX_WIDTH), c.whole("head_dim", 1, MAX_WIDTH, None)
+    if width is None:
+        _divides(c, "num_attention_heads", heads, "hidden_size", hidden)
+    theta = c.number("rope_theta", 10000.0, above=1)
     return GPTSpec(
-        num_layers=int(c["num_hidden_layers"]),
+        num_layers=c.whole("num_hidden_layers", 1, MAX_LAYERS),
         hidden_size=hidden,
-        ffn_hidden_size=int(c["intermediate_size"]),
+        ffn_hidden_size=c.whole("intermediate_size", 1, MAX_WIDTH),
         num_attention_heads=heads,
-        max_position_embeddings=int(c["max_position_embeddings"]),
-        vocab_size=int(c["vocab_size"]),
-        init_method_std=float(c.get("initializer_range", 0.02)),
+        max_position_embeddings=c.whole("max_position_embeddings", 1, MAX_POSITIONS),
+        vocab_size=c.whole("vocab_size", 1, MAX_VOCABULARY),
+        init_method_std=c.number("initializer_range", 0.02, above=0),
         use_scaled_init_method=True,
         hidden_dropout=0.0,
-        attention_dropout=float(c.get("attention_dropout") or 0.0),
+        attention_dropout=c.number("attention_dropout", 0.0, at_least=0, below=1),
         ffn_dropout=0.0,
-        layernorm_epsilon=float(c.get("rms_norm_eps", 1e-6)),
-        kv_channels=int(c.get("head_dim") or hidden // heads),
-        num_query_groups=int(c.get("num_key_value_heads") or heads),
+        layernorm_epsilon=c.number("rms_norm_eps", 1e-6, above=0, at_most=1),
+        kv_channels=width or hidden // heads,
+        num_query_groups=groups,
         normalization="rmsnorm",
         activation=activation,  # type: ignore[arg-type]  # checked above
         position_embedding_type="rope",
-        rotary_base=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
-        seq_len_interpolation_factor=float(rope["factor"]) if rope_type == "linear" else None,
+        rotary_base=rope.number("rope_theta", theta, above=1),
+        seq_len_interpolation_factor=(
+            rope.number("factor", at_least=1) if rope_type == "linear" else None
+        ),
         bias=bias,
-        share_embeddings_and_output_weights=bool(c.get("tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=c.flag("tie_word_embeddings", False),
     )
 
 
-def _only(file: Path, config: dict[str, Any], key: str, fits: bool) -> None:
+def _divides(c: Fields, key: str, small: int, of: str, large: int) -> None:
+    if large % small:
+        raise ForeignFileError(f"{key} is {shown(c.tree.get(key))}, which does not divide {of}")
+
+
+def end_of_text(config: dict[str, Any], file: Path) -> int | None:
+    """Return the token that ends a text, of a `config.json`; of several tokens, the first one.
+
+    Raises:
+        CheckpointError: The value is neither a token's number, nor a list of such, nor null.
+    """
+    ends = config.get("eos_token_id")
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    if first is None:
+        return None
+    try:
+        number: int = Fields({"eos_token_id": first}).whole("eos_token_id", 0, MAX_VOCABULARY)
+    except ForeignFileError as error:
+        raise CheckpointError(file, str(error), "Give the config.json of a model") from error
+    return number
+
+
+def _only(file: Path, config: Fields, key: str, fits: bool) -> None:
     if not fits:
         hint = "megafp8 has no such model; import one without this setting"
-        raise CheckpointError(file, f"{key} is {config.get(key)!r}", hint)
+        raise CheckpointError(file, f"{key} is {shown(config.tree.get(key))}", hint)
 
 
 def mapping(spec: GPTSpec) -> Iterator[Mapped]:

@@ -5,7 +5,6 @@ Only safetensors and JSON files are read and written; nothing is unpickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +27,9 @@ from megafp8.files import (
     give_ordinary_mode,
     os_errors_reported,
     put,
-    read_json,
     write_json_atomically,
 )
+from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"
@@ -38,6 +37,9 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 << 30
+MAX_CONFIG_BYTES = 16 * MIB
+DTYPES = ("F32", "BF16", "F16")
+"""The dtypes, by safetensors' names, that FP32 holds bit for bit and that need no other tensor."""
 
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers in old files
 
@@ -147,12 +149,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: The file is missing or not a JSON object.
     """
     file = folder / CONFIG
-    if not file.is_file():
+    found = _member(folder, CONFIG)
+    if found is None:
         raise CheckpointError(file, "is missing", "Give the folder of a downloaded model")
     try:
-        return read_json(file)
-    except RunError as error:
-        raise CheckpointError(file, str(error), "Download the model again") from error
+        return read_object(found, MAX_CONFIG_BYTES)
+    except (OSError, ForeignFileError) as error:
+        raise CheckpointError(file, f"cannot be read: {error}", "Download it again") from error
+
+
+def _member(folder: Path, name: str) -> Path | None:
+    """Return the path of a file in a model's folder; None if there is no such file.
+
+    Raises:
+        CheckpointError: It is a link that leaves the folder, a FIFO or a device.
+    """
+    try:
+        return member(folder, name)
+    except ForeignFileError as error:
+        hint = "Put the file itself into the folder"
+        raise CheckpointError(folder / name, str(error), hint) from error
 
 
 def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,13 +196,20 @@ def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tenso
         name = entry.theirs.removeprefix(prefix)
         with _opened(where[name]) as file:
             tensor = file.get_tensor(name)
+        if not bool(torch.isfinite(tensor).all()):
+            hint = "Download it again; a model with such weights cannot be trained further"
+            raise CheckpointError(where[name], f"{name} has NaN or infinite values", hint)
         yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
 
 
 def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
     name = entry.theirs.removeprefix(prefix)
     with _opened(path) as file:
-        actual = tuple(file.get_slice(name).get_shape())
+        found = file.get_slice(name)
+        actual, dtype = tuple(found.get_shape()), str(found.get_dtype())
+    if dtype not in DTYPES:
+        reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
+        raise CheckpointError(path, reason, "Save the model in one of these dtypes")
     first, *rest = logical_shape(spec, entry.ours[0])
     expected = (len(entry.ours) * first, *rest)
     if entry.transposed:
@@ -206,25 +229,32 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(index, f"cannot be read ({error})", "Download it again") from None
-        for value in names.values():
-            if Path(value).name != value:
-                reason = f"{value!r} is not a file name without folders"
-                raise CheckpointError(index, reason, "Download it again")
-        return {name: folder / value for name, value in names.items()}
-    file = folder / WEIGHTS
-    if not file.is_file():
+    index = _member(folder, INDEX)
+    if index is not None:
+        return _indexed(folder, index)
+    file = _member(folder, WEIGHTS)
+    if file is None:
         raise CheckpointError(
-            file,
+            folder / WEIGHTS,
             "is missing",
             "Give a model in safetensors files; pickled weights (.bin, .pt) are never read, since "
             "they can run code",
         )
     with _opened(file) as opened:
         return dict.fromkeys(opened.keys(), file)
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    """Return the file of each tensor, as the index of several files names it."""
+    try:
+        names = Fields(read_object(index)).section("weight_map").tree
+    except (OSError, ForeignFileError) as error:
+        raise CheckpointError(index, f"cannot be read: {error}", "Download it again") from error
+    files: dict[object, Path] = {}
+    for name, value in names.items():
+        if not isinstance(value, str) or Path(value).name != value or "\0" in value:
+            reason = f"{shown(name)} is in {shown(value)}, which is not a file name without folders"
+            raise CheckpointError(index, reason, "Download it again")
+        if value not in files:
+            files[value] = _member(folder, value) or folder / value
+    return {name: files[value] for name, value in names.items()}

@@ -17,9 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from megafp8.checkpoint.meta import check_meta
 from megafp8.checkpoint.shardfile import DTYPES
-from megafp8.errors import CheckpointError
-from megafp8.files import write_durably
+from megafp8.checkpoint.step_directories import MANIFEST_NAME
+from megafp8.errors import CheckpointError, UnreadableError
+from megafp8.files import why_unreadable, write_durably
+from megafp8.foreign import ForeignFileError, parse_json, read_bytes
 from megafp8.specs.geometry import Box, Sizes, why_not_a_partition
 
 
@@ -46,7 +49,6 @@ class Placement:
 
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
 MANIFEST_HASH_NAME = "manifest.sha256"
 
 USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
@@ -105,8 +107,9 @@ def read_manifest(directory: Path) -> Manifest:
     """Return a checkpoint's manifest, after every check that needs no other file.
 
     Raises:
-        CheckpointError: The manifest is missing, does not match its hash, has another format, or
-            its pieces do not cover each tensor exactly once.
+        CheckpointError: The manifest is missing, does not match its hash, or its pieces do not
+            cover each tensor exactly once.
+        UnreadableError: The manifest has another format, or cannot be read.
     """
     path = directory / MANIFEST_NAME
     content = _read_regular_file(path)
@@ -116,15 +119,17 @@ def read_manifest(directory: Path) -> Manifest:
         expected = guard[:64].decode("ascii", "replace")
         _refuse(path, f"sha256 is {actual}, {MANIFEST_HASH_NAME} says {expected!r}")
     try:
-        tree = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"is not JSON ({error})")
+        tree = parse_json(content)
+    except ForeignFileError as error:
+        _refuse(path, str(error))
     version = tree.get("format_version") if isinstance(tree, dict) else None
     if version != FORMAT_VERSION:
         hint = "Use the version of megafp8 that wrote it"
-        raise CheckpointError(path, f"format_version is {version!r}, not {FORMAT_VERSION}", hint)
+        kind = UnreadableError if type(version) is int else CheckpointError
+        raise kind(path, f"format_version is {version!r}, not {FORMAT_VERSION}", hint)
     try:
         manifest = _decode(tree)
+        check_meta(manifest.meta)
     except (KeyError, TypeError, ValueError) as error:
         _refuse(path, f"a field is missing or has a wrong type ({error!r})")
     if wrong := why_incomplete(manifest.shards):
@@ -171,13 +176,15 @@ def _hash_line(content: bytes) -> bytes:
 
 
 def _read_regular_file(path: Path) -> bytes:
-    if path.is_symlink():
-        _refuse(path, "is a symbolic link")
     try:
-        return path.read_bytes()
+        if path.is_symlink():
+            _refuse(path, "is a symbolic link")
+        return read_bytes(path)
     except FileNotFoundError:
         _refuse(path, "is missing")
-    except OSError as error:
+    except (OSError, ForeignFileError) as error:
+        if (unreadable := why_unreadable(path, error)) is not None:
+            raise unreadable from error
         _refuse(path, f"cannot be read ({error})")
 
 

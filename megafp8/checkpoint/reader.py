@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megafp8.checkpoint.manifest import (
-    MANIFEST_NAME,
     USE_ANOTHER,
     Manifest,
     PieceEntry,
@@ -23,9 +26,9 @@ from megafp8.checkpoint.manifest import (
     read_manifest,
 )
 from megafp8.checkpoint.shardfile import DTYPES
-from megafp8.checkpoint.step_directories import step_of
-from megafp8.errors import CheckpointError
-from megafp8.files import note_progress
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_of
+from megafp8.errors import CheckpointError, UnreadableError
+from megafp8.files import note_progress, why_unreadable
 from megafp8.precision.grouped import values_of
 from megafp8.specs.geometry import Box
 
@@ -68,9 +71,15 @@ def check_structure(step_dir: Path) -> Manifest:
 
 
 def why_damaged(step_dir: Path) -> CheckpointError | None:
-    """Return the error that `verify` raises for a checkpoint, or None if it raises none."""
+    """Return the error that `verify` raises for a damaged checkpoint, or None for a good one.
+
+    Raises:
+        UnreadableError: The checkpoint cannot be judged now.
+    """
     try:
         verify(step_dir)
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return error
     return None
@@ -81,30 +90,56 @@ def check_size(directory: Path, shard: ShardEntry) -> None:
     path = directory / shard.file_name
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", USE_ANOTHER)
-    if not path.is_file():
-        raise CheckpointError(path, "is missing", USE_ANOTHER)
-    if (actual := path.stat().st_size) != shard.size:
+    with _reading(path):
+        found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(path, "is no file", USE_ANOTHER)
+    if (actual := found.st_size) != shard.size:
         raise CheckpointError(path, f"has {actual} bytes, expected {shard.size}", USE_ANOTHER)
 
 
 def _check_content(directory: Path, shard: ShardEntry) -> None:
     path = directory / shard.file_name
-    try:
+    with _reading(path):
         actual = _sha256(path)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read ({error})", USE_ANOTHER) from error
     if actual != shard.sha256:
         raise CheckpointError(path, f"sha256 is {actual}, expected {shard.sha256}", USE_ANOTHER)
     if wrong := _why_header_differs(path, shard):
         raise CheckpointError(path, wrong, USE_ANOTHER)
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn the errors of reading a file into a `CheckpointError`, for whatever reason they come.
+
+    Raises:
+        UnreadableError: The operating system refused to read the file, which may be good. torch,
+            which opens files for safetensors, reports that as a `RuntimeError`.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        if os.path.lexists(path):  # safetensors says so too if too many files are open
+            system = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise why_unreadable(path, system) or error from error
+        raise CheckpointError(path, "is missing", USE_ANOTHER) from error
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
+        if (unreadable := why_unreadable(path, error)) is not None:
+            raise unreadable from error
+        if isinstance(error, RuntimeError):
+            raise  # an error of the program, which says nothing about the file
+        what = "is not a safetensors file" if isinstance(error, SafetensorError) else "is no file"
+        raise CheckpointError(path, f"{what} ({error})", USE_ANOTHER) from error
+
+
 def _sha256(path: Path) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            note_progress()
+    digest = hashlib.sha256()
+    # The C library would keep a buffer's memory in the arena of each thread that ever had one.
+    with mmap.mmap(-1, _CHUNK_BYTES) as memory, memoryview(memory) as buffer:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                note_progress()
     return digest.hexdigest()
 
 
@@ -114,12 +149,9 @@ def _why_header_differs(path: Path, shard: ShardEntry) -> str | None:
     The file's hash is right already, so only a faulty tool can have written such a manifest.
     """
     expected = {piece.key: (piece.dtype, piece.shape) for piece in shard.pieces}
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            actual = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
-    except SafetensorError as error:
-        return f"is not a safetensors file ({error})"
+    with _reading(path), safe_open(str(path), framework="pt") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        actual = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
     return None if actual == expected else "holds other tensors than the manifest lists"
 
 
@@ -264,21 +296,18 @@ class Reader:
         return _factors_in(self.read(SCALES + name), box, self.global_shape(name))
 
     def _copy(self, path: Path, copies: list[_Copy]) -> None:
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                for piece, placement, overlap, factor, groups in copies:
-                    inside = overlap.slices_within(piece.box)
-                    wanted = Box(placement.offset, tuple(placement.tensor.shape))
-                    target = placement.tensor.detach()[overlap.slices_within(wanted)]
-                    stored = file.get_slice(piece.key)[inside]
-                    if groups is not None:
-                        stored = values_of(stored, groups, overlap.offset[-1])
-                    target.copy_(stored)
-                    note_progress()
-                    if factor is not None:
-                        target.mul_(factor.to(target.device))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(path, f"cannot be read ({error})", USE_ANOTHER) from error
+        with _reading(path), safe_open(str(path), framework="pt") as file:
+            for piece, placement, overlap, factor, groups in copies:
+                inside = overlap.slices_within(piece.box)
+                wanted = Box(placement.offset, tuple(placement.tensor.shape))
+                target = placement.tensor.detach()[overlap.slices_within(wanted)]
+                stored = file.get_slice(piece.key)[inside]
+                if groups is not None:
+                    stored = values_of(stored, groups, overlap.offset[-1])
+                target.copy_(stored)
+                note_progress()
+                if factor is not None:
+                    target.mul_(factor.to(target.device))
 
     def _pieces_of(self, name: str) -> list[tuple[str, PieceEntry]]:
         if name not in self._pieces:

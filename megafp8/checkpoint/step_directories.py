@@ -15,9 +15,13 @@ from pathlib import Path
 
 from megafp8.files import fsync_directory, os_errors_reported, remove_tree
 
+MANIFEST_NAME = "manifest.json"
+
 _STEP = re.compile(r"step_(\d{8,})")
 _DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
-_LEFTOVERS = (".staging-", ".trash-")
+_LEFTOVER = re.compile(
+    r"\.(staging|trash)-(staging-)?step_\d{8,}(\.damaged-\d+)?(-[0-9a-f]{16}){1,2}"
+)
 
 
 def step_name(step: int) -> str:
@@ -36,13 +40,19 @@ def staging_path(root: Path, step: int) -> Path:
     return root / f".staging-{step_name(step)}-{secrets.token_hex(8)}"
 
 
+def is_ours(name: str) -> bool:
+    """Whether a name in a checkpoint root is one that this module gives."""
+    return any(pattern.fullmatch(name) for pattern in (_STEP, _DAMAGED, _LEFTOVER))
+
+
 def steps(root: Path) -> list[int]:
     """Return the steps that are committed in `root`, ascending, damaged or not.
 
     The list is empty where `root` does not exist.
     """
-    found = (step_of(name) for name in _names(root) if (root / name).is_dir())
-    return sorted(step for step in found if step is not None)
+    named = {name: step for name in _names(root) if (step := step_of(name)) is not None}
+    with os_errors_reported(root, "looking into the checkpoints"):
+        return sorted(step for name, step in named.items() if (root / name).is_dir())
 
 
 def set_aside(step_dir: Path) -> Path:
@@ -88,7 +98,7 @@ def remove_leftovers(root: Path) -> list[Path]:
     Raises:
         CheckpointError: A directory cannot be deleted.
     """
-    left = [root / n for n in _names(root) if n.startswith(_LEFTOVERS)]
+    left = [root / name for name in _names(root) if _LEFTOVER.fullmatch(name)]
     for path in left:
         with os_errors_reported(path, "deleting a leftover"):
             remove_tree(path)

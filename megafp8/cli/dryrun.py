@@ -19,6 +19,7 @@ from megafp8.cli.job import command_parser, parse_options, reports_errors, resol
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE
 from megafp8.config.errors import SettingError
+from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
@@ -34,6 +35,8 @@ from megafp8.specs.model import padded_vocab_size
 from megafp8.train import dryrun
 from megafp8.train.dryrun import Layout, RankShare
 from megafp8.train.report.fp8 import require_fp8, share_of_ranks
+
+MAX_SIMULATED = 2**16
 
 
 @reports_errors
@@ -63,7 +66,14 @@ def main(argv: Sequence[str]) -> int:
     figures = [word for word in rest if is_hardware(word)]
     hardware = hardware_from(figures) if figures else None
     given = parse_options([word for word in rest if not is_hardware(word)])
-    loaded = load_all(given.overrides, given.config_dir, given.config_name, torch.cuda.is_available)
+    loaded = load_all(
+        given.overrides,
+        given.config_dir,
+        given.config_name,
+        torch.cuda.is_available,
+        trains=False,
+        trusts_recipes=given.trusts_recipes,
+    )
     asked = loaded.cfg.trainer.accelerator
     spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
     directory.check(spec)
@@ -80,6 +90,13 @@ def main(argv: Sequence[str]) -> int:
             True,
             "cannot be simulated, since FSDP gathers and releases whole weights during a step",
             "Use model.optim.name=distributed_fused_adam, or run a small job",
+        )
+    if (world := spec.parallel.world_size) > MAX_SIMULATED:
+        raise ConfigError(
+            "trainer.num_nodes",
+            loaded.cfg.trainer.num_nodes,
+            f"makes {world} ranks, and a layout of at most {MAX_SIMULATED} is simulated",
+            "Simulate fewer replicas of the model; python -m megafp8.cli.plan counts them all",
         )
     choose.check(spec, torch.device("cpu"))
     spec, whose = with_vocabulary(spec, options.vocab_size, loaded.origins)
@@ -110,7 +127,7 @@ def with_vocabulary(
     the layer that set each key.
 
     Raises:
-        ConfigError: `vocab_size` is less than 1.
+        ConfigError: `vocab_size` is no size of a vocabulary.
         DataError: The data cannot be opened.
     """
     whose, known, data = "", None, spec.data
@@ -127,9 +144,9 @@ def with_vocabulary(
         vocab_size = open_data(data, print).vocab_size
         whose = "of the built-in corpus" if data.prefix == BUILTIN_CORPUS else "of the data"
         whose += "; --vocab-size gives another"
-    elif vocab_size < 1:
+    elif not 1 <= vocab_size <= MAX_VOCABULARY:
         hint = "Give the size of the tokenizer's vocabulary"
-        raise ConfigError("--vocab-size", vocab_size, "must be at least 1", hint)
+        raise ConfigError("--vocab-size", vocab_size, f"must be from 1 to {MAX_VOCABULARY}", hint)
     padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
     return replace(spec, model=replace(spec.model, vocab_size=padded)), whose
 

@@ -18,8 +18,10 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
+from megafp8.files import whole_folder
 from megafp8.precision import formats
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
+from megafp8.secrets import say
 from megafp8.train.load import find_checkpoint, read_tensor, shape_of
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in formats.DTYPES.values()}
@@ -61,16 +63,17 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
-    files = write_folder(folder, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
-    copied = copy_tokenizer(home, folder)
+    with whole_folder(folder) as build:
+        files = write_folder(build, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
+        copied = copy_tokenizer(home, build)
     is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE
-    print(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
+    say(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
     for name in [*(file.name for file in files), *copied]:
-        print(f"  {folder / name}")
+        say(f"  {folder / name}")
     if is_foreign:
-        print("note: transformers cannot load this kind of tokenizer; load it with its own package")
+        say("note: transformers cannot load this kind of tokenizer; load it with its own package")
     if not copied:
-        print(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
+        say(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
 
 
 def home_of(checkpoint: Path) -> Path:

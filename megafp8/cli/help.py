@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
+from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key, keys_of
 from megafp8.config.layers import DEFAULT_CONFIG, conf_dir, find_source, layers_of
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
+from megafp8.config.rows import condition_text
 from megafp8.config.schema import all_keys
-from megafp8.config.together import TOGETHER, condition_text
+from megafp8.config.schema.model import Architecture
+from megafp8.config.te_layers import BACKEND, TABLE
+from megafp8.config.together import TOGETHER
 from megafp8.config.values import plain
 
 WIDTH = 110
@@ -123,19 +126,7 @@ GROUPS = (
         "Sizes and functions of the GPT. See [models.md](models.md).",
         "model.num_layers=8 model.hidden_size=512 model.ffn_hidden_size=2048 "
         "model.num_attention_heads=8",
-        (
-            "model.num_layers", "model.hidden_size", "model.ffn_hidden_size",
-            "model.num_attention_heads", "model.num_query_groups", "model.kv_channels",
-            "model.encoder_seq_length", "model.max_position_embeddings",
-            "model.position_embedding_type", "model.rotary_*",
-            "model.seq_len_interpolation_factor", "model.normalization",
-            "model.layernorm_epsilon", "model.layernorm_zero_centered_gamma",
-            "model.transformer_block_type", "model.fp32_residual_connection",
-            "model.activation", "model.openai_gelu",
-            "model.bias", "model.*_dropout", "model.init_method_std",
-            "model.use_scaled_init_method", "model.share_embeddings_and_output_weights",
-            "model.make_vocab_size_divisible_by", "model.apply_query_key_layer_scaling",
-        ),
+        tuple(keys_of(Architecture, "model.")),
     ),
     Group(
         "Memory and speed",
@@ -215,6 +206,7 @@ GROUPS = (
         "model.optim.name=distributed_fused_adam model.optim.lr=6e-4 trainer.devices=2",
         (
             "model.optim.name", "model.optim.lr", "model.optim.weight_decay",
+            "model.do_layer_norm_weight_decay",
             "model.optim.betas", "model.optim.eps", "model.optim.grad_sync_dtype",
             "trainer.gradient_clip_*",
         ),
@@ -273,6 +265,7 @@ Options:
   --config-dir, -cd DIR  a directory with your own YAML, which begins with
                          `defaults: [{job}, _self_]`, or with a NeMo YAML as it is;
                          --config-path, -cp mean the same
+  --trust-recipe         import the recipes of FP8 that a YAML file names as code
   model=NAME             a preset of conf/model:
 {models}
   precision=NAME         a preset of conf/precision:
@@ -412,7 +405,8 @@ def _item(key: Key, value: Any) -> Iterator[str]:
 
 
 def _together() -> Iterator[str]:
-    for row in TOGETHER:
+    of_te = [row._replace(when={BACKEND: "te", **row.when}) for row in TABLE]
+    for row in (*TOGETHER, *of_te):
         excludes, when = (
             ", ".join(_condition(condition_text(key, test)) for key, test in tests.items())
             for tests in (row.excludes, row.when)

@@ -17,22 +17,26 @@ import torch
 import yaml
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.huggingface import architecture, from_config
+from megafp8.checkpoint.huggingface import architecture, end_of_text, from_config
 from megafp8.checkpoint.huggingface_files import read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.architecture import tree_of_spec
-from megafp8.errors import ExitCode, RunError
-from megafp8.files import write_atomically
+from megafp8.errors import ExitCode
+from megafp8.files import whole_folder, write_atomically
 from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
+from megafp8.secrets import say
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load import MODEL
 
 CONFIG = "model.yaml"
 SHARD_BYTES = 4 << 30
+OPTIM = {"lr": 2e-5, "sched": {"min_lr": 2e-6}}
+"""The rate at which the folder's YAML continues to train, a tenth and less of the highest rates at
+which GPT-2 and Llama were trained; the default job's is for a model of width 256 from the start."""
 
 
 @reports_errors
@@ -58,11 +62,18 @@ def import_model(model: Path, folder: Path) -> None:
     """
     config = read_config(model)
     spec = from_config(config, model / "config.json")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
+    with whole_folder(folder) as build:
+        checkpoint, copied = _build(model, folder, build, config, spec)
+    _say(model, folder, spec, folder / checkpoint.relative_to(build), copied)
+
+
+def _build(
+    model: Path, folder: Path, build: Path, config: dict[str, Any], spec: GPTSpec
+) -> tuple[Path, list[str]]:
+    """Write all of the folder to `build`; return the checkpoint there and the tokenizer's files."""
+    refuse_secrets(model)
     tokenizer = find_tokenizer(model)
-    ends = config.get("eos_token_id")
-    first = ends[0] if isinstance(ends, list) and ends else ends
+    first = end_of_text(config, model / "config.json")
     tree = {
         "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
         **tree_of_spec(spec),
@@ -74,23 +85,33 @@ def import_model(model: Path, folder: Path) -> None:
         ),
     }
     meta = {"config": {"model": tree}, "eod_id": first, "imported_from": architecture(spec)}
-    checkpoint = _write_checkpoint(model, spec, folder / CHECKPOINTS_DIR, meta)
-    copied = copy_tokenizer(model, folder)
+    checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
+    copied = copy_tokenizer(model, build)
     own = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
-        "model": tree,
+        "model": {**tree, "optim": OPTIM},
     }
-    write_atomically(folder / CONFIG, yaml.safe_dump(own, sort_keys=False))
-    print(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {checkpoint}")
+    write_atomically(build / CONFIG, yaml.safe_dump(own, sort_keys=False))
+    return checkpoint, copied
+
+
+def _say(model: Path, folder: Path, spec: GPTSpec, checkpoint: Path, copied: list[str]) -> None:
+    """Print what was imported, and the commands that train it."""
+    say(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {checkpoint}")
     missing = f"none in {model}; copy the model's tokenizer into {folder}"
-    print(f"tokenizer: {', '.join(copied) or missing}")
-    print(
+    say(f"tokenizer: {', '.join(copied) or missing}")
+    say(
         "train it with: python pretrain_gpt.py "
         f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
         "model.data.data_prefix=<data prepared with this tokenizer>"
     )
-    print(
+    say(
+        f"{CONFIG} sets the learning rate to {OPTIM['lr']:g}, for continued training, and has the "
+        "default job's batch and number of steps: model.optim.lr, model.global_batch_size and "
+        "trainer.max_steps give others"
+    )
+    say(
         f"or fine-tune it with: python finetune_gpt.py restore_from_path={folder.absolute()} "
         f"model.encoder_seq_length={spec.max_position_embeddings} "
         "model.data.train_ds.file_names=<questions and answers>.jsonl"

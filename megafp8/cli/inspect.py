@@ -13,11 +13,13 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import CheckpointError, ExitCode
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
 from megafp8.runs.find import find_run
+from megafp8.secrets import printable
 from megafp8.specs import TensorHealth
 
 ROWS = 20
@@ -101,7 +103,7 @@ def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table
     for name in shown:
         health = record.tensors[name]
         table.add_row(
-            name,
+            Text(printable(name)),
             f"{health.amax:.3g}",
             f"{health.quant_scale:.4g}",
             *(_losses(health) if is_full else ()),

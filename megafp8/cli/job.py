@@ -19,11 +19,12 @@ from megafp8.cli import is_first_rank
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
+from megafp8.config.own_recipes import TRUST
 from megafp8.config.schema import all_keys
-from megafp8.config.secrets import hide
 from megafp8.config.settings import read_value, similar_keys
 from megafp8.config.values import one_line
-from megafp8.errors import UserError
+from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.secrets import HIDDEN, hide_values, shown, variable_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class AppInfo:
         record: The same, and the settings that are not the default job's, for summary.json.
         directory: The directory of a job of a sweep, which is also its
             `exp_manager.explicit_log_dir`.
+        trusts_recipes: Whether recipes that YAML files name as code may be imported.
     """
 
     overrides: tuple[str, ...]
@@ -50,6 +52,7 @@ class AppInfo:
     inert: tuple[str, ...] = field(default=(), compare=False)
     record: Mapping[str, object] = field(default_factory=dict, compare=False)
     directory: Path | None = None
+    trusts_recipes: bool = False
 
 
 Task = Callable[[DictConfig, AppInfo], int]
@@ -66,6 +69,7 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
         config_name=options.config_name,
         inert=tuple(loaded.inert_lines()),
         record=record(loaded),
+        trusts_recipes=options.trusts_recipes,
         **more,
     )
 
@@ -83,7 +87,7 @@ def report_error(error: UserError) -> int:
     if not is_first_rank():
         time.sleep(OTHER_RANKS_WAIT_SECONDS)
         who = f"rank {os.environ['RANK']}: "
-    print(f"error: {who}{hide(str(error))}", file=sys.stderr, flush=True)
+    print(f"error: {who}{shown(str(error))}", file=sys.stderr, flush=True)
     return int(error.exit_code)
 
 
@@ -108,18 +112,62 @@ def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[s
 
     @functools.wraps(main)
     def run(argv: Sequence[str]) -> int:
+        open_streams()
         try:
+            refuse_secrets(argv)
             code = main(argv)
-            sys.stdout.flush()
+            return code or show("")
         except UserError as error:
             return report_error(error)
         except BrokenPipeError:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, sys.stdout.fileno())  # so that Python's last flush succeeds
+            _drop_output()
             return 128 + signal.SIGPIPE
-        return code
 
     return run
+
+
+def open_streams() -> None:
+    """Open the null device for each standard stream that is closed, as some daemons leave it.
+
+    Otherwise the next file that is opened would get the stream's number, and printed text.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nothing = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+
+
+def show(text: str) -> int:
+    """Print the text that a command was asked for; return the exit code.
+
+    A reader that goes away is no error.
+
+    Raises:
+        RunError: The output cannot be written, since a disk is full.
+    """
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _drop_output()
+        hint = "Write it to a place that has space"
+        raise RunError(f"standard output: cannot be written ({error.strerror}). {hint}") from error
+    return int(ExitCode.FINISHED)
+
+
+def _drop_output() -> None:
+    """Send standard output to the null device, so that Python's own last flush succeeds."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
 
 
 # --- settings that differ from the default job's --------------------------------------------------
@@ -179,7 +227,8 @@ def _origin_of_default(cfg: DictConfig, path: str) -> str:
 class Options:
     """Hold the overrides and the options of a command line.
 
-    `gpu_available` returns whether this machine has a GPU, where that matters.
+    `gpu_available` returns whether this machine has a GPU, where that matters. `trusts_recipes`
+    says that recipes which YAML files name as code may be imported.
     """
 
     overrides: tuple[str, ...]
@@ -191,6 +240,7 @@ class Options:
     resolve: bool
     gpu_available: Callable[[], bool] | None = None
     show_version: bool = False
+    trusts_recipes: bool = False
 
 
 def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Options:
@@ -210,6 +260,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--version", action="store_true")
+    parser.add_argument(TRUST, action="store_true", dest="trusts_recipes")
     found = parser.parse_intermixed_args(list(argv))
     return Options(
         overrides=tuple(found.overrides),
@@ -220,7 +271,45 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
         show_config=found.cfg is not None,
         resolve=found.resolve,
         show_version=found.version,
+        trusts_recipes=found.trusts_recipes,
     )
+
+
+def refuse_secrets(words: Sequence[str]) -> None:
+    """Raise if the words of a command line, or the current folder, hold a secret.
+
+    Paths and words of the command are recorded in files and shown in lists of processes; a path
+    with `***` in it would be another one.
+
+    Raises:
+        SettingError: A word or a path holds the value of a secret variable, or a password.
+    """
+    for word in words:
+        if hide_values(word) != word:
+            key = word.partition("=")[0] if "=" in word else "options"
+            reason = "holds a secret, and the command line is recorded and seen by other users"
+            hint = "Leave it out; libraries that need a secret read it from the environment"
+            if name := variable_in(word):
+                reason = f"holds the value of the environment variable {name}, and is recorded"
+            raise SettingError(key, HIDDEN, reason, hint, origin=COMMAND_LINE)
+    here = os.getcwd()
+    if hide_values(here) != here:
+        hint = "Work in a folder whose name holds no secret"
+        raise SettingError("the current folder", here, "holds a secret in its name", hint)
+
+
+def refuse_repeated(overrides: Sequence[str]) -> None:
+    """Raise if a key is given twice with different values, since one would be dropped.
+
+    Raises:
+        SettingError: A key is given twice.
+    """
+    seen: dict[str, str] = {}
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if seen.setdefault(key, value) != value:
+            reason = f"is given twice, also as {seen[key]}"
+            raise SettingError(key, value, reason, "Give one value", origin=COMMAND_LINE)
 
 
 class _Parser(argparse.ArgumentParser):

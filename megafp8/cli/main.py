@@ -16,14 +16,19 @@ from megafp8.cli.job import (
     Options,
     Task,
     app_info,
+    open_streams,
     parse_options,
+    refuse_repeated,
+    refuse_secrets,
     report_error,
     resolved_table,
+    show,
 )
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import load_all
-from megafp8.errors import ExitCode, UserError
+from megafp8.errors import UserError
+from megafp8.secrets import printable
 
 __all__ = ["AppInfo", "Task", "report_error", "run_app"]
 
@@ -48,11 +53,12 @@ def run_app(
         gpu_available: Returns whether this machine has a GPU; see `load_all`.
         config_name: The YAML that is used if the arguments name none.
     """
+    open_streams()
     try:
+        refuse_secrets(argv)
         options = replace(parse_options(argv, config_name), gpu_available=gpu_available)
         if options.show_help:
-            print(help_page(prog, options.overrides, config_name), end="")
-            return ExitCode.FINISHED
+            return show(help_page(prog, options.overrides, config_name))
         return _run(options, task)
     except UserError as error:
         return report_error(error)
@@ -60,20 +66,26 @@ def run_app(
 
 def _run(options: Options, task: Task) -> int:
     if options.show_version:
-        print(f"megafp8 {__version__}, torch {version('torch')}, Python {python_version()}")
-        return ExitCode.FINISHED
+        return show(f"megafp8 {__version__}, torch {version('torch')}, Python {python_version()}\n")
     if options.multirun and options.show_config:
         raise SettingError("--cfg", "job", "shows one run and not a sweep", "Leave out -m")
+    if options.resolve and not options.show_config:
+        reason = "shows resolved values with --cfg job only, and would start a run here"
+        raise SettingError("--resolve", None, reason, "Add --cfg job, or leave it out")
+    refuse_repeated(options.overrides)
     if options.multirun:
         from megafp8.cli.sweep import run_sweep
 
         return run_sweep(options, task)
     loaded = load_all(
-        options.overrides, options.config_dir, options.config_name, options.gpu_available
+        options.overrides,
+        options.config_dir,
+        options.config_name,
+        options.gpu_available,
+        trusts_recipes=options.trusts_recipes,
     )
     if options.show_config:
         comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
-        print("\n".join(f"# {line}" for line in comments))
-        print(OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve), end="")
-        return ExitCode.FINISHED
+        text = printable("".join(f"# {line}\n" for line in comments))
+        return show(text + OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve))
     return task(loaded.cfg, app_info(loaded, options))

@@ -26,10 +26,12 @@ from megafp8.cli.plan_text import (
     shown,
 )
 from megafp8.config.checks import check_values
+from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.errors import ConfigError, ExitCode, UserError
+from megafp8.observe.units import format_bytes
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN, Hardware, hardware_of
 from megafp8.plan.memory import all_ranks
@@ -43,6 +45,7 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import rank_traffic
 from megafp8.plan.vocabulary import GPT2, asked_vocabulary
+from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 
@@ -80,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     hardware = hardware_from([word for word in rest if is_hardware(word)])
     words = [word for word in rest if not is_hardware(word)]
-    refusal, found = "", None
+    instead, found = "", None
     try:
         asked = spec_of(words, options.vocab_size)
     except UserError as error:
@@ -90,19 +93,23 @@ def main(argv: Sequence[str]) -> int:
         found = best_layouts(asked.spec, hardware)
         if not found:
             raise
-        asked, refusal = asked._replace(spec=found[0].spec), str(error)
+        asked, instead = asked._replace(spec=found[0].spec), f"Refused: {error}"
     plan = make_plan(asked.spec, hardware)
     if options.search and found is None:
         found = best_layouts(asked.spec, hardware)
+        if found and not plan.fits:
+            needed = format_bytes(plan.largest.total)
+            instead = f"The layout that was asked for DOES NOT FIT: its largest rank needs {needed}"
+            plan = make_plan(found[0].spec, hardware)
     lines = [*describe(plan, asked.vocabulary, options.tokens), *listed(found)]
-    if refusal:
-        lines = [f"Refused: {refusal}", "This is the plan of the best layout:", "", *lines]
+    if instead:
+        lines = [instead, "This is the plan of the best layout:", "", *lines]
     if options.page is not None:
         write_page(plan, lines, options.page)
     if options.json:
         print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
     else:
-        print(*lines, sep="\n")
+        say(*lines)
     return ExitCode.FINISHED if plan.fits or found else DOES_NOT_FIT
 
 
@@ -202,10 +209,17 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
             raise ConfigError(ACCELERATOR, "cpu", "a plan is for GPUs", "Leave it out")
     others = [word for word in words if key_of(word) != ACCELERATOR]
     given = parse_options(others)
-    if vocab_size is not None and vocab_size < 1:
-        raise ConfigError("--vocab-size", vocab_size, "is not a size", "Give the tokenizer's")
+    if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCABULARY:
+        reason = f"is not a size from 1 to {MAX_VOCABULARY}"
+        raise ConfigError("--vocab-size", vocab_size, reason, "Give the tokenizer's")
     overrides = (*given.overrides, f"{ACCELERATOR}=gpu")
-    loaded = load_all(overrides, given.config_dir, given.config_name)
+    loaded = load_all(
+        overrides,
+        given.config_dir,
+        given.config_name,
+        trains=False,
+        trusts_recipes=given.trusts_recipes,
+    )
     spec = resolve(loaded.cfg, lambda: True)
     data, whose = spec.data, ""
     if vocab_size is None:
@@ -279,6 +293,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "days": (tokens or float(spec.train.max_steps) * tokens_per_step(spec)) / speed / 86400,
         "bf16_step_seconds": None if plan.bf16 is None else plan.bf16.total,
         "fp8_over_bf16": plan.fp8_over_bf16,
+        "verdict": plan.verdict,
         "layouts": [
             {
                 "overrides": layout.overrides(),
@@ -296,8 +311,8 @@ def write_page(plan: Plan, lines: Sequence[str], path: Path) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    times = {"FP8" if plan.bf16 else "step": plan.time}
-    if plan.bf16 is not None:
+    times = {"FP8" if plan.bf16 else "step": plan.time} if plan.fits else {}
+    if plan.bf16 is not None and plan.fits:
         times["BF16"] = plan.bf16
     text = page(
         title=f"Plan: {plan.spec.model.num_layers} layers x {plan.spec.model.hidden_size} on "

@@ -35,7 +35,7 @@ def page(
     """Return the page.
 
     `memory` has bytes by rank and kind, `limit` the bytes of a device, `times` seconds by precision
-    and part.
+    and part; it is empty for a job that does not fit.
     """
     seconds = {name: f"{sum(parts.values()):.3g} s" for name, parts in times.items()}
     sizes = {name: format_bytes(sum(parts.values())) for name, parts in memory.items()}
@@ -46,7 +46,7 @@ def page(
             f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>",
             f"<h2>Memory of one rank</h2>{_bars(memory, sizes, limit)}",
             f"<p>The line is the device's memory, {format_bytes(limit)}.</p>",
-            f"<h2>Predicted time of a step</h2>{_bars(times, seconds, None)}",
+            f"<h2>Predicted time of a step</h2>{_bars(times, seconds, None)}" if times else "",
             "<h2>All figures</h2><pre>",
             escape("\n".join(lines)),
             "</pre></html>\n",

@@ -24,6 +24,10 @@ from megafp8.specs import RunSpec
 USABLE = 0.9
 """The fraction of a device's memory that a job may fill; the rest is the CUDA context's, the
 allocator's and the communication library's."""
+UNCERTAINTY = 1.23
+"""The largest factor by which a predicted ratio of FP8's speed to BF16's and a published one
+differ: `python -m benchmarks.plan_published` compares six pairs of runs (docs/plan.md). Within it
+of 1 the plan does not say which is faster."""
 PARTS = {
     "linears": "products of linears",
     "head": "output head",
@@ -71,6 +75,19 @@ class Plan:
             return None
         return self.bf16.total / self.time.total
 
+    @property
+    def verdict(self) -> str | None:
+        """Return `pays`, `undecided` or `does not pay`; None where no ratio is predicted.
+
+        It is None too for a job that does not fit, and so has no time.
+        """
+        ratio = self.fp8_over_bf16
+        if ratio is None or not self.fits:
+            return None
+        if 1 / UNCERTAINTY < ratio < UNCERTAINTY:
+            return "undecided"
+        return "pays" if ratio > 1 else "does not pay"
+
 
 def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
     """Return the lines of the plan; `vocabulary` says whose it is, if it was not given."""
@@ -94,7 +111,10 @@ def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]
     yield ""
     yield from traffic_table(plan)
     yield ""
-    yield from time_table(plan, tokens)
+    if plan.fits:
+        yield from time_table(plan, tokens)
+    else:
+        yield "No time is predicted for a job that does not fit."
     if plan.bf16 is not None:
         yield ""
         yield from verdict(plan, plan.bf16)
@@ -232,12 +252,15 @@ def time_table(plan: Plan, tokens: float | None) -> Iterator[str]:
 
 
 def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
-    """Return whether FP8 pays, and why it does not pay more."""
+    """Return whether FP8 pays, as far as that can be known, and why it does not pay more."""
     assert plan.bf16_bytes is not None
     more = plan.largest.total - plan.bf16_bytes
     memory = (
         f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory on the largest rank"
     )
+    if not plan.fits:
+        yield f"FP8: {memory}"
+        return
     ratio = plan.fp8_over_bf16
     if ratio is None:
         yield (
@@ -245,8 +268,17 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
             "out what it takes to store gradients, weights and moments in few bits"
         )
         return
-    word = "pays" if ratio >= 1.1 else "pays little" if ratio > 1 else "does not pay"
-    yield f"FP8 {word} here: {ratio:.2f} times BF16's speed (a prediction), {memory}"
+    predicted = f"{ratio:.2f} times BF16's speed is predicted"
+    if plan.verdict == "undecided":
+        yield (
+            f"Whether FP8 pays here is undecided: {predicted}, and published pairs of runs differ "
+            f"from such predictions by up to {UNCERTAINTY:g} times; {memory}"
+        )
+    else:
+        yield (
+            f"FP8 {plan.verdict} here: {predicted} (published pairs of runs are within "
+            f"{UNCERTAINTY:g} times of such predictions), {memory}"
+        )
     for reason in why_fp8_pays_little(plan.spec, bf16, plan.time):
         yield f"  what stays: {reason}"
 

@@ -32,6 +32,7 @@ from megafp8.data.tokenize import (
     train_tokenizer,
 )
 from megafp8.errors import DataError, ExitCode, UserError
+from megafp8.secrets import say
 
 if TYPE_CHECKING:  # every worker imports this module, so it must not import these slow ones
     from omegaconf import DictConfig
@@ -123,12 +124,12 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
             make_tokenizer=make,
             workers=options.workers,
             on_progress=bar.show,
-            notify=lambda line: print(line, flush=True),
+            notify=say,
         )
 
 
 def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
-    print(f"the tokenizer is trained on at most {megabytes} MB of the text", flush=True)
+    say(f"the tokenizer is trained on at most {megabytes} MB of the text")
     return first_texts(source.texts(), megabytes * 1_000_000)
 
 
@@ -160,16 +161,16 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _print_result(sidecar: Sidecar, prefix: Path) -> None:
-    print(
+    say(
         f"{sidecar.num_documents} documents, {sidecar.num_bytes / 1e6:.1f} MB of text, "
         f"{sidecar.num_tokens} tokens, vocabulary {sidecar.vocab_size}: {prefix}"
     )
     if sidecar.num_documents == 1:
-        print(
+        say(
             "note: one document cannot be divided into training and validation data; "
             "--document paragraph or line divides a plain text into more"
         )
-    print(f"train on it with: python pretrain_gpt.py model.data.data_prefix={prefix}")
+    say(f"train on it with: python pretrain_gpt.py model.data.data_prefix={prefix}")
 
 
 class _Bar:
@@ -222,11 +223,11 @@ def _index(cfg: DictConfig, info: AppInfo) -> int:
     from megafp8.data.prepare import build_index_maps, prepare
 
     spec = resolve(cfg, lambda: True)  # no device is used here
-    data = prepare(spec.data, lambda line: print(line, flush=True))
+    data = prepare(spec.data, say)
     num_samples = spec.train.max_steps * spec.train.global_batch_size
     num_epochs = build_index_maps(data, num_samples)
     epochs = "1 epoch" if num_epochs == 1 else f"{num_epochs} epochs"
-    print(f"index maps are complete: {epochs} for {num_samples} samples")
+    say(f"index maps are complete: {epochs} for {num_samples} samples")
     return ExitCode.FINISHED
 
 

@@ -18,8 +18,9 @@ from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
 from megafp8.report.page import run_page, runs_page
 from megafp8.report.record import RunRecord, read_run
-from megafp8.report.writer import REPORT_FILE
+from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import find_run, is_run, runs_below
+from megafp8.secrets import say
 
 
 @reports_errors
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run, or a folder")
     parser.add_argument("--output", "-o", type=Path, help="the page's file (default: report.html)")
     options = parser.parse_args(argv)
-    print(write_report(options.runs, options.output))
+    say(str(write_report(options.runs, options.output)))
     return ExitCode.FINISHED
 
 
@@ -61,6 +62,9 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
         title = f"{len(runs)} runs" if folder is None else f"{len(runs)} runs in {folder}"
         page = runs_page(title, runs, problems=problems)
         target = output or (folder or Path()) / REPORT_FILE
+    if output is None:
+        require_page(target, "Name another file with --output")
+    page = page.encode("utf-8", "replace").decode()  # the names of folders may be of any bytes
     try:
         write_atomically(target, page)
     except OSError as error:

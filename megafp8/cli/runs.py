@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import ExitCode, RunError
-from megafp8.observe.units import format_count, format_number
+from megafp8.observe.units import format_count, format_number, printable
 from megafp8.report.page import typical_speed
 from megafp8.report.record import RunRecord, read_run
 from megafp8.runs.find import USUAL_FOLDER, age, runs_below
+from megafp8.secrets import shown
 
 NEWEST = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
@@ -43,23 +46,32 @@ def _list(folders: Sequence[Path], newest: int | None) -> None:
     if not paths:
         named = ", ".join(map(str, folders))
         raise RunError(f"{named}: no runs. Name the folder that has them (exp_manager.exp_dir)")
-    shown = paths if newest is None else paths[-newest:]
+    listed = paths if newest is None else paths[-newest:]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("run", "status", "step", "loss", "val loss", "tokens/s", "last written"):
         is_number = title in ("step", "loss", "val loss", "tokens/s")
         table.add_column(
             title, justify="right" if is_number else "left", no_wrap=True, overflow="fold"
         )
-    for path in shown:
-        run = read_run(path)
-        color = COLORS.get(run.status, "yellow")
-        table.add_row(str(path), f"[{color}]{run.status}[/]", *_figures(run), _written(path))
+    for path in listed:
+        table.add_row(*_row(path))
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     console.print(table)
-    if len(shown) < len(paths):
-        console.print(f"{len(paths) - len(shown)} older runs: --all")
+    if len(listed) < len(paths):
+        console.print(f"{len(paths) - len(listed)} older runs: --all")
+
+
+def _row(path: Path) -> list[Text]:
+    """Return the cells of a run; text from outside is never read as rich's markup."""
+    name = Text(printable(shown(str(path))))
+    try:
+        run = read_run(path)
+    except RunError:  # it was removed meanwhile
+        return [name, Text("removed", "red")]
+    status = Text(printable(shown(run.status)), COLORS.get(run.status, "yellow"))
+    return [name, status, *map(Text, _figures(run)), Text(_written(path))]
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -78,8 +90,14 @@ def _figures(run: RunRecord) -> tuple[str, str, str, str]:
 
 
 def _written(path: Path) -> str:
-    times = [file.stat().st_mtime for file in path.glob("*") if file.is_file()]
-    return datetime.fromtimestamp(max(times)).strftime("%Y-%m-%d %H:%M") if times else ""
+    times = []
+    for file in path.glob("*"):
+        with suppress(OSError):  # it was removed meanwhile
+            times.append(file.stat().st_mtime)
+    try:
+        return datetime.fromtimestamp(max(times)).strftime("%Y-%m-%d %H:%M") if times else ""
+    except (ValueError, OverflowError, OSError):  # a year beyond 9999
+        return ""
 
 
 if __name__ == "__main__":

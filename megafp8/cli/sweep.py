@@ -7,43 +7,46 @@ objective, and the other jobs run on. A table of all jobs is printed at the end.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobRuntime, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, RunMode
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.job import Options, Task, app_info, report_error
-from megafp8.cli.sweep_results import Job, Result, print_results, read_result, result_of
-from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
-from megafp8.config.layers import (
-    HYDRA,
-    Source,
-    find_source,
-    hydra_problem,
-    root_defaults,
-    search_path,
+from megafp8.cli.sweep_limits import sweeper_problems
+from megafp8.cli.sweep_loader import checked_loader, composed
+from megafp8.cli.sweep_results import (
+    Job,
+    Result,
+    print_results,
+    read_result,
+    refuse_foreign,
+    result_of,
+    why_foreign,
 )
-from megafp8.config.load import Loaded, load_all, tree_with_nemo_keys
+from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
+from megafp8.config.hydra_section import HYDRA
+from megafp8.config.layers import find_source
+from megafp8.config.load import Loaded, load_all
 from megafp8.config.overrides import ParsedOverride, parse_overrides
-from megafp8.config.secrets import hide, variable_in
+from megafp8.config.own_recipes import names_given
+from megafp8.config.resolve import resolve
 from megafp8.errors import ExitCode, UserError
 from megafp8.files import run_errors_reported
-from megafp8.runs.find import CONFIG_NAME
+from megafp8.runs.find import CONFIG_NAME, RECORD_NAME
+from megafp8.secrets import hide, shown
 
 CHECKED_JOBS = 32
 """The number of jobs that are checked before the first one starts.
@@ -52,12 +55,8 @@ Later jobs are checked when they start.
 """
 
 _LOG_DIR = "exp_manager.explicit_log_dir"
-_SWEEP_ROOT = "megafp8_sweep"
-_BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _REPORTING_LAUNCHER = "hydra_plugins.megafp8_sweep.ReportingLauncher"
-_TARGETS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
-"""The packages whose classes Hydra's settings may name."""
 
 
 class SavedOnSignalError(Exception):
@@ -71,6 +70,7 @@ class Sweep:
     options: Options
     task: Task
     in_turn: bool  # one job after the other, in this process
+    recipes_given: frozenset[str]  # the names of code on the command line itself
     results: dict[int, Result] = field(default_factory=dict)
 
     def job(self, num: int, overrides: Sequence[str], config: Any) -> Job:
@@ -82,8 +82,15 @@ class Sweep:
     def launch(self, launcher: Launcher, jobs: Sequence[Job]) -> list[JobReturn]:
         """Check jobs and run those that are not refused; return each one's objective."""
         for job in jobs:
-            job.result_file.unlink(missing_ok=True)  # left by an earlier run of the same sweep
-        for job in jobs[: max(0, CHECKED_JOBS - len(self.results))]:
+            if (problem := why_foreign(job)) is not None:
+                foreign = result_of(job, int(ExitCode.USER_ERROR), problem)
+                self.results[job.num] = replace(foreign, began=False)
+            elif (result := self._finished_before(job)) is not None:
+                self.results[job.num] = result
+            else:
+                job.result_file.unlink(missing_ok=True)  # left by an earlier run of the same sweep
+        unchecked = [job for job in jobs if job.num not in self.results]
+        for job in unchecked[: max(0, CHECKED_JOBS - len(self.results))]:
             refusal = self._refusal(job)
             if refusal is not None:
                 self.results[job.num] = refusal
@@ -108,9 +115,11 @@ class Sweep:
         settings: Any = HydraConfig.get()
         overrides = tuple(str(text) for text in settings.overrides.task)
         job = Job(int(settings.job.num), overrides, _directory(settings))
-        if job.num in self.results:  # refused before the first job started
-            job.directory.rmdir()
-            return math.inf
+        if job.num in self.results:  # refused before the first job started, or finished before
+            if self.results[job.num].code == ExitCode.USER_ERROR:
+                with suppress(OSError):  # it has files of another program
+                    job.directory.rmdir()
+            return self.results[job.num].objective
         result = self._run(job)
         job.directory.mkdir(parents=True, exist_ok=True)
         job.result_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
@@ -121,11 +130,11 @@ class Sweep:
             launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
         except (Exception, SystemExit) as error:  # as with a killed worker or a missing scheduler
             line = str(error).strip().splitlines()[-1:] or [""]
-            print(f"[sweep] the launcher failed: {type(error).__name__}: {hide(line[0])}")
+            print(f"[sweep] the launcher failed: {type(error).__name__}: {shown(line[0])}")
             sys.stdout.flush()
 
     def _run(self, job: Job) -> Result:
-        words = hide(" ".join(job.overrides))
+        words = shown(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
         before = _settings_written(job)
         try:
@@ -156,15 +165,39 @@ class Sweep:
         try:
             self._load(job)
         except UserError as error:
-            words = hide(" ".join(job.overrides))
+            words = shown(" ".join(job.overrides))
             print(f"[sweep] job {job.num}: {words}: refused", file=sys.stderr)
             return replace(result_of(job, report_error(error), str(error)), began=False)
         return None
 
+    def _finished_before(self, job: Job) -> Result | None:
+        """Return the recorded result of a job whose run has no step left; None if it must run."""
+        if not (job.directory / RECORD_NAME).exists():
+            return None
+        from megafp8.runs.finished import finished_run  # the module imports torch
+
+        try:
+            cfg = self._load(job).cfg
+            cfg.exp_manager.explicit_log_dir = str(job.directory)
+            spec = resolve(cfg, self.options.gpu_available or (lambda: False))
+            found = finished_run(spec, is_sweep=True)
+        except UserError:
+            return None  # the job is refused, or reports the error itself
+        if found is None:
+            return None
+        print(f"[sweep] job {job.num}: finished before, in {job.directory}: {found.note}")
+        sys.stdout.flush()
+        return result_of(job, int(ExitCode.FINISHED))
+
     def _load(self, job: Job) -> Loaded:
         options = self.options
         return load_all(
-            job.overrides, options.config_dir, options.config_name, options.gpu_available
+            job.overrides,
+            options.config_dir,
+            options.config_name,
+            options.gpu_available,
+            trusts_recipes=options.trusts_recipes,
+            recipes_given=self.recipes_given,
         )
 
 
@@ -179,20 +212,21 @@ def run_sweep(options: Options, task: Task) -> int:
     overrides, problems = parse_overrides(options.overrides, source.directories, multirun=True)
     problems += _directory_problems(overrides) + _secret_problems(overrides)
     raise_if_any(problems)
-    loader = _loader(source)
-    cfg = _composed(source, loader, [override.text for override in overrides])
-    _refuse_code(cfg.hydra)
-    raise_if_any(_sweeper_problems(overrides, cfg.hydra))
+    loader = checked_loader(source)
+    cfg = composed(source, loader, [override.text for override in overrides])
+    raise_if_any(sweeper_problems(overrides, cfg.hydra))
     if _needs_number(cfg.hydra):
         own = f"hydra.sweep.subdir={_subdir(cfg.hydra)}"
-        cfg = _composed(source, loader, [*(override.text for override in overrides), own])
-    sweep = Sweep(options, task, in_turn=cfg.hydra.launcher._target_ == _BASIC_LAUNCHER)
+        cfg = composed(source, loader, [*(override.text for override in overrides), own])
+    in_turn = cfg.hydra.launcher._target_ == _BASIC_LAUNCHER
+    sweep = Sweep(options, task, in_turn, names_given(overrides))
     with open_dict(cfg):
         chosen = cfg.hydra.launcher
         cfg.hydra.launcher = {"_target_": _REPORTING_LAUNCHER, "_recursive_": False}
         cfg.hydra.launcher.chosen = chosen
     directory, failure = Path(cfg.hydra.sweep.dir), None
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    refuse_foreign(directory)
     _make(directory)
     try:
         JobRuntime.instance().set("name", "megafp8")
@@ -204,11 +238,14 @@ def run_sweep(options: Options, task: Task) -> int:
     except SavedOnSignalError:
         pass
     except Exception as error:
-        failure = f"[sweep] the sweeper failed: {type(error).__name__}: {hide(str(error))}"
+        failure = f"[sweep] the sweeper failed: {type(error).__name__}: {shown(str(error))}"
     results = [result for _, result in sorted(sweep.results.items())]
     if not any(Path(result.directory).is_dir() for result in results):
         _remove(made)
     code = print_results(results, directory)
+    if failure is None and not results:
+        failure = "error: the sweep has no job: a key has an empty list of values. Give a value"
+        code = int(ExitCode.USER_ERROR)
     if failure is not None:
         print(failure, file=sys.stderr, flush=True)
     return code or (int(ExitCode.CRASHED) if failure else int(ExitCode.FINISHED))
@@ -221,66 +258,7 @@ def _make(directory: Path) -> None:
         tempfile.TemporaryFile(dir=directory).close()
 
 
-# --- Hydra's part ------------------------------------------------------------------------------
-
-
-def _loader(source: Source) -> ConfigLoaderImpl:
-    """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
-    setup_globals()
-    tree: Any = OmegaConf.to_container(tree_with_nemo_keys(), resolve=False)
-    settings = {
-        "run": {"dir": "."},
-        "output_subdir": None,
-        "job": {"name": "megafp8", "chdir": False},
-        "sweep": {"dir": "multirun/${now:%Y-%m-%d_%H-%M-%S}", "subdir": "${hydra.job.num}"},
-    }
-    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    root = {"defaults": ["_self_", *root_defaults(source), *quiet], "hydra": settings, **tree}
-    ConfigStore.instance().store(_SWEEP_ROOT, root)
-    return ConfigLoaderImpl(search_path(source))
-
-
-def _composed(source: Source, loader: ConfigLoaderImpl, overrides: list[str]) -> Any:
-    try:
-        cfg: Any = loader.load_configuration(_SWEEP_ROOT, overrides, RunMode.MULTIRUN)
-    except Exception as error:  # Hydra raises any kind of error at `hydra: null` and so on
-        raise hydra_problem(source, error) from error
-    try:
-        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolves `${now:…}` once for all jobs
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise SettingError("hydra.sweep.dir", None, reason, "Give a directory") from error
-    return cfg
-
-
-def _refuse_code(settings: Any) -> None:
-    """Raise `SettingError` if Hydra's settings name code to run."""
-    parts = {name: settings[name] for name in ("launcher", "sweeper", "callbacks")}
-    tree = OmegaConf.to_container(OmegaConf.create(parts), resolve=False)
-    for path, target in _targets(tree, "hydra"):
-        if path.startswith("hydra.callbacks") or not target.startswith(_TARGETS):
-            raise SettingError(
-                path,
-                None,
-                "settings must not name code to run",
-                "Leave it out; hydra/launcher=NAME and hydra/sweeper=NAME choose among those that "
-                "are installed",
-            )
-    if settings.get("callbacks"):
-        raise SettingError(
-            "hydra.callbacks", None, "settings must not name code to run", "Leave it out"
-        )
-
-
-def _targets(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict):
-        for name, item in node.items():
-            if name == "_target_":
-                yield f"{path}._target_", str(item)
-            yield from _targets(item, f"{path}.{name}")
-    elif isinstance(node, list):
-        for item in node:
-            yield from _targets(item, path)
+# --- the directories of jobs --------------------------------------------------------------------
 
 
 def _subdir(settings: Any) -> str:
@@ -341,36 +319,18 @@ def _remove(folders: Sequence[Path]) -> None:
 # --- what a sweep refuses ----------------------------------------------------------------------
 
 
-def _sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> list[SettingError]:
-    """Return errors for overrides with intervals, if Hydra's own sweeper is used."""
-    if settings.sweeper._target_ != _BASIC_SWEEPER:
-        return []
-    return [
-        SettingError(
-            override.text.partition("=")[0],
-            override.text.partition("=")[2],
-            "is an interval, and this sweeper runs every combination of single values",
-            "Give values, as 1,2,3 or range(1,4), or choose a sweeper that draws values with "
-            "hydra/sweeper=NAME",
-            origin=COMMAND_LINE,
-        )
-        for override in overrides
-        if override.sweep is not None and not override.sweep.is_discrete_sweep()
-    ]
-
-
 def _secret_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
-    """Return errors for overrides with a secret of the environment, which Hydra would record."""
+    """Return errors for overrides with a secret, which Hydra and the sweep would record."""
     return [
         SettingError(
             override.text.partition("=")[0],
             None,
-            f"holds the value of the environment variable {name}, and would be recorded",
-            f"Leave it out; libraries that need {name} read it from the environment",
+            "holds a secret, and the command line is recorded and seen by other users",
+            "Leave it out, and set the variable in the environment, which jobs inherit",
             origin=COMMAND_LINE,
         )
         for override in overrides
-        if (name := variable_in(override.text))
+        if hide(override.text) != override.text
     ]
 
 

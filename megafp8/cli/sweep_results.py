@@ -10,18 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import get_type_hints
 
 from megafp8.cli import is_first_rank
-from megafp8.config.secrets import hide
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
+from megafp8.foreign import read_json, read_object
 from megafp8.observe.units import format_count, format_duration
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
-from megafp8.report.writer import REPORT_FILE
+from megafp8.report.writer import REPORT_FILE, is_page
+from megafp8.secrets import shown
 
 RESULT_NAME = "job.json"
 SUMMARY_NAME = "sweep.json"
+RECORD_OF_HYDRA = "multirun.yaml"
 
 _OUTCOMES = {
     int(ExitCode.FINISHED): "finished",
@@ -81,7 +84,7 @@ def result_of(job: Job, code: int, problem: str | None = None) -> Result:
     summary: dict[str, object] = {}
     if code == ExitCode.FINISHED:
         try:
-            summary = json.loads((job.directory / "summary.json").read_text())
+            summary = read_object(job.directory / "summary.json")
         except (OSError, ValueError):
             pass  # the task wrote no summary
 
@@ -91,7 +94,7 @@ def result_of(job: Job, code: int, problem: str | None = None) -> Result:
 
     return Result(
         job=job.num,
-        overrides=[hide(text) for text in job.overrides],
+        overrides=[shown(text) for text in job.overrides],
         directory=str(job.directory),
         code=code,
         outcome=_OUTCOMES.get(code, f"exit code {code}"),
@@ -99,13 +102,55 @@ def result_of(job: Job, code: int, problem: str | None = None) -> Result:
         train_loss=figure("train_loss"),
         tokens_per_second=figure("tokens_per_second"),
         wall_seconds=figure("wall_seconds"),
-        problem=None if problem is None else hide(problem),
+        problem=None if problem is None else shown(problem),
+    )
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raise `RunError` if a sweep in `directory` would overwrite a file that no sweep wrote.
+
+    A `sweep.json` of another origin is kept under another name.
+    """
+    record = directory / RECORD_OF_HYDRA
+    wrong = [] if is_page(directory / REPORT_FILE) else [REPORT_FILE]
+    if record.exists() and not _names_megafp8(record):
+        wrong.append(RECORD_OF_HYDRA)
+    if wrong:
+        raise RunError(
+            f"hydra.sweep.dir={directory}: a sweep would overwrite {' and '.join(wrong)}, which no "
+            "sweep of megafp8 has written. Choose another hydra.sweep.dir"
+        )
+
+
+def _names_megafp8(record: Path) -> bool:
+    """Whether the record that Hydra makes of a sweep's settings names this project."""
+    try:
+        return not record.is_symlink() and b"megafp8" in record.read_bytes()
+    except OSError:
+        return False
+
+
+def why_foreign(job: Job) -> str | None:
+    """Return why a sweep must not write a job's `job.json`: another program's file has its name."""
+    try:
+        content = json.loads(job.result_file.read_bytes() or b"{}")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict) and (not content or {"job", "overrides"} <= content.keys()):
+        return None
+    return (
+        f"{job.result_file}: no sweep of megafp8 has written this file. Choose another "
+        "hydra.sweep.dir"
     )
 
 
 def read_result(job: Job) -> Result:
     try:
-        return Result(**json.loads(job.result_file.read_text()))
+        return _restored(read_object(job.result_file))
+    except (ValueError, TypeError):
+        return result_of(job, int(ExitCode.CRASHED), "the job's result cannot be read")
     except FileNotFoundError:
         if not job.directory.is_dir():
             return replace(result_of(job, int(ExitCode.CRASHED)), outcome="not started")
@@ -123,11 +168,11 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
     is_other = _has_another_sweep(directory, results)
     is_left = is_other and all(result.code == ExitCode.USER_ERROR for result in results)
     writes = is_first_rank()  # with torchrun every rank comes here
+    is_repeated = False
     if writes and directory.is_dir() and not is_left:  # it was not made if all were refused
         if is_other:
             print(f"\n[sweep] results of an earlier sweep are kept in {_set_aside(directory)}")
-        text = json.dumps([asdict(result) for result in results], indent=2)
-        (directory / SUMMARY_NAME).write_text(text + "\n")
+        is_repeated = not _write_if_changed(directory / SUMMARY_NAME, results)
     own, shared = _own_overrides(results)
     best = _best(results)
     rows: list[tuple[str, ...]] = [
@@ -166,10 +211,25 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
             f"{directory} has the results of another sweep, which are left as they are: "
             "choose another hydra.sweep.dir"
         )
+    elif writes and is_repeated and not code and (directory / REPORT_FILE).is_file():
+        print(f"report: {directory / REPORT_FILE}")  # all jobs had finished before
     elif writes:
         _write_page(results, directory)
     sys.stdout.flush()
     return code
+
+
+def _write_if_changed(path: Path, results: Sequence[Result]) -> bool:
+    """Write the results to `sweep.json` unless it has them already; return whether it was written.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    text = json.dumps([asdict(result) for result in results], indent=2) + "\n"
+    if path.is_file() and path.read_bytes() == text.encode():
+        return False
+    write_atomically(path, text)
+    return True
 
 
 def _text(value: float | None, form: Callable[[float], str]) -> str:
@@ -221,9 +281,24 @@ def _set_aside(directory: Path) -> Path:
 def read_sweep(directory: Path) -> list[Result] | None:
     """Return the results in a sweep's `sweep.json`; None without one that can be read."""
     try:
-        return [Result(**each) for each in json.loads((directory / SUMMARY_NAME).read_text())]
+        return [_restored(each) for each in read_json(directory / SUMMARY_NAME)]
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _restored(tree: dict[str, object]) -> Result:
+    """Return a result that was written as JSON.
+
+    Raises:
+        TypeError: It has other fields than a result, or values of other types.
+    """
+    result = Result(**tree)  # type: ignore[arg-type]  # checked below
+    for name, kind in get_type_hints(Result).items():
+        if not isinstance(getattr(result, name), list if name == "overrides" else kind):
+            raise TypeError(name)
+    if not all(isinstance(text, str) for text in result.overrides):
+        raise TypeError("overrides")
+    return result
 
 
 def sweep_page(

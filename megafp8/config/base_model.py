@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megafp8.config.architecture import SHAPE_KEYS
+from megafp8.config.architecture import function_keys
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer
 from megafp8.config.resume import flat
 from megafp8.config.schema import Config
 from megafp8.config.settings import Setting
 from megafp8.config.values import DEFAULT_EXP_DIR
+from megafp8.foreign import read_json
 
 FILES = "model.data.train_ds.file_names"
 STARTS = (
@@ -25,13 +25,8 @@ STARTS = (
 
 EXP_DIR, NAME = "exp_manager.exp_dir", "exp_manager.name"
 LOG_DIR = "exp_manager.explicit_log_dir"
-_TAKEN = (
-    *SHAPE_KEYS,
-    "encoder_seq_length",
-    "layernorm_zero_centered_gamma",
-    "apply_query_key_layer_scaling",
-    "make_vocab_size_divisible_by",
-)
+_LENGTHS = ("encoder_seq_length", "make_vocab_size_divisible_by")
+"""What fine-tuning takes from a model beside the function of its weights."""
 
 
 def with_base(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> list[Layer]:
@@ -120,7 +115,9 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
     model = config["model"] if config is not None else {}
     # What the model makes useless in a file is named and not refused, whoever wrote the file.
     origin = Origin(f"the model in {folder}", COMMAND_LINE.strength - 1)
-    taken = {f"model.{name}": model[name] for name in _TAKEN if name in model}
+    taken = {
+        f"model.{name}": model[name] for name in (*function_keys(), *_LENGTHS) if name in model
+    }
     return Layer(origin, tuple(Setting(key, value, origin) for key, value in taken.items()))
 
 
@@ -140,7 +137,7 @@ def _recorded(path: Path) -> dict[str, Any] | None:
         *sorted(path.glob("checkpoints/step_*/manifest.json")),
     ):
         try:
-            tree = json.loads(manifest.read_text(encoding="utf-8"))
+            tree = read_json(manifest)
             config = tree["meta"]["config"]
             described = isinstance(config["model"], dict)
         except (OSError, ValueError, KeyError, TypeError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.config.secrets import HIDDEN, hide, is_secret_name
 from megafp8.errors import ConfigError
+from megafp8.secrets import redacted, shown
 
 
 class Origin(str):
@@ -46,17 +46,20 @@ class SettingError(ConfigError):
     def __init__(
         self, key: str, value: object, reason: str, hint: str, *, origin: str = ""
     ) -> None:
-        if value is not None and is_secret_name(key):
-            reason = reason.replace(repr(value), HIDDEN).replace(str(value) or HIDDEN, HIDDEN)
-            value = HIDDEN
+        safe = redacted(value, key)
+        if safe != value and not (isinstance(value, tuple) and safe == list(value)):
+            text = str(safe)
+            reason = reason.replace(repr(value), text).replace(str(value) or text, text)
+            value = safe
         super().__init__(key or "''", value, reason, hint)  # an empty argument has no name
         self.origin = origin
         self.args = (str(self),)
 
     def __str__(self) -> str:
-        setting = self.key if self.value is None else f"{self.key}={self.value}"
+        key, value = (text.replace("\n", "\\n") for text in (self.key, str(self.value)))
+        setting = key if self.value is None else f"{key}={value}"
         place = f" ({self.origin})" if self.origin else ""
-        return hide(f"{setting}{place}: {self.reason}. {self.hint}")
+        return shown(f"{setting}{place}: {self.reason}. {self.hint}")
 
 
 class CombinedConfigError(ConfigError):

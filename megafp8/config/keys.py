@@ -23,6 +23,17 @@ NOT_IN_NEMO = object()
 
 _LARGEST = 2**53  # a float cannot hold every whole number above
 
+# The largest sizes that are accepted. They are far above those of any model; what is larger could
+# only be a mistake, and rules, plans and tables that go through all layers or heads would not end.
+MAX_LAYERS = 10_000
+MAX_HEADS = 2**16
+MAX_WIDTH = 2**22
+MAX_POSITIONS = 2**27
+MAX_VOCABULARY = 2**24
+MAX_BATCH = 2**24
+MAX_RANKS = 2**20
+MAX_STAGES = 1024
+
 FREE_KINDS: frozenset[Kind] = frozenset({"length", "logging", "layout", "policy"})
 """Keys of these kinds may differ when a run continues; those of the others may not."""
 
@@ -36,12 +47,14 @@ class Valid:
         accepts: Whether a value of the right type is valid.
         later: Values that NeMo has and this version does not support.
         suggestion: The hint for one of `later`.
+        why: Returns why a value is not valid, in place of `text`.
     """
 
     text: str
     accepts: Callable[[Any], bool]
     later: Container[object] = ()
     suggestion: str = ""
+    why: Callable[[Any], str | None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,7 @@ class Key:
     needs: Need | None = None
     spelling: Callable[[Any], Any] | None = None
     never_idle: bool = False
+    defines_function: bool = False
 
     def spelled(self, value: Any) -> Any:
         """Return `value` as a run's resolved settings write it: one spelling for each meaning."""
@@ -112,6 +126,7 @@ def key(
     needs: Need | None = None,
     spelling: Callable[[Any], Any] | None = None,
     never_idle: bool = False,
+    defines_function: bool = False,
 ) -> Any:
     """Return a dataclass field with a key's description. Each tree gets its own copy of a list.
 
@@ -125,6 +140,8 @@ def key(
         spelling: Returns the same value for all valid spellings of one meaning.
         never_idle: Whether a preset or a NeMo file that sets the key in an FP8 run is refused where
             the key has no effect, since elsewhere it would change numbers.
+        defines_function: Whether a model with another value computes another function of the same
+            weights, or has other weights. What changes training or roundings alone does not.
     """
     metadata = {
         "help": help,
@@ -134,6 +151,7 @@ def key(
         "needs": needs,
         "spelling": spelling,
         "never_idle": never_idle,
+        "defines_function": defines_function,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -192,14 +210,16 @@ def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
     return found
 
 
-def at_least(low: float) -> Valid:
-    """Return the condition that a number is `low` or larger."""
-    return Valid(f"at least {low}", lambda v: low <= v <= _LARGEST)
+def at_least(low: float, most: float = _LARGEST) -> Valid:
+    """Return the condition that a number is `low` or larger, and at most `most`."""
+    text = f"at least {low}" + (f" and at most {most}" if most != _LARGEST else "")
+    return Valid(text, lambda v: low <= v <= most)
 
 
-def above(low: float) -> Valid:
-    """Return the condition that a number is larger than `low`."""
-    return Valid(f"above {low}", lambda v: low < v <= _LARGEST)
+def above(low: float, most: float = _LARGEST) -> Valid:
+    """Return the condition that a number is larger than `low`, and at most `most`."""
+    text = f"above {low}" + (f" and at most {most}" if most != _LARGEST else "")
+    return Valid(text, lambda v: low < v <= most)
 
 
 def between(low: float, high: float) -> Valid:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -30,15 +32,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
+from megafp8.config.hydra_section import HYDRA
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride
 from megafp8.config.settings import Setting, flatten
+from megafp8.foreign import ForeignFileError, read_yaml_text
 
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
 """The name of the config that is made for each composition: the user's YAML, then the presets."""
-
-HYDRA = "hydra"
-"""The section of a YAML that holds Hydra's own settings."""
 
 
 def _product(*factors: float) -> float:
@@ -152,8 +153,8 @@ def default_job() -> Mapping[str, Any]:
     return {setting.key: setting.value for setting in layer.settings}
 
 
-class _Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
-    """Read each file once."""
+class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
+    """Read each file once, after a check of its size, depth and aliases."""
 
     def __init__(self, path: ConfigSearchPathImpl) -> None:
         super().__init__(path)
@@ -162,8 +163,21 @@ class _Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Return a file's content and its list of defaults; None if it does not exist."""
         if config_path not in self._read:
+            self._check(config_path)
             self._read[config_path] = super().load_config(config_path)
         return self._read[config_path]
+
+    def _check(self, config_path: str) -> None:
+        """Raise `ForeignFileError` if a YAML file on the disk is not one to be parsed."""
+        source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
+        if source is None or source.scheme() != "file":
+            return
+        file = Path(source.path, config_path.removesuffix(".yaml") + ".yaml")
+        with suppress(OSError):  # Hydra reports it
+            try:
+                read_yaml_text(file)
+            except ForeignFileError as error:
+                raise ForeignFileError(f"{file.name}: {error}") from error
 
 
 def search_path(source: Source) -> ConfigSearchPathImpl:
@@ -183,7 +197,7 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
 
     A group from which the YAML itself chooses is left out, since Hydra overrides it there.
     """
-    files = files or _Files(search_path(source))
+    files = files or Files(search_path(source))
     primary = files.load_config(source.name)
     items = primary.defaults_list if primary is not None else None
     chosen = [getattr(item, "group", None) for item in items or ()]
@@ -194,7 +208,7 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
 
 def _files(source: Source, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
     """Return the files in the order of merging, each with the section that its settings go to."""
-    files = _Files(search_path(source))
+    files = Files(search_path(source))
     ConfigStore.instance().store(
         ROOT_CONFIG, {"defaults": ["_self_", *root_defaults(source, files)]}
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config import te_environment
 from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
-from megafp8.config.errors import DEFAULT, Origin, SettingError, raise_if_any
+from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
+from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
+from megafp8.config.hydra_section import HYDRA
 from megafp8.config.keys import needs
 from megafp8.config.layers import (
     DEFAULT_CONFIG,
-    HYDRA,
     Layer,
     default_job,
     find_source,
     layers_of,
 )
-from megafp8.config.nemo import launcher_paths_once, nemo_keys
+from megafp8.config.nemo import launcher_paths_once, nemo_keys, nemos_file
+from megafp8.config.notes import notes
 from megafp8.config.overrides import parse_overrides
-from megafp8.config.rules import Unused, unused
+from megafp8.config.own_recipes import load_own_recipes
+from megafp8.config.rate import without_own_rate
+from megafp8.config.rules import Unused, effective, unused
 from megafp8.config.schema import all_keys, schema_tree
-from megafp8.config.secrets import HIDDEN, variable_in
 from megafp8.config.settings import (
     UNDECIDED,
     Setting,
@@ -37,11 +42,22 @@ from megafp8.config.settings import (
     read_value,
     read_values,
 )
-from megafp8.config.spellings import Translated, translate
+from megafp8.config.spellings import Translated, take_length_of_samples, take_mock_data, translate
 from megafp8.config.values import one_line, plain
+from megafp8.secrets import HIDDEN, has_password, named_secrets, redacted, variable_in
 
 ACCELERATOR = "trainer.accelerator"
-GRAPH, BACKEND = "model.enable_cuda_graph", "model.fp8_backend"
+BACKEND, MASK_FUSION = "model.fp8_backend", "model.get_attention_mask_from_fusion"
+_IDLE_IN_NEMO = (
+    # In NeMo these graphs are Transformer Engine's and change times only. Here they would make
+    # `auto` leave Transformer Engine for native layers, unless someone chose these.
+    ("model.enable_cuda_graph", BACKEND, "native"),
+    # NeMo then gives its layers no mask, and they attend over whole samples.
+    ("model.data.reset_attention_mask", MASK_FUSION, False),
+    # NeMo rotates by the place in the sample, and its biases are of distances in the sample.
+    ("model.data.reset_position_ids", "model.position_embedding_type", "learned_absolute"),
+)
+"""Keys that a NeMo file may set without effect, unless another key has a value."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,7 @@ class Loaded:
         unused: The given keys that have no effect with the other settings, where this is no
             mistake: a preset or a NeMo file set them, or a stronger layer switched them off.
         translated: The given values that NeMo spells in another way.
+        notes: Lines about settings that have less effect than their values say.
     """
 
     cfg: DictConfig
@@ -62,9 +79,10 @@ class Loaded:
     inert: tuple[Setting, ...]
     unused: tuple[tuple[Setting, Unused], ...] = ()
     translated: tuple[Translated, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def inert_lines(self) -> list[str]:
-        """Return lines about settings that were translated or have no effect.
+        """Return lines about settings that were translated, are cut, or have no effect.
 
         Those without effect for the same reason share a line.
         """
@@ -73,6 +91,7 @@ class Loaded:
             f"{one_line(t.value)}"
             for t in self.translated
         ]
+        lines += self.notes
         groups: dict[tuple[str, str], list[str]] = {}
         for s in self.inert:
             if s.key == HYDRA:
@@ -95,6 +114,8 @@ def load(
 ) -> DictConfig:
     """Return the tree of settings after all checks that need no device.
 
+    Whether a learning rate suits the model is left to `load_all`, which a command calls.
+
     Args:
         overrides: Overrides as on the command line, for example `model.fp8=True`.
         config_dir: A directory of the user's own YAML files.
@@ -103,7 +124,7 @@ def load(
     Raises:
         ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
     """
-    return load_all(overrides, config_dir, config_name).cfg
+    return load_all(overrides, config_dir, config_name, trains=False).cfg
 
 
 def load_all(
@@ -111,12 +132,19 @@ def load_all(
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
     gpu_available: Callable[[], bool] | None = None,
+    *,
+    trains: bool = True,
+    trusts_recipes: bool = False,
+    recipes_given: frozenset[str] | None = None,
 ) -> Loaded:
     """Return the tree that `load` returns, with origins and settings without effect.
 
-    Arguments and errors are those of `load`. `gpu_available` returns whether this machine has a
+    Arguments and errors are those of `load`. `trains` False says that the settings are for no run,
+    so that the learning rate does not matter. `gpu_available` returns whether this machine has a
     GPU; it is called only if a given key has an effect on one of the two devices alone. Without it,
-    what holds on one of the devices is accepted.
+    what holds on one of the devices is accepted. `trusts_recipes` says that recipes which YAML
+    files name as code may be imported. `recipes_given` has the names that a sweep's command line
+    gives to its jobs; None stands for a single run.
     """
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
@@ -136,16 +164,33 @@ def load_all(
         problems.append(problem)
     tree, origins, in_layers = merge(layers)
     problems += in_layers
-    idle = _without_graphs_of_nemo(tree, origins)
+    idle = _without_idle_ones_of_nemo(tree, origins)
+    fused = _with_gelu_of_nemo(tree, origins)
+    about = take_length_of_samples(tree, origins)
+    try:
+        about += take_mock_data(tree, origins)
+    except SettingError as problem:
+        problems.append(problem)
     values, unreadable = read_values(tree, origins)
-    problems += unreadable + _secret_problems(values, origins)
+    known = {
+        text for layer in layers for s in layer.settings for text in named_secrets(s.value, s.key)
+    }
+    problems += unreadable + _secret_problems(values, origins, known)
+    problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=recipes_given)
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
     good = _on_this_machine(good, gpu_available)
     inert, refused = _nemo_settings(tree, values, origins)
-    found = problems + check_values(good, origins) + refused
-    raise_if_any(launcher_paths_once(found))
     inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
+    refused += _secrets_of_the_command_line(inert)
+    found = problems + check_values(good, origins) + refused + _environment_problems(good)
+    defaults = {
+        s.key: s.value for layer in layers if layer.origin == DEFAULT for s in layer.settings
+    }
+    if trains and (problem_of_rate := without_own_rate(good, origins, defaults)) is not None:
+        found.append(problem_of_rate)
+    raise_if_any(launcher_paths_once(found))
+    inert = [s for s in inert if s.key not in {t.setting.key for t in fused}]
     idle += [  # the default job's own settings, which have no origin, are not reported
         (Setting(found.key, values[found.key], origins[found.key]), found)
         for found in unused(good)
@@ -157,7 +202,9 @@ def load_all(
         for t in of_layer
         if origins.get(t.setting.key) == t.setting.origin  # no stronger layer replaced it
     )
-    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), translated)
+    said, lines = (*translated, *fused), (*about, *notes(values))
+    inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
+    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
 
 
 def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:
@@ -190,27 +237,52 @@ def _interpolated(layers: Sequence[Layer], path: str) -> Any:
         return None
 
 
-def _without_graphs_of_nemo(
+def _without_idle_ones_of_nemo(
     tree: DictConfig, origins: dict[str, Origin]
 ) -> list[tuple[Setting, Unused]]:
-    """Switch CUDA graphs off that a NeMo file asks for; return the setting, to be listed.
+    """Switch off what a NeMo file asks for without effect in NeMo; return these, to be listed.
 
-    In NeMo they are Transformer Engine's and change times only. Here they would make `auto` leave
-    Transformer Engine for native layers. They stay if someone chose these; NeMo has no such key.
+    The settings that a run has recorded are not a file of NeMo, and are left as they are.
     """
-    origin = origins.get(GRAPH, DEFAULT)
+    if nemos_file(origins) is None:
+        return []
+    found = (_switched_off(tree, origins, *row) for row in _IDLE_IN_NEMO)
+    return [one for one in found if one is not None]
+
+
+def _switched_off(
+    tree: DictConfig, origins: dict[str, Origin], key: str, other: str, value: object
+) -> tuple[Setting, Unused] | None:
+    """Set a key to False that a NeMo file sets to True, unless `other` has `value`."""
+    origin = origins.get(key, DEFAULT)
     if not origin.is_nemos:
-        return []
+        return None
     try:
-        value, backend = read_value(tree, GRAPH), read_value(tree, BACKEND)
+        asked, has = read_value(tree, key), read_value(tree, other)
     except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        return []  # `read_values` reports it
-    if value is not True or backend == "native":
+        return None  # `read_values` reports it
+    if asked is not True or has == value:
+        return None
+    OmegaConf.update(tree, key, False)
+    del origins[key]
+    return Setting(key, asked, origin), Unused(key, needs(other, value), f"{other}={plain(has)}")
+
+
+def _with_gelu_of_nemo(tree: DictConfig, origins: dict[str, Origin]) -> list[Translated]:
+    """Ask for the tanh form of GELU where a setting of NeMo means it; return that setting."""
+
+    def read(path: str) -> Any:
+        try:
+            return read_value(tree, path)
+        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
+            return None  # `read_values` reports it
+
+    asks = asks_for_tanh(read, origins, nemos_file(origins))
+    if asks is None:
         return []
-    OmegaConf.update(tree, GRAPH, False)
-    del origins[GRAPH]
-    found = Unused(GRAPH, needs(BACKEND, "native"), f"{BACKEND}={plain(backend)}")
-    return [(Setting(GRAPH, value, origin), found)]
+    OmegaConf.update(tree, GELU, True)
+    origins[GELU] = asks.origin
+    return [Translated(Setting(*asks), TANH_GELU)]
 
 
 @cache
@@ -253,10 +325,19 @@ def _on_this_machine(
     return {**values, ACCELERATOR: "cpu"}
 
 
+def _environment_problems(values: Mapping[str, Any]) -> list[SettingError]:
+    """Return which environment variables ask Transformer Engine for another rule than settings."""
+    if values.get(BACKEND) != "te":
+        return []
+    sound = effective(within_ranges(values))
+    found = te_environment.findings(sound, os.environ)
+    return [SettingError(f.key, "te", f.reason, f.hint) for f in found]
+
+
 def _secret_problems(
-    values: Mapping[str, Any], origins: Mapping[str, Origin]
+    values: Mapping[str, Any], origins: Mapping[str, Origin], known: Collection[str]
 ) -> list[SettingError]:
-    """Return the settings that hold a secret of the environment.
+    """Return the settings that hold a secret, `known` or of the environment, or a password.
 
     Settings are written into the run's directory and sent to trackers, so a token must not be one.
     """
@@ -264,12 +345,37 @@ def _secret_problems(
         SettingError(
             path,
             HIDDEN,
-            f"holds the value of the environment variable {name}, and would be recorded",
-            f"Leave it out; libraries that need {name} read it from the environment",
+            f"holds {what}, and would be recorded",
+            "Leave it out; libraries that need a secret read it from the environment",
             origin=origins.get(path, DEFAULT),
         )
         for path, value in values.items()
-        if isinstance(value, str) and (name := variable_in(value))
+        if (what := _secret_in(path, value, known))
+    ]
+
+
+def _secret_in(path: str, value: Any, known: Collection[str]) -> str | None:
+    if name := variable_in(value):
+        return f"the value of the environment variable {name}"
+    if has_password(value):
+        return "an address with a password"
+    if redacted(value, path, known) != (list(value) if isinstance(value, tuple) else value):
+        return "a secret that a key names"
+    return None
+
+
+def _secrets_of_the_command_line(inert: Sequence[Setting]) -> list[SettingError]:
+    """Return errors for secrets that were typed, since a run records its command line."""
+    return [
+        SettingError(
+            s.key,
+            HIDDEN,
+            "holds a secret, and the command line is recorded and seen by other users",
+            "Leave it out, and set the variable in the environment",
+            origin=s.origin,
+        )
+        for s in inert
+        if s.origin == COMMAND_LINE and redacted(s.value, s.key) != s.value
     ]
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from megafp8.config.errors import SettingError
+from megafp8.config.errors import Origin, SettingError
+from megafp8.config.gelu import FUSION, GELU, can_fuse
 from megafp8.config.keys import Values
+from megafp8.config.nemo_table import rows
 from megafp8.config.values import plain
 
 
@@ -111,6 +114,8 @@ NO_EQUIVALENT = "has no equivalent in megafp8"
 LOGGERS = (
     "Use exp_manager.create_tensorboard_logger, exp_manager.create_wandb_logger or metrics.jsonl"
 )
+FUSED_GELU = "NeMo's fused GELU is the tanh form, which here model.openai_gelu asks for"
+NO_MASK = "with it NeMo drops model.data.reset_attention_mask of a file; attention is causal"
 KERNELS = "torch and the backend choose the kernels; results differ only by rounding"
 CHECKPOINTS = "checkpoints are sharded safetensors, which load into any layout"
 USER_BUFFERS = "user buffers, which change times only, have Transformer Engine's own configuration"
@@ -186,6 +191,8 @@ LAUNCHER_GIVES = "NeMo's launcher gives the value"
 LAUNCHER_PATHS = ("data_dir", "base_results_dir", "launcher_scripts_path")
 """Names that the launcher's files refer to, as `${data_dir}`; the launcher gives their values."""
 
+_FREE = {"number": ANY_NUMBER, "text": ANY_TEXT, "section": ANY_MAP}
+
 _KEYS = (
     _key("name", "megatron_gpt", "a label, which other keys can use as ${name}", free=NO_FALCON,
          hint=CORE_LAYER),
@@ -242,8 +249,6 @@ _KEYS = (
     _key("model.mcore_gpt", False, "the one implementation has Megatron Core's architecture",
          passes=(True, False)),
     _key("model.expert_model_parallel_size", 1, "models have no experts", why=NO_EQUIVALENT),
-    _key("model.do_layer_norm_weight_decay", False, "norms and biases have no weight decay",
-         why=NO_EQUIVALENT),
     _key("model.pre_process", True, "a model always has its embedding"),
     _key("model.post_process", True, "a model always has its output layer"),
     _key("model.persist_layer_norm", True, KERNELS, free=ANY_FLAG),
@@ -287,9 +292,12 @@ _KEYS = (
          why="is not read", hint="Leave it out; NCCL reads its NCCL_* environment variables"),
     _key("model.validation_param_sync_overlap", False, "validation does not synchronize parameters",
          free=ANY_FLAG),
+    _key(FUSION, True, FUSED_GELU, passes=(False,), where=can_fuse,
+         why="is refused by NeMo with model.activation=gelu and model.bias=False",
+         hint=f"Give {FUSION}=False for the exact form of GELU, with {GELU}=True for the other"),
     *(_key(f"model.{what}_fusion", True, KERNELS, free=ANY_FLAG)
-      for what in (
-          "bias_activation", "bias_dropout_add", "masked_softmax", "get_attention_mask_from")),
+      for what in ("bias_dropout_add", "masked_softmax")),
+    _key("model.get_attention_mask_from_fusion", True, NO_MASK, free=ANY_FLAG),
     _key("model.apply_rope_fusion", False, KERNELS, free=ANY_FLAG),
     _key("model.fsdp_sharded_checkpoint", False,
          "checkpoints are sharded safetensors, which load into any layout", passes=(False, True)),
@@ -315,7 +323,8 @@ _KEYS = (
     _key("model.use_emha", False, "attention is torch's scaled_dot_product_attention",
          why=NO_EQUIVALENT),
     _key("model.data.data_impl", "mmap",
-         "data is in Megatron's indexed format and mapped into memory", why=NO_EQUIVALENT),
+         "data is in Megatron's indexed format and mapped into memory", why=NO_EQUIVALENT,
+         hint="Leave it out, or give mmap, or mock for random tokens"),
     _key("model.data.mmap_bin_files", True,
          "data is in Megatron's indexed format and mapped into memory", why=NO_EQUIVALENT),
     _key("model.data.skip_warmup", True, "mapped files are not read before training",
@@ -348,15 +357,6 @@ _KEYS = (
     # --- keys of NeMo's later files and of its other models --------------------------------------
     _late("s3_checkpointing", None, "checkpoints are written to a file system", free=ANY_MAP),
     _late("trainer.replace_sampler_ddp", False, "each rank reads its own part of the data"),
-    _late("exp_manager.log_step_timing", True, "step times are in every line and in metrics.jsonl",
-          free=ANY_FLAG),
-    _late("exp_manager.step_timing_kwargs.sync_cuda", False,
-          "step times are in every line and in metrics.jsonl", free=ANY_FLAG),
-    _late("exp_manager.step_timing_kwargs.buffer_size", 1,
-          "step times are in every line and in metrics.jsonl", free=ANY_NUMBER),
-    _late("exp_manager.seconds_to_sleep", 5, "a start waits for its ranks, not for a fixed time",
-          free=ANY_NUMBER),
-    _late("exp_manager.log_global_rank_0_only", False, "rank 0 writes the logs", free=ANY_FLAG),
     _late("exp_manager.checkpoint_callback_params.save_last_n_optim_states", -1,
           "every checkpoint has its optimizer states",
           hint="Use exp_manager.checkpoint_callback_params.keep for fewer checkpoints"),
@@ -435,7 +435,7 @@ _KEYS = (
           why=NO_EQUIVALENT),
     _late("model.data.fim", None, "without model.data.add_fim nothing reads it", free=ANY_MAP),
     _late("model.data.mock_dataset", False, "data is read", why=NO_EQUIVALENT,
-          hint="Use model.data.data_prefix=builtin, which needs no files"),
+          hint="Use model.data.data_impl=mock, which makes random tokens"),
     _late("model.data.data_cache_generation_only", False, "a run trains", why=NO_EQUIVALENT,
           hint="Leave it out; the first start writes the index maps"),
     _late("model.data.num_dataset_builder_threads", 1, "index maps are built by one process",
@@ -447,6 +447,10 @@ _KEYS = (
     _late("model.optim.nccl_ub", False, "NCCL registers no buffers; it changes times only",
           free=ANY_FLAG),
     _late("model.optim.dtype", "fp32", "the optimizer's states are in FP32", why=NO_EQUIVALENT),
+    *(_late(path, row.accepts[0], row.note, passes=tuple(row.accepts), why=row.why, hint=row.hint,
+            free=_FREE[row.free] if row.free else None,
+            same_as=itemgetter(row.same_as) if row.same_as else None)
+      for path, row in rows()),
 )  # fmt: skip
 
 
@@ -484,6 +488,16 @@ def launcher_paths_once(problems: Sequence[SettingError]) -> list[SettingError]:
 def nemo_keys() -> Mapping[str, NemoKey]:
     """Return every key of NeMo that has no effect, by its dotted path."""
     return {key.path: key for key in _KEYS}
+
+
+def nemos_file(origins: Mapping[str, Origin]) -> Origin | None:
+    """Return the weakest layer that is a file of NeMo; None if there is none.
+
+    A file that builds on the default job is ours. So is one without any key that only NeMo has,
+    such as the settings that a run has recorded.
+    """
+    found = [origin for key, origin in origins.items() if origin.is_nemos and key in nemo_keys()]
+    return min(found, key=lambda origin: origin.strength, default=None)
 
 
 @cache

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
+from megafp8.config.hydra_section import GROUPS, ON_THE_COMMAND_LINE, is_hydras
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
-from megafp8.config.secrets import is_secret_name
 from megafp8.config.settings import (
     Setting,
     flatten,
@@ -28,6 +28,7 @@ from megafp8.config.settings import (
     similar_keys,
     unknown_key,
 )
+from megafp8.secrets import is_secret_name
 
 PRESET_GROUPS = ("model", "precision")
 """The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
@@ -77,6 +78,7 @@ def parse_overrides(
     return good, problems
 
 
+_LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
 
 
@@ -99,12 +101,18 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     sweeps = override.is_sweep_override()
     if sweeps and not multirun:
         return _sweep_problem(text, key)
-    if override.is_hydra_override():
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        reason = "names files by a pattern, and a sweep takes values or the names of presets"
+        hint = "Give them one by one, as 1,2,3"
+        return SettingError(key, text.partition("=")[2], reason, hint, origin=COMMAND_LINE)
+    if is_hydras(key):
         return _hydra_setting(override, text, multirun)
     if key in PRESET_GROUPS and _names_preset(override):
         return _preset(override, config_dirs)
     is_group = key not in PRESET_GROUPS and any(
-        (folder / key).is_dir() for folder in config_dirs if "\0" not in key
+        (folder / key).is_dir()
+        for folder in config_dirs
+        if "\0" not in key and len(key.encode()) < _LONGEST_NAME
     )
     if is_group and not sweeps and isinstance(override.value(), str):
         return ParsedOverride(text, (), None, is_group=True)
@@ -128,7 +136,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
 def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverride | SettingError:
     """Check a setting of Hydra itself, which may choose a sweep's directory, launcher or sweeper.
 
-    Settings that name code to run are refused.
+    Settings that name code to run, and those that have no effect here, are refused.
     """
     key = override.key_or_group
     value = text.partition("=")[2]
@@ -144,15 +152,23 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
     elif override.is_sweep_override():
         reason = "Hydra's own settings cannot differ between the jobs of a sweep"
         hint = "Give one value"
-    elif key.startswith("hydra.callbacks") or "_target_" in text:
+    elif "callbacks" in key or "_target_" in text:
         reason = "settings must not name code to run"
         hint = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
     elif is_secret_name(text):
         reason = "Hydra would write a secret into the sweep's multirun.yaml"
         hint = "Set it in the environment, which jobs inherit"
+    elif not (key in GROUPS and override.package is None) and not _acts_in_a_sweep(key):
+        reason = "has no effect in a sweep"
+        hint = f"Leave it out; {', '.join(ON_THE_COMMAND_LINE)} and {', '.join(GROUPS)} have one"
     else:
         return ParsedOverride(text, (), None, is_hydra=True)
     return SettingError(key, value, reason, hint, origin=COMMAND_LINE)
+
+
+def _acts_in_a_sweep(key: str) -> bool:
+    whole = ("hydra.sweep", "hydra.launcher", "hydra.sweeper", "hydra.job.env_set")
+    return key.startswith(ON_THE_COMMAND_LINE) or key in whole
 
 
 def _hint_in_a_single_run(key: str) -> str:
@@ -168,7 +184,7 @@ def _hint_in_a_single_run(key: str) -> str:
 def _names_preset(override: Override) -> bool:
     """Whether `model=…` names a preset; a dict, null or a number is a value for the section."""
     if override.is_sweep_override():
-        return override.is_discrete_sweep()
+        return override.is_discrete_sweep() and not override.is_range_sweep()
     return isinstance(override.value(), str)
 
 
@@ -199,6 +215,9 @@ def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
     return sorted({file.name.removesuffix(".yaml") for file in files})
 
 
+_CLOSING = {"[": "]", "{": "}"}
+
+
 def _grammar_problem(text: str, error: Exception) -> SettingError:
     if "=" not in text:
         matches = [] if text.startswith("-") else similar_keys(text.strip())
@@ -207,6 +226,8 @@ def _grammar_problem(text: str, error: Exception) -> SettingError:
     key, _, value = text.partition("=")
     detail = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
     hint = f"Quote the value: '{key}=\"…\"'"
+    if value.startswith(("[", "{")):  # a shell has split it at a blank
+        hint = f"Quote the whole setting for the shell: '{key}={value[0]}…{_CLOSING[value[0]]}'"
     return SettingError(key, value, f"Hydra cannot read it: {detail}", hint, origin=COMMAND_LINE)
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 from megafp8.config.schema import Model, Trainer
-from megafp8.config.values import E4M3_RECIPES, PRECISIONS, parse_modules
+from megafp8.config.values import PRECISIONS, layers_in_bf16, parse_modules, split_accumulator
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
-from megafp8.specs.precision import (
-    GEMMS,
-    HIGH_PRECISION,
-    AttentionInFp8,
-    AutoBackend,
-    GemmName,
-    ModuleRule,
-    RecipeName,
-)
+from megafp8.specs.precision import GEMMS, AttentionInFp8, AutoBackend, ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
+from megafp8.specs.traits import GemmName
 
 
 def precision_spec(trainer: Trainer, model: Model, auto: AutoBackend | None) -> PrecisionSpec:
@@ -55,19 +48,21 @@ def _attention_in_fp8(model: Model) -> AttentionInFp8:
 def _fp8(model: Model) -> Fp8Recipe | None:
     if not model.fp8:
         return None
-    name = cast(RecipeName, model.fp8_recipe)
+    name, traits = model.fp8_recipe, find_recipe(model.fp8_recipe).traits
     power_2 = model.fp8_power_2_scale
-    precise = dict(zip(GEMMS, model.fp8_split_accumulator, strict=True))
+    chosen = ("fp8_backend", "fp8_recipe", "fp8_split_accumulator")
+    split = split_accumulator({f"model.{key}": getattr(model, key) for key in chosen})
+    precise = dict(zip(GEMMS, split, strict=True))
     return Fp8Recipe(
         name=name,
         forward_format="e4m3",
-        backward_format="e4m3" if model.fp8_e4m3 or name in E4M3_RECIPES else "e5m2",
+        backward_format="e4m3" if model.fp8_e4m3 or traits.is_e4m3 else "e5m2",
         margin=model.fp8_margin,
         interval=model.fp8_interval,
         amax_history_len=model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
         reduce_amax=model.reduce_amax,
-        power_2_scale=name in E4M3_RECIPES if power_2 is None else power_2,
+        power_2_scale=traits.power_2_default if power_2 is None else power_2,
         params_in_fp8=model.fp8_params,
         high_precision_gemms=_high_precision_gemms(model),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
@@ -85,9 +80,11 @@ def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
 
 def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
     """Yield `first_last_layers_bf16` as rules over the names of linears."""
-    if not model.first_last_layers_bf16:
-        return
-    first_of_end = model.num_layers - model.num_layers_at_end_in_bf16
-    for layer in range(model.num_layers):
-        if layer < model.num_layers_at_start_in_bf16 or layer >= first_of_end:
-            yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")
+    kept = layers_in_bf16(
+        model.num_layers,
+        model.first_last_layers_bf16,
+        model.num_layers_at_start_in_bf16,
+        model.num_layers_at_end_in_bf16,
+    )
+    for layer in kept:
+        yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")

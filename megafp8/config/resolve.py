@@ -27,7 +27,6 @@ from megafp8.config.schema import (
 from megafp8.config.settings import read_value, read_values
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
-    E4M3_RECIPES,
     PRECISIONS,
     file_list,
     format_number,
@@ -35,9 +34,11 @@ from megafp8.config.values import (
     parse_interval_seconds,
     parse_layout,
     parse_splits,
+    plain,
     steps_or_ratio,
     storage_of,
     unescaped,
+    warmup_steps,
 )
 from megafp8.hardware.torch_build import HINT, why_no_gpu
 from megafp8.specs import (
@@ -61,6 +62,7 @@ from megafp8.specs import (
 )
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
+from megafp8.specs.recipes import find_recipe
 
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
@@ -94,6 +96,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
             log_every_n_steps=trainer.log_every_n_steps,
             val_check_interval=trainer.val_check_interval,
             limit_val_batches=_validation_batches(trainer),
+            val_share=_validation_share(trainer),
             last_validation_is_whole=trainer.limit_val_batches is None and not trainer.fast_dev_run,
             seed=model.seed,
             nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
@@ -146,30 +149,14 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
     if values["model.optim.fp8_opt_level"] == "O3":
         values["model.fp8_params"] = True
-    is_e4m3 = values["model.fp8_e4m3"] or values["model.fp8_recipe"] in E4M3_RECIPES
+    is_e4m3 = values["model.fp8_e4m3"] or find_recipe(values["model.fp8_recipe"]).traits.is_e4m3
     if values["model.fp8"] and is_e4m3:
         values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
-    if values["trainer.accelerator"] == "cpu":
-        _refuse_on_cpu(values)
-    elif values["model.te_version"] is not None:
+    on_cpu = values["trainer.accelerator"] == "cpu"
+    if not on_cpu and values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
         raise SettingError("model.te_version", values["model.te_version"], reason, "Leave it out")
     return _nested(values)
-
-
-def _refuse_on_cpu(values: Mapping[str, Any]) -> None:
-    """Raise for the first setting that asks for a GPU."""
-    keys = all_keys()
-    for path, reason in _GPU_ONLY.items():
-        if values[path] != keys[path].default:
-            raise SettingError(path, values[path], reason, "Leave it out")
-
-
-_GPU_ONLY = {  # beside the keys that need trainer.accelerator=gpu, which `load_all` checks
-    "trainer.memory_snapshot_on_oom": "records CUDA's memory, and this run is on the CPU",
-    "model.fp8_split_accumulator": "applies to FP8 tensor cores, and this run is on the CPU, where "
-    "every sum is precise",
-}
 
 
 def _accelerator(asked: str, available: Callable[[], bool]) -> str:
@@ -225,22 +212,20 @@ def _fsdp(model: Model) -> FsdpSpec | None:
     )
 
 
-def warmup_steps(given: int | None, max_steps: int) -> int:
-    """Return `model.optim.sched.warmup_steps`, or a tenth of the run if it is null."""
-    return max_steps // 10 if given is None else given
-
-
 def _auto(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> AutoBackend | None:
     """Return what the settings say of Transformer Engine, on a GPU where no backend was named."""
     if model.fp8_backend != "auto" or trainer.accelerator != "gpu":
         return None
     values, _ = read_values(OmegaConf.merge(schema_tree(), resolved), {})  # type: ignore[arg-type]
     found = check_values(values | {"model.fp8_backend": "te"})
-    if not found:
-        return AutoBackend()
-    first = found[0]
-    setting = "" if first.key == "model.fp8_backend" else f"{first.key}={first.value} "
-    return AutoBackend(f"{setting}{first.reason}")
+    return AutoBackend("; ".join(map(_why_not_te, found)) or None)
+
+
+def _why_not_te(problem: SettingError) -> str:
+    """Return why a setting rules Transformer Engine out, for the line about `auto`."""
+    if problem.key == "model.fp8_backend":
+        return problem.reason
+    return f"{problem.key}={plain(problem.value)}: {problem.reason}"
 
 
 def _rampup(model: Model) -> RampupSpec | None:
@@ -256,6 +241,7 @@ def _optim(model: Model, trainer: Trainer) -> OptimSpec:
         name=optim.name,
         lr=optim.lr,
         weight_decay=optim.weight_decay,
+        decays_vectors=model.do_layer_norm_weight_decay,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         clip_grad_norm=trainer.gradient_clip_val or None,
@@ -301,6 +287,13 @@ def data_spec(cfg: DictConfig) -> DataSpec:
     tree = OmegaConf.to_object(cfg)
     assert isinstance(tree, Config)
     return _data(tree)
+
+
+def observe_spec(cfg: DictConfig) -> ObserveSpec:
+    """Return where a checked tree records its run, and what, without a look at devices."""
+    tree = OmegaConf.to_object(cfg)
+    assert isinstance(tree, Config)
+    return _observe(tree, tree.model)
 
 
 def _data(tree: Config) -> DataSpec:
@@ -400,6 +393,10 @@ def _observe(tree: Config, model: Model) -> ObserveSpec:
         progress_bar=trainer.enable_progress_bar,
         wandb_project=manager.wandb_logger_kwargs.project,
         wandb_name=manager.wandb_logger_kwargs.name,
+        wandb_entity=manager.wandb_logger_kwargs.entity,
+        wandb_group=manager.wandb_logger_kwargs.group,
+        wandb_tags=tuple(manager.wandb_logger_kwargs.tags),
+        wandb_mode=manager.wandb_logger_kwargs.mode,  # type: ignore[arg-type]  # validated
         health=HealthSpec(
             mode=_health_mode(model),
             max_underflow=model.fp8_health_max_underflow,
@@ -413,16 +410,26 @@ def _health_mode(model: Model) -> HealthMode:
     """Return the mode that `auto` stands for: `scales`, or `off` if a backend hides its casts."""
     if model.fp8_health != "auto":
         return model.fp8_health  # type: ignore[return-value]  # validated
-    of_te = model.fp8_backend == "te" and model.fp8_recipe != "delayed"
+    of_te = model.fp8_backend == "te" and not find_recipe(model.fp8_recipe).traits.has_history
     in_graph = model.fp8_backend == "torchao" and model.compile != "off"
     return "off" if of_te or in_graph else "scales"
 
 
 def _validation_batches(trainer: Trainer) -> int:
-    """Return the global batches of one validation; a trial of N steps has at most N."""
+    """Return the global batches of one validation; a trial of N steps has at most N.
+
+    A share of the split becomes a number when the data is open.
+    """
     given = trainer.limit_val_batches
-    limit = VALIDATION_BATCHES if given is None else given
+    is_number = isinstance(given, int) or given == 0
+    limit = int(given) if given is not None and is_number else VALIDATION_BATCHES
     return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
+
+
+def _validation_share(trainer: Trainer) -> float | None:
+    """Return the share of the validation split that is read, if that is given; not in a trial."""
+    given = trainer.limit_val_batches
+    return given if isinstance(given, float) and given > 0 and not trainer.fast_dev_run else None
 
 
 def _nested(values: dict[str, Any]) -> dict[str, object]:

@@ -16,6 +16,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from megafp8.config.keys import FREE_KINDS, Values
 from megafp8.config.overrides import quoted
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
-from megafp8.config.values import without_match
+from megafp8.config.te_layers import SPLIT
+from megafp8.config.values import parse_modules, split_accumulator, without_match
+from megafp8.specs.recipes import HIGH_PRECISION, problem
 
 Resolved = Mapping[str, Any]
 
@@ -92,6 +95,8 @@ def differences(
         was, now = last.get(key, _ABSENT), after.get(key, _ABSENT)
         if key == "model.fp8_modules":  # older versions ignored a pattern without a match
             was, now = _rules_with_match(was, before), _rules_with_match(now, after)
+        if key == SPLIT:  # null is what the backend does
+            was, now = split_accumulator({**before, key: was}), split_accumulator(after)
         if _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))
     return found
@@ -137,7 +142,23 @@ def _with_defaults(resolved: Resolved) -> dict[str, Any]:
 def _has_effect(key: str, values: Values) -> bool:
     """Whether a key is read; one that is never idle counts as if it were, with its default."""
     known = all_keys().get(key)
-    return known is None or known.never_idle or unmet_need(key, values) is None
+    if known is None or known.never_idle:
+        return True
+    return unmet_need(key, {**values, **_findable(values)}) is None
+
+
+def _findable(values: Values) -> dict[str, Any]:
+    """Return stand-ins for recipes of old settings whose code is not imported."""
+    found: dict[str, Any] = {}
+    name, rules = values.get("model.fp8_recipe"), values.get("model.fp8_modules")
+    if problem(name) is not None:
+        found["model.fp8_recipe"] = all_keys()["model.fp8_recipe"].default
+    if any(
+        rule.precision != HIGH_PRECISION and problem(rule.precision) is not None
+        for rule in parse_modules(rules) or ()
+    ):
+        found["model.fp8_modules"] = []
+    return found
 
 
 def check_continues(
@@ -189,10 +210,12 @@ def flat(resolved: Resolved, prefix: str = "") -> dict[str, Any]:
 def _meaning(key: str, value: Any) -> Any:
     known = all_keys().get(key)
     if known is not None and value != _ABSENT and value is not None:
-        value = known.spelled(value)  # an older version may have spelt the value differently
+        with suppress(TypeError, ValueError, KeyError, AssertionError):  # no value of the key
+            value = known.spelled(value)  # an older version may have spelt it differently
     if key.startswith(_FILES_OF_DATA):
         return _last_names(value)
-    return _SAME_MEANING.get(key, {}).get(value, value) if key in _SAME_MEANING else value
+    is_name = isinstance(value, str)
+    return _SAME_MEANING.get(key, {}).get(value, value) if is_name else value
 
 
 def _last_names(value: Any) -> Any:

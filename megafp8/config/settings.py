@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from megafp8.config.errors import DEFAULT, SettingError
+from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.keys import Key
 from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.schema import all_keys, all_sections, schema_tree
@@ -60,8 +60,10 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     if nemo_key is not None and isinstance(setting.value, dict) and not nemo_key.passes_map:
         return nemo_key.problem(setting.value, setting.origin)
     try:
+        if key is not None and _is_no_flag(key, setting.value):
+            raise ValueError
         OmegaConf.update(tree, setting.key, setting.value, merge=merge, force_add=key is None)
-    except (OmegaConfBaseException, ValueError, OverflowError):
+    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
         assert key is not None
         reason = f"{_show(setting.value)} is not {key.type_text}"
         hint = f"Give {key.valid_text}"
@@ -70,6 +72,16 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
             hint = f"Write {int(setting.value)}"  # the value of 1e5 is a float
         return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
     return None
+
+
+def _is_no_flag(key: Key, value: Any) -> bool:
+    """Whether a number is given for True or False, and is neither 1 nor 0.
+
+    OmegaConf would read every other number as True.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_flag = key.type_text.removesuffix(", or null") == "True or False"
+    return is_flag and is_number and value not in (0, 1)
 
 
 def _undecided(setting: Setting) -> SettingError | None:
@@ -166,8 +178,20 @@ def read_value(cfg: DictConfig, path: str) -> Any:
 
 
 def _missing(key: Key, origins: Mapping[str, str] | None) -> SettingError:
-    hint = f"Give {key.valid_text}, or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
+    hint = f"Give {key.valid_text}"
+    if not _has_nemos_sections(origins or {}):
+        hint += ", or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
     return SettingError(key.path, "???", "must be given", hint, origin=_origin(key.path, origins))
+
+
+def _has_nemos_sections(origins: Mapping[str, str]) -> bool:
+    """Whether a file that does not build on the default job has all of NeMo's sections."""
+    given = {
+        path.partition(".")[0]
+        for path, origin in origins.items()
+        if isinstance(origin, Origin) and origin.is_nemos
+    }
+    return {"trainer", "exp_manager", "model"} <= given
 
 
 def _unreadable(key: Key, error: Exception, origins: Mapping[str, str] | None) -> SettingError:

@@ -10,8 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megafp8.config.settings import Setting
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config.errors import DEFAULT, Origin, SettingError
+from megafp8.config.settings import Setting, read_value
+from megafp8.specs.data import MOCK_DATA
+
+SAMPLES = "model.data.seq_length"
+SEQUENCE = "model.encoder_seq_length"
+POSITIONS = "model.max_position_embeddings"
+IMPL, PREFIX = "model.data.data_impl", "model.data.data_prefix"
 DISTRIBUTED = "mcore_distributed_optim"
 
 _VALUES: dict[str, dict[Any, Any]] = {
@@ -56,6 +65,71 @@ def translate(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translat
             setting = Setting(setting.key, value, setting.origin)
         result.append(setting)
     return result, translated
+
+
+def take_length_of_samples(tree: DictConfig, origins: dict[str, Origin]) -> list[str]:
+    """Give sequences the length of samples where a file states a shorter one for these.
+
+    NeMo cuts samples by `model.data.seq_length`, and makes a model of `model.encoder_seq_length`
+    positions. So the model keeps that number of positions here. A longer length is left as it is,
+    which a rule reports.
+
+    Args:
+        tree: The merged tree of settings, which is changed.
+        origins: The layers that set its keys, which are changed with it.
+
+    Returns:
+        A line about the translation, or none.
+    """
+    samples, sequence, positions = (_read(tree, k) for k in (SAMPLES, SEQUENCE, POSITIONS))
+    whole = all(type(length) is int for length in (samples, sequence, positions))
+    if not whole or not 0 < samples < sequence:
+        return []
+    OmegaConf.update(tree, SEQUENCE, samples)
+    OmegaConf.update(tree, POSITIONS, positions)
+    origin = origins.get(SAMPLES, DEFAULT)
+    origins[SEQUENCE] = origin
+    return [
+        f"translated: {SAMPLES}={samples} ({origin}): {SEQUENCE}={samples} instead of {sequence}, "
+        f"and {POSITIONS}={positions}"
+    ]
+
+
+def take_mock_data(tree: DictConfig, origins: dict[str, Origin]) -> list[str]:
+    """Let `model.data.data_prefix` say `mock` where NeMo's `data_impl` does.
+
+    NeMo then reads none of the data that the prefix names.
+
+    Args:
+        tree: The merged tree of settings, which is changed.
+        origins: The layers that set its keys, which are changed with it.
+
+    Returns:
+        A line about the translation, or none.
+
+    Raises:
+        SettingError: A stronger layer names data, which would not be read.
+    """
+    origin, names_data = origins.get(IMPL, DEFAULT), origins.get(PREFIX, DEFAULT)
+    if origin == DEFAULT or _read(tree, IMPL) != MOCK_DATA:
+        return []
+    given = _read(tree, PREFIX)
+    del origins[IMPL]
+    if names_data.strength > origin.strength and given != MOCK_DATA:
+        reason = f"is not read with {IMPL}={MOCK_DATA} ({origin})"
+        hint = f"Give {IMPL}=mmap too, or leave it out"
+        raise SettingError(PREFIX, given, reason, hint, origin=names_data)
+    OmegaConf.update(tree, PREFIX, MOCK_DATA, merge=False)
+    origins[PREFIX] = origin
+    return [f"translated: {IMPL}={MOCK_DATA} ({origin}): {PREFIX}={MOCK_DATA}; no data are read"]
+
+
+def _read(tree: DictConfig, path: str) -> Any:
+    """Return a value, or None if it cannot be read, which `read_values` reports."""
+    try:
+        return read_value(tree, path)
+    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
+        return None
 
 
 def _without_root(value: Any) -> Any:

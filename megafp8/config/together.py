@@ -7,111 +7,54 @@ that depend on sizes are in `checks`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
+from megafp8.config import te_layers
 from megafp8.config.keys import Values
+from megafp8.config.rows import (
+    CURRENT,
+    FEW_BITS,
+    FEW_PARAMS,
+    FP8_GRADS,
+    FP16,
+    GATHERED,
+    HALF,
+    HISTORY,
+    NATIVE,
+    NOT_GATHERED,
+    ONE_WEIGHT,
+    OWN_WEIGHT,
+    SCALES_OF_PARTS,
+    SHARED_WEIGHT,
+    TWO_LEVELS,
+    TWO_WEIGHTS,
+    WHOLE_BLOCKS,
+    ZERO_BUBBLE,
+    Condition,
+    Row,
+    above,
+    given,
+    its_recipe,
+    not_,
+    one_of,
+    refusals,
+    some_recipe,
+)
 from megafp8.config.rules import Finding
-from megafp8.config.values import compute_dtypes, recipes_in, schedule_of, storage_of
-from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
-from megafp8.specs.precision import RECIPES
 
 UNPROVEN = True
-NATIVE = "or use model.fp8_backend=native, which has no such limit"
 
-
-class Condition(NamedTuple):
-    """Define a condition on a setting that is more than equality with one value."""
-
-    text: str  # is written after the key, as `=te or torchao`
-    holds: Callable[[Any, Values], bool]  # the arguments are the key's value and all values
-    reads: tuple[str, ...] = ()  # the other keys that `holds` reads
-
-
-class Row(NamedTuple):
-    """Describe a combination of settings that is refused.
-
-    Attributes:
-        when: Keys with their values or conditions; the row applies if all of them hold.
-        excludes: The key that is then refused, with its value or condition.
-        reason: Why. `{model.a}` stands for the setting of that key, as `model.a=True`.
-        hint: What to do instead.
-        unproven: Whether the only reason is that no test proves the combination right.
-    """
-
-    when: Mapping[str, Any]
-    excludes: Mapping[str, Any]
-    reason: str
-    hint: str
-    unproven: bool = False
-
-
-def one_of(*values: object) -> Condition:
-    """Return the condition that the value is one of several."""
-    return Condition(f"={' or '.join(map(str, values))}", lambda value, _: value in values)
-
-
-def not_(good: object) -> Condition:
-    """Return the condition that the value is not `good`."""
-    return Condition(f" other than {good}", lambda value, _: value != good)
-
-
-def above(low: int) -> Condition:
-    """Return the condition that the value is above a number."""
-    return Condition(f" above {low}", lambda value, _: value > low)
-
-
-def given() -> Condition:
-    """Return the condition that the value is neither False, null nor 0."""
-    return Condition(" given", lambda value, _: bool(value))
-
-
-def some_recipe(*names: str) -> Condition:
-    """Return the condition that some linear has one of the recipes."""
-    return Condition(
-        f"={' or '.join(names)} for some linear",
-        lambda _, values: bool(recipes_in(values) & set(names)),
-        ("model.fp8_modules",),
-    )
-
-
-def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
-    return lambda _, values: any(storage_of(values)[part] != "fp32" for part in parts)
-
-
-FP16 = Condition("=16", lambda _, values: compute_dtypes(values) == (16,))
-_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
-_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
-FEW_BITS = Condition(
-    " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
-)
-FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
-FEW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
-FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
-HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
-ZERO_BUBBLE = Condition(
-    f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
-    lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
-    ("model.virtual_pipeline_model_parallel_size",),
-)
-SEVERAL_SCALES = tuple(name for name in RECIPES if name not in ("delayed", "tensorwise"))
 
 BACKEND, RECIPE, COMPILE = "model.fp8_backend", "model.fp8_recipe", "model.compile"
 TP, CP = "model.tensor_model_parallel_size", "model.context_parallel_size"
 SP, PP = "model.sequence_parallel", "model.pipeline_model_parallel_size"
 FSDP, GATHER = "model.fsdp", "model.enable_fsdp_float8_all_gather"
-FP8_ATTENTION = "model.fp8_dot_product_attention"
 GRAPH = "model.enable_cuda_graph"
 HEALTH, PARAMS = "model.fp8_health", "model.fp8_params"
 LEVEL = "model.optim.fp8_opt_level"
 OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
 SAVES = "exp_manager.checkpoint_callback_params"
 NO_FSDP = f"or leave {FSDP} out"
-ALL_IN_FP8 = (
-    "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
-    "first forward pass"
-)
 NO_GRAPH = f"or leave {GRAPH} out"
 DRAWN = (
     "the host seeds torch's generator for each mask of dropout, and a graph would draw one mask "
@@ -132,8 +75,8 @@ TOGETHER = (
         "model.fp8=False",
     ),
     Row(
-        {RECIPE: some_recipe("blockwise")}, {"model.pad_inner_dim": True},
-        "blockwise scaling needs sizes that are whole blocks, and does not pad",
+        {RECIPE: some_recipe(WHOLE_BLOCKS)}, {"model.pad_inner_dim": True},
+        "{recipe} scaling needs sizes that are whole blocks, and does not pad",
         "Leave it out, or use another model.fp8_recipe",
     ),
     # --- Transformer Engine --------------------------------------------------------------------
@@ -143,52 +86,16 @@ TOGETHER = (
         f"Set model.transformer_engine=True, {NATIVE}",
     ),
     Row(
-        {BACKEND: "te"}, {"model.fp8_interval": not_(1)},
-        "Transformer Engine computes new scales at every update",
-        f"Use model.fp8_interval=1, {NATIVE}",
-    ),
-    Row(
-        {BACKEND: "te"}, {"model.pad_inner_dim": True},
-        "Transformer Engine's layers do not pad",
-        f"Leave it out, or use model.fp8_backend=torchao, {NATIVE}",
-    ),
-    Row(
-        {BACKEND: "te"}, {"model.ffn_dropout": above(0)},
-        "Transformer Engine's layer has no dropout inside the MLP",
-        f"Use model.ffn_dropout=0, {NATIVE}",
-    ),
-    *(
-        Row({BACKEND: "te"}, {key: test}, ALL_IN_FP8, f"Leave it out, {NATIVE}")
-        for key, test in (("model.fp8_wgrad", False),
-                          ("model.override_linear_precision", not_([False, False, False])))
-    ),
-    Row(
-        {BACKEND: "te"}, {COMPILE: not_("off")},
-        "Transformer Engine's layers are not compiled: they call its own kernels",
-        f"Use model.compile=off. {NATIVE}",
-    ),
-    Row(
-        {BACKEND: "te"}, {"model.data.reset_attention_mask": True},
-        "Transformer Engine's layers attend over whole samples, across the ends of documents",
-        f"Leave it out, {NATIVE}",
-    ),
-    Row(
-        {BACKEND: "te", RECIPE: "delayed"}, {HEALTH: "full"},
+        {BACKEND: "te", RECIPE: its_recipe(HISTORY)}, {HEALTH: "full"},
         "Transformer Engine does not expose its casts, and keeps amaxes and scales for "
         "model.fp8_recipe=delayed only",
         f"Use model.fp8_health=scales, {NATIVE}",
     ),
     Row(
-        {BACKEND: "te", RECIPE: not_("delayed")}, {HEALTH: one_of("scales", "full")},
+        {BACKEND: "te", RECIPE: its_recipe(CURRENT)}, {HEALTH: one_of("scales", "full")},
         "Transformer Engine does not expose its casts, and keeps amaxes and scales for "
         "model.fp8_recipe=delayed only; this run has {model.fp8_recipe}",
         f"Use model.fp8_health=auto or off, {NATIVE}",
-    ),
-    Row(
-        {PP: above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "te"},
-        "Transformer Engine's layers compute both gradients at once, and "
-        "{model.pipeline_schedule} needs them one after the other",
-        "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
     ),
     # --- torchao -------------------------------------------------------------------------------
     Row(
@@ -238,7 +145,7 @@ TOGETHER = (
         "Leave it out",
     ),
     Row(
-        {BACKEND: "torchao", FSDP: True, RECIPE: some_recipe("rowwise", "rowwise_with_gw_hp")},
+        {BACKEND: "torchao", FSDP: True, RECIPE: some_recipe(SCALES_OF_PARTS)},
         {GATHER: True},
         "a weight that is gathered from parts has one scale, and {model.fp8_recipe} needs several",
         "Use model.fp8_recipe=tensorwise, or leave it out",
@@ -248,11 +155,17 @@ TOGETHER = (
         OUTSIDE_FP16,
         "Use trainer.precision=bf16, or leave it out",
     ),
+    Row(
+        {COMPILE: "block", "model.fp8": True}, {RECIPE: some_recipe(TWO_LEVELS)},
+        "{recipe} has scales of two levels, which a compiled layer does not keep for backward",
+        "Set model.compile=off, or use another recipe",
+        UNPROVEN,
+    ),
     # --- sequence and context parallelism ------------------------------------------------------
     Row(
-        {"model.fp8": True, RECIPE: some_recipe(*SEVERAL_SCALES)}, {SP: True},
-        "gathers tensors that have one scale each, and {model.fp8_recipe} has several",
-        f"Leave {SP} out, or use model.fp8_recipe=delayed or tensorwise",
+        {"model.fp8": True, RECIPE: some_recipe(NOT_GATHERED)}, {SP: True},
+        "gathers quantized tokens, and {recipe} does not quantize parts as it quantizes the whole",
+        f"Leave {SP} out, or use model.fp8_recipe={GATHERED.hint}",
     ),
     Row(
         {SP: True}, {"model.reduce_amax": False},
@@ -270,28 +183,6 @@ TOGETHER = (
         "{model.position_embedding_type} needs the positions of queries and keys, and keys are "
         "sent between ranks without theirs",
         f"Use model.position_embedding_type=rope, or {CP}=1",
-    ),
-    Row(
-        {FP8_ATTENTION: True}, {RECIPE: not_("delayed")},
-        "Transformer Engine has no FP8 attention for blockwise, and for tensorwise it gives the "
-        "scores delayed scales, whose rule no setting describes",
-        f"Use {RECIPE}=delayed, or leave {FP8_ATTENTION} out",
-    ),
-    Row(
-        {FP8_ATTENTION: True}, {PRECISION: FP32},
-        "cuDNN's attention in FP8 hands over tensors in BF16 or FP16",
-        f"Use {PRECISION}=bf16, or leave {FP8_ATTENTION} out",
-    ),
-    Row(
-        {"model.position_embedding_type": "rope"}, {"model.fp8_multi_head_attention": True},
-        "changes nothing, as Transformer Engine rotates queries and keys in high precision",
-        f"Leave it out: {FP8_ATTENTION}=True computes the products of attention in FP8",
-    ),
-    Row(
-        {BACKEND: "te"}, {CP: above(1)},
-        "Transformer Engine's context parallelism needs cuDNN's or flash attention, which the "
-        "kernels on a CPU do not have, so that nothing has shown it to be right",
-        f"Use model.fp8_backend=native, or use {CP}=1",
     ),
     Row(
         {BACKEND: "torchao"}, {CP: above(1)},
@@ -322,19 +213,19 @@ TOGETHER = (
         f"Use trainer.precision=bf16, leave it out, {NO_FSDP}",
     ),
     Row(
-        {FSDP: True, RECIPE: some_recipe("blockwise")}, {PARAMS: True},
-        f"with {FSDP}=True ranks agree on one scale for each weight, and blockwise has many",
-        f"Use model.fp8_recipe=delayed or tensorwise, leave it out, {NO_FSDP}",
+        {FSDP: True, RECIPE: some_recipe(OWN_WEIGHT)}, {PARAMS: True},
+        f"with {FSDP}=True ranks agree on one scale for each weight, and {{recipe}} has many",
+        f"Use model.fp8_recipe={SHARED_WEIGHT.hint}, leave it out, {NO_FSDP}",
     ),
     Row(
         {
             OPTIMIZER: "distributed_fused_adam",
             BACKEND: not_("te"),
-            RECIPE: some_recipe("blockwise"),
+            RECIPE: some_recipe(OWN_WEIGHT),
         },
         {PARAMS: True},
-        "with {model.optim.name} ranks agree on one scale for each weight, and blockwise has many",
-        "Use model.fp8_recipe=delayed or tensorwise, leave it out, or use "
+        "with {model.optim.name} ranks agree on one scale for each weight, and {recipe} has many",
+        f"Use model.fp8_recipe={SHARED_WEIGHT.hint}, leave it out, or use "
         "model.optim.name=fused_adam or model.fp8_backend=te",
     ),
     Row(
@@ -375,7 +266,7 @@ TOGETHER = (
         Row({GRAPH: True}, {key: test}, f"{what} not been shown to be right in a graph",
             f"{instead}, {NO_GRAPH}", UNPROVEN)
         for key, test, what, instead in (
-            (BACKEND, one_of("te", "torchao"), "the layers of {model.fp8_backend} have",
+            (BACKEND, "torchao", "the layers of {model.fp8_backend} have",
              "Use model.fp8_backend=native"),
             (COMPILE, not_("off"), "layers that torch compiles have", "Use model.compile=off"),
             (LEVEL, FEW_BITS, "sums of gradients in few bits (FP8-LM) have",
@@ -394,12 +285,6 @@ TOGETHER = (
         f"{IN_FEW_BITS} our own linears and Transformer Engine's; those of {{model.fp8_backend}} "
         "have not been shown to be right with it",
         f"Use model.fp8_backend=native or te, or {NO_LEVEL}",
-        UNPROVEN,
-    ),
-    Row(
-        {LEVEL: FEW_BITS, BACKEND: "te"}, {"model.ub_tp_comm_overlap": True},
-        "{model.ub_tp_comm_overlap} has not been shown to be right with states in few bits",
-        f"Leave it out, or {NO_LEVEL}",
         UNPROVEN,
     ),
     Row(
@@ -427,10 +312,9 @@ TOGETHER = (
         "Leave it out, or use model.optim.fp8_opt_level=O3, which keeps weights in FP8",
     ),
     Row(
-        {RECIPE: some_recipe("rowwise", "rowwise_with_gw_hp")}, {LEVEL: "O3"},
-        "O3 keeps weights in FP8 once, and {model.fp8_recipe} quantizes a weight once for each of "
-        "its two products",
-        "Use model.optim.fp8_opt_level=O2, or model.fp8_recipe=delayed, tensorwise or blockwise",
+        {RECIPE: some_recipe(TWO_WEIGHTS)}, {LEVEL: "O3"},
+        "O3 keeps weights as FP8 bytes that serve both products, which {recipe} does not give",
+        f"Use model.optim.fp8_opt_level=O2, or model.fp8_recipe={ONE_WEIGHT.hint}",
     ),
     Row(
         {"model.override_linear_precision": Condition(
@@ -471,25 +355,8 @@ TOGETHER = (
 )  # fmt: skip
 
 
-def condition_text(key: str, test: Any) -> str:
-    """Return a key and its value or condition as a text: `model.fp8_backend=te`."""
-    if isinstance(test, Condition):
-        return f"{key}{test.text}"
-    return f"{key}={'null' if test is None else test}"
-
-
 def findings(values: Values) -> Iterator[Finding]:
-    """Yield what the table refuses. A row is skipped if a key that it reads is not in `values`."""
-    for row in TOGETHER:
-        tests = {**row.when, **row.excludes}
-        if all(_holds(key, test, values) for key, test in tests.items()):
-            (key,) = row.excludes
-            reason = re.sub(r"\{([\w.]+)\}", lambda m: f"{m[1]}={values[m[1]]}", row.reason)
-            yield Finding(key, reason, row.hint)
-
-
-def _holds(key: str, test: Any, values: Values) -> bool:
-    reads = (key, *test.reads) if isinstance(test, Condition) else (key,)
-    if any(path not in values for path in reads):
-        return False
-    return test.holds(values[key], values) if isinstance(test, Condition) else values[key] == test
+    """Yield what the table refuses, and what Transformer Engine cannot do where it is asked for."""
+    yield from refusals(TOGETHER, values)
+    if values.get(BACKEND) == "te":
+        yield from te_layers.findings(values)

@@ -12,7 +12,15 @@ from megafp8.specs.data import SeparateSplits, Weighted
 from megafp8.specs.model import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
-from megafp8.specs.precision import BLOCK, HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipes import (
+    DEFAULT_RECIPE,
+    HIGH_PRECISION,
+    find_recipe,
+    names_code,
+    problem,
+    te_class,
+)
 
 PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "bf16": "bf16",
@@ -76,9 +84,6 @@ NEMO_TOKENIZER_TYPE = "GPT2BPETokenizer"
 TENSOR_CORE_MULTIPLE = 16
 """The sizes of operands of FP8 tensor cores are multiples of this number."""
 
-E4M3_RECIPES: tuple[RecipeName, ...] = ("rowwise", "rowwise_with_gw_hp", "blockwise")
-"""The recipes that use E4M3 for all tensors; their finer scales make E5M2's range unnecessary."""
-
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
 
@@ -107,6 +112,17 @@ def parse_splits(value: object) -> tuple[float, ...] | None:
     return None if None in numbers else tuple(n for n in numbers if n is not None)
 
 
+def are_shares(value: object) -> bool:
+    """Whether `value` is a list of finite numbers above 0, of which no sum overflows."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all((_finite(item) or 0) > 0 and float(item) <= 2**53 for item in value)
+
+
+MAX_RAMP_SIZES = 100_000
+"""The most sizes that a growing batch may have, since each of them is checked."""
+
+
 def is_rampup(value: object) -> bool:
     """Whether `value` is [start, increment, samples]."""
     if not isinstance(value, (list, tuple)) or len(value) != 3:
@@ -123,29 +139,47 @@ def steps_or_ratio(steps: int | None, ratio: float | None, max_steps: int) -> in
     return steps if ratio is None else int(ratio * max_steps)
 
 
+def warmup_steps(given: int | None, max_steps: int) -> int:
+    """Return `model.optim.sched.warmup_steps`, or a tenth of the run if it is null."""
+    return max_steps // 10 if given is None else given
+
+
 def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:
     """Return the rules in `["*.fc2:high_precision"]`; None if an entry is not PATTERN:CHOICE."""
     if not isinstance(value, (list, tuple)):
         return None
     rules = []
-    for text in value:
-        pattern, _, choice = str(text).rpartition(":")
-        if not pattern or choice not in (*RECIPES, HIGH_PRECISION):
+    for text in value:  # the name of a recipe may have a colon, a pattern never has one
+        pattern, _, choice = str(text).partition(":")
+        if not pattern or not choice:
             return None
         rules.append(ModuleRule(pattern, choice))
     return tuple(rules)
 
 
-_LAYERS_NAMED = 10_000
+def modules_problem(value: object) -> str | None:
+    """Return why a value of `fp8_modules` is not valid, or None if it is.
+
+    Names of code are left out; `own_recipes` imports these.
+    """
+    rules = parse_modules(value)
+    if rules is None:
+        return "must be a list of PATTERN:CHOICE"
+    named = {rule.precision for rule in rules if not names_code(rule.precision)}
+    reasons = (problem(name) for name in sorted(named - {HIGH_PRECISION}))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+LAYERS_NAMED = 10_000
 
 
 def without_match(value: object, num_layers: int) -> list[str]:
     """Return the entries of `fp8_modules` whose pattern matches no linear of the model.
 
-    None are returned for more than `_LAYERS_NAMED` layers, whose names would fill the memory.
+    None are returned for more than `LAYERS_NAMED` layers, whose names would fill the memory.
     """
     rules = parse_modules(value) or ()
-    names = linear_names(num_layers) if rules and num_layers <= _LAYERS_NAMED else []
+    names = linear_names(num_layers) if rules and num_layers <= LAYERS_NAMED else []
     if not names:
         return []
     entries = value if isinstance(value, (list, tuple)) else ()
@@ -158,8 +192,10 @@ def without_match(value: object, num_layers: int) -> list[str]:
 
 def parse_layout(value: object) -> tuple[int, ...] | None:
     """Return the whole numbers of `"4,4,3,5"`, each at least 1; None for other values."""
-    parts = str(value).split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+    if isinstance(value, int) and value > 2**53:
+        return None
+    parts = [part.strip() for part in str(value).split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= 9 for part in parts):
         return None
     layers = tuple(int(part) for part in parts)
     return layers if min(layers) > 0 else None
@@ -191,6 +227,22 @@ def one_line(value: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
+_MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
+
+
+def why_no_name(name: str) -> str | None:
+    """Return why a text cannot be a run's name, which is that of a directory; None if it can."""
+    if not name.strip():
+        return "is empty"
+    if set(name) & set("/\\\0") or name.startswith("."):
+        return "contains '/', '\\' or NUL, or starts with '.'"
+    if not name.isprintable():
+        return "contains control characters"
+    if len(name.encode("utf-8", "surrogateescape")) > _MAX_NAME_BYTES:
+        return f"is longer than {_MAX_NAME_BYTES} bytes"
+    return None
+
+
 # --- one spelling of a valid value, for a run's resolved settings ---------------------------------
 
 
@@ -205,6 +257,10 @@ def spell_splits(value: object) -> str:
     splits = parse_splits(value)
     assert splits is not None, value
     return ",".join(format_number(number) for number in splits)
+
+
+GELUS = ("gelu", "geglu")
+"""The activations that compute GELU, which has an exact and a tanh form, without `fast-`."""
 
 
 def spell_activation(name: str) -> str:
@@ -250,14 +306,38 @@ def recipes_in(values: Mapping[str, Any]) -> set[str]:
     """Return the recipes that some linear may have."""
     rules = parse_modules(values.get("model.fp8_modules", [])) or ()
     chosen = {rule.precision for rule in rules} - {HIGH_PRECISION}
-    return {values.get("model.fp8_recipe", "delayed"), *chosen}
+    return {values.get("model.fp8_recipe", DEFAULT_RECIPE), *chosen}
+
+
+def split_accumulator(values: Mapping[str, Any]) -> list[bool]:
+    """Return which products accumulate precisely; null is what the backend does by itself.
+
+    Transformer Engine's `blockwise` adds up precisely in all products, and everything else in the
+    two backward ones.
+    """
+    given = values.get("model.fp8_split_accumulator")
+    if given is not None:
+        return list(given)
+    of_te = None
+    if values.get("model.fp8_backend") == "te":
+        of_te = te_class(str(values.get("model.fp8_recipe")))
+    return [of_te == "Float8BlockScaling", True, True]
+
+
+def layers_in_bf16(num_layers: int, is_on: bool, start: int, end: int) -> list[int]:
+    """Return the layers that `first_last_layers_bf16`, if it is on, keeps out of FP8."""
+    if not is_on:
+        return []
+    first, last = min(start, num_layers), max(0, num_layers - end)
+    return sorted({*range(first), *range(last, num_layers)})
 
 
 def size_multiple(values: Mapping[str, Any]) -> int:
     """Return the number that sizes of FP8 products are multiples of; 1 if sizes are padded."""
-    if "blockwise" in recipes_in(values):
-        return BLOCK
-    return 1 if values.get("model.pad_inner_dim") else TENSOR_CORE_MULTIPLE
+    known = (name for name in recipes_in(values) if problem(name) is None)
+    traits = [find_recipe(name).traits for name in known]
+    padded = bool(values.get("model.pad_inner_dim"))
+    return math.lcm(*(1 if padded and t.pads else t.multiple for t in traits))
 
 
 SIZES = (
@@ -301,7 +381,7 @@ def world_size(v: Mapping[str, Any]) -> int:
 # --- model.data.data_prefix in NeMo's three forms: one dataset, a weighted list, one per split ----
 
 PREFIX_TEXT = (
-    "builtin, a path, a list [weight, path, weight, path, ...] of weights above 0, or a dict "
+    "builtin, mock, a path, a list [weight, path, weight, path, ...] of weights above 0, or a dict "
     "{train: [...], validation: [...], test: [...]} of such lists"
 )
 

@@ -11,10 +11,13 @@ from typing import Any
 
 from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
-from megafp8.data.tokenize import TOKENIZER_FILES, Tokenizer
+from megafp8.data.tokenize import MAX_VOCABULARY, TOKENIZER_FILES, Tokenizer
 from megafp8.errors import DataError
+from megafp8.foreign import MIB, Fields, read_object, shown
+from megafp8.secrets import hide_values
 
 FORMAT_VERSION = 1
+MAX_DESCRIPTION_BYTES = 16 * MIB
 # The number of evenly spaced blocks of `.bin` that are hashed if no hashes are recorded.
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
@@ -49,7 +52,8 @@ class Sidecar:
 
     def save(self, path: Path) -> None:
         """Write the sidecar as `dataset.json` to `path`."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        tree = asdict(self) | {"corpus": hide_values(self.corpus)}
+        path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def record_file(path: Path) -> FileRecord:
@@ -66,23 +70,21 @@ def load_sidecar(path: Path) -> Sidecar:
         DataError: The file is missing, damaged, or of another version.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree["version"] != FORMAT_VERSION:
-            raise ValueError(f"version {tree['version']!r}; only {FORMAT_VERSION} is known")
-        files = tuple(
-            FileRecord(name=str(f["name"]), size=int(f["size"]), sha256=str(f["sha256"]))
-            for f in tree["files"]
-        )
-        if len(files) != 3:
-            raise ValueError(f"{len(files)} files where 3 belong")
+        fields = Fields(read_object(path, MAX_DESCRIPTION_BYTES))
+        if fields.tree.get("version") != FORMAT_VERSION:
+            found = shown(fields.tree.get("version"))
+            raise ValueError(f"version {found}; only {FORMAT_VERSION} is known")
+        files = fields.tree["files"]
+        if not isinstance(files, list) or len(files) != 3:
+            raise ValueError("3 files belong into `files`")
         return Sidecar(
-            corpus=str(tree["corpus"]),
-            end_of_document=str(tree["end_of_document"]),
-            vocab_size=int(tree["vocab_size"]),
-            num_documents=int(tree["num_documents"]),
-            num_tokens=int(tree["num_tokens"]),
-            num_bytes=int(tree["num_bytes"]),
-            files=files,
+            corpus=fields.text("corpus"),
+            end_of_document=fields.text("end_of_document"),
+            vocab_size=fields.whole("vocab_size", 1, MAX_VOCABULARY),
+            num_documents=fields.whole("num_documents", 0, 2**63 - 1),
+            num_tokens=fields.whole("num_tokens", 0, 2**63 - 1),
+            num_bytes=fields.whole("num_bytes", 0, 2**63 - 1),
+            files=tuple(_file_record(file) for file in files),
         )
     # A missing key, a wrong type, bad JSON, bad UTF-8: all of it is a damaged file.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -92,6 +94,15 @@ def load_sidecar(path: Path) -> Sidecar:
             f"cannot be read ({type(error).__name__}: {error})",
             "Delete it, or prepare the dataset again",
         ) from error
+
+
+def _file_record(tree: object) -> FileRecord:
+    fields = Fields(tree if isinstance(tree, dict) else {})
+    name = fields.text("name")
+    if Path(name).name != name or "\0" in name:
+        raise ValueError(f"{shown(name)} is not a file name without folders")
+    size = fields.whole("size", 0, 2**63 - 1)
+    return FileRecord(name=name, size=size, sha256=fields.text("sha256"))
 
 
 def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
@@ -151,15 +162,13 @@ def description_beside(prefix: Path) -> Path | None:
 def end_of_document_beside(prefix: Path) -> str | None:
     """Return the token that ends a document if a `dataset.json` beside the dataset names it."""
     found = _described(prefix, "end_of_document")
-    return None if found is None else str(found)
+    return found if isinstance(found, str) else None
 
 
 def recorded_vocab_size(prefix: Path) -> int | None:
     """Return the vocabulary size of the dataset's tokenizer if its `dataset.json` records it."""
-    try:
-        return int(_described(prefix, "vocab_size"))
-    except (ValueError, TypeError):
-        return None
+    found = _described(prefix, "vocab_size")
+    return found if type(found) is int and 0 < found <= MAX_VOCABULARY else None
 
 
 def _described(prefix: Path, key: str) -> Any:
@@ -168,8 +177,8 @@ def _described(prefix: Path, key: str) -> Any:
     if path is None:
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_object(path, MAX_DESCRIPTION_BYTES).get(key)
+    except (OSError, ValueError):
         return None
 
 

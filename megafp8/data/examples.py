@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.text_sources import load_datasets, reading_errors_reported
+from megafp8.data.records import json_records, not_an_object
+from megafp8.data.text_sources import files_of_dataset, load_datasets, reading_errors_reported
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 from megafp8.specs.data import InstructionSpec, template_fields
@@ -190,17 +191,45 @@ def _rows_of_table(path: Path) -> Iterator[Example]:
                     f"Give one of them: {path / next(iter(table), 'train')}",
                 )
         else:
-            table = datasets.load_dataset(
-                "parquet", data_files={"train": [str(path)]}, split="train", streaming=True
-            )
+            yield from _rows_of_file("parquet", str(path))
+            return
         yield from _rows(table, str(path))
 
 
 def _rows_of_dataset(name: str) -> Iterator[Example]:
-    wanted, _, split = name.removeprefix(OF_DATASETS).partition(":")
+    wanted, _, splits = name.removeprefix(OF_DATASETS).partition(":")
     with reading_errors_reported(name):
-        table = load_datasets().load_dataset(wanted, split=split or "train")
-        yield from _rows(table, name)
+        for split in (splits or "train").split("+"):
+            whole, is_part, _ = split.partition("[")
+            found = files_of_dataset(wanted, None, whole)
+            if found is None:
+                table = load_datasets().load_dataset(wanted, split=split)
+                yield from _rows(table, name)
+                continue
+            kind, files = found
+            examples = [example for file in files for example in _rows_of_file(kind, file)]
+            if is_part:  # such as train[:10%]
+                part = load_datasets().ReadInstruction.from_spec(split)
+                (bounds,) = part.to_absolute({whole: len(examples)})
+                examples = examples[bounds.from_ : bounds.to]
+            yield from examples
+
+
+def _rows_of_file(kind: str, file: str) -> Iterator[Example]:
+    """Yield the examples of one file of a dataset, with values of the types that they have there.
+
+    Files are read one by one, because `datasets` would give all of them the types of the first.
+    """
+    if kind == "parquet":
+        table = load_datasets().load_dataset(
+            "parquet", data_files={"train": [file]}, split="train", streaming=True
+        )
+        yield from _rows(table, file)
+        return
+    for place, record in json_records(file):
+        if not isinstance(record, dict):
+            raise not_an_object(file, place, record)
+        yield Example(record, file, place)
 
 
 def _rows(table: Iterable[Mapping[str, object]], name: str) -> Iterator[Example]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.indexed import IndexedDataset
 from megafp8.files import built_beside, locked, move_away
+from megafp8.foreign import read_json
 
 # Sequences at a time: their lengths and ends stay in the processor's cache.
 _BLOCK = 1 << 14
@@ -50,15 +51,23 @@ class EpochMap:
 def shuffled(count: int, *key: int) -> NDArray[np.int64]:
     """Return a permutation of `range(count)` that depends on `key` alone.
 
-    It sorts by SplitMix64 of a counter. NumPy's own generators may change from one version to the
+    It sorts by `random_words`.
+    """
+    order = random_words(count, *key)
+    # All values differ, since SplitMix64 is a bijection: an unstable sort gives the same order.
+    return np.argsort(order).astype(np.int64, copy=False)
+
+
+def random_words(count: int, *key: int) -> NDArray[np.uint64]:
+    """Return `count` different random numbers of 64 bits that depend on `key` alone.
+
+    They are SplitMix64 of a counter. NumPy's own generators may change from one version to the
     next, and a resumed run must continue with the same order.
     """
     state = np.zeros(1, np.uint64)
     for part in key:
         state = _splitmix64(state ^ np.uint64(part & 0xFFFF_FFFF_FFFF_FFFF))
-    order = _splitmix64(state + np.arange(count, dtype=np.uint64) * _GOLDEN)
-    # All values differ, since SplitMix64 is a bijection: an unstable sort gives the same order.
-    return np.argsort(order).astype(np.int64, copy=False)
+    return _splitmix64(state + np.arange(count, dtype=np.uint64) * _GOLDEN)
 
 
 def sample_index(
@@ -222,7 +231,7 @@ class IndexCache:
         if not entry.is_dir():
             return None
         try:
-            tree = json.loads((entry / DESCRIPTION).read_text(encoding="utf-8"))
+            tree = read_json(entry / DESCRIPTION)
             arrays: Arrays = {}
             for name, described in tree["arrays"].items():
                 path = entry / f"{name}.npy"

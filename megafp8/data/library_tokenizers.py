@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.tokenize import END_OF_DOCUMENT, SENTENCEPIECE_FILE, TIKTOKEN_FILE
+from megafp8.data.tokenize import (
+    END_OF_DOCUMENT,
+    MAX_TOKENIZER_BYTES,
+    MAX_VOCABULARY,
+    SENTENCEPIECE_FILE,
+    TIKTOKEN_FILE,
+)
 from megafp8.errors import DataError
+from megafp8.foreign import parse_json, read_bytes
 
 
 class SentencePieceTokenizer:
@@ -71,7 +78,9 @@ def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePiece
     """
     sentencepiece = needed("sentencepiece", path)
     try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        processor = sentencepiece.SentencePieceProcessor(
+            model_proto=read_bytes(path, MAX_TOKENIZER_BYTES)
+        )
         size = processor.get_piece_size()
     except (OSError, RuntimeError, ValueError) as error:
         raise DataError(
@@ -160,23 +169,20 @@ def load_tiktoken(path: Path) -> TiktokenTokenizer:
     """
     tiktoken = needed("tiktoken", path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, MAX_TOKENIZER_BYTES).decode("utf-8")
         if path.suffix == ".json":
-            tree = json.loads(text)
-            ranks = {base64.b64decode(t): int(r) for t, r in tree["mergeable_ranks"].items()}
+            tree = parse_json(text)
+            ranks = _ranks(tree["mergeable_ranks"].items())
             name, pattern = str(tree["name"]), str(tree["pat_str"])
-            special = {str(t): int(r) for t, r in tree["special_tokens"].items()}
+            special = {str(t): _rank(r) for t, r in tree["special_tokens"].items()}
         else:
-            pairs = (line.split() for line in text.splitlines() if line.strip())
-            ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+            lines = [line.split() for line in text.splitlines() if line.strip()]
+            ranks = _ranks((token, int(rank)) for token, rank in lines)
             name, pattern = path.stem, PLAIN_RANKS_PATTERN
             special = {END_OF_DOCUMENT: 1 + max(ranks.values())}
         if END_OF_DOCUMENT not in special:
             raise ValueError(f"it has no {END_OF_DOCUMENT}, the token that ends a document")
-        encoding = tiktoken.Encoding(
-            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-        )
-        return TiktokenTokenizer(encoding)
+        return TiktokenTokenizer(_encoding(tiktoken, name, pattern, ranks, special))
     # A missing key, a wrong type, bad JSON or base64: all of it is a damaged file.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
@@ -185,6 +191,52 @@ def load_tiktoken(path: Path) -> TiktokenTokenizer:
             f"cannot be read ({type(error).__name__}: {error})",
             "Give a .tiktoken file, or the one that was recorded with the dataset",
         ) from error
+
+
+def _ranks(pairs: Iterable[tuple[str, object]]) -> dict[bytes, int]:
+    """Return the ranks of tokens, which are given as base64.
+
+    Raises:
+        ValueError: A token is no base64, a rank is no number of a token, or one occurs twice.
+    """
+    ranks: dict[bytes, int] = {}
+    for text, rank in pairs:
+        token = base64.b64decode(text, validate=True)
+        if token in ranks:
+            raise ValueError(f"the token {text} occurs twice")
+        ranks[token] = _rank(rank)
+    if len(set(ranks.values())) < len(ranks):
+        raise ValueError("two tokens have the same rank")
+    return ranks
+
+
+def _rank(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_VOCABULARY:
+        raise ValueError(f"the rank {str(value)[:20]} is no number from 0 to {MAX_VOCABULARY}")
+    return value
+
+
+def _encoding(
+    tiktoken: ModuleType, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]
+) -> Any:
+    """Return an encoding of tiktoken.
+
+    Raises:
+        ValueError: The parts are not those of an encoding.
+    """
+    missing = [number for number in range(256) if bytes([number]) not in ranks]
+    if missing:
+        raise ValueError(f"it has no token of the byte {missing[0]}")
+    if taken := [token for token, rank in special.items() if rank in set(ranks.values())]:
+        raise ValueError(f"the token {taken[0]} has the rank of another one")
+    try:
+        return tiktoken.Encoding(
+            name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+    except BaseException as error:  # the library's Rust part stops by a PanicException
+        if type(error).__name__ != "PanicException" and not isinstance(error, Exception):
+            raise
+        raise ValueError(f"the library tiktoken failed: {error}") from error
 
 
 def named_tiktoken(name: str) -> TiktokenTokenizer:

@@ -13,13 +13,17 @@ from megafp8.data.library_tokenizers import (
 )
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
+    MAX_TOKENIZER_BYTES,
     SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
     JsonTokenizer,
     Tokenizer,
+    check_numbers,
     load_json,
+    rust_call,
 )
 from megafp8.errors import ConfigError, DataError
+from megafp8.foreign import check_members, read_bytes
 from megafp8.specs import TokenizerSpec
 
 if TYPE_CHECKING:
@@ -70,6 +74,8 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
         return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
     transformers = needed("transformers", name)
     try:  # trust_remote_code stays off: no code runs
+        if Path(name).is_dir():
+            check_members(Path(name))
         loaded = transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # files, JSON and the network raise different classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -109,7 +115,11 @@ def gpt2_tokenizer(vocab_file: Path, merge_file: Path) -> JsonTokenizer:
     from tokenizers import decoders, models, pre_tokenizers
 
     try:
-        rust = tokenizers.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+        for file in (vocab_file, merge_file):
+            check_numbers(read_bytes(file, MAX_TOKENIZER_BYTES).decode("utf-8"))
+        rust = rust_call(
+            lambda module: module.Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+        )
     except Exception as error:  # the Rust library raises plain `Exception`
         raise DataError(
             vocab_file,

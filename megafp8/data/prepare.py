@@ -331,7 +331,7 @@ def _assemble(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=_fingerprint([*train_parts, *validation_parts]),
-        rules=_rules(spec, eod_id),
+        rules=document_rules(spec, eod_id),
         train_parts=tuple(train_parts),
         validation_parts=tuple(validation_parts),
         final_parts=final_parts,
@@ -351,7 +351,8 @@ def _excerpt(parts: Sequence[DataPart], num_tokens: int, limit: int) -> tuple[Da
     return tuple(some(part) for part in parts)
 
 
-def _rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
+def document_rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
+    """Return the rules for the ends of documents that a specification asks for, or None."""
     if not (spec.reset_position_ids or spec.reset_attention_mask or spec.eod_mask_loss):
         return None
     return DocumentRules(

@@ -33,6 +33,8 @@ from megafp8.data.text_sources import TextSource, units
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 from megafp8.files import draft_of, locked, put, write_atomically
+from megafp8.foreign import read_json
+from megafp8.secrets import hide_values, redacted
 
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
 AHEAD = 2  # lists that wait for each worker
@@ -204,7 +206,7 @@ def preprocess(
         make_tokenizer: Makes the tokenizer; a continued run reads the one that was made first.
         workers: The number of processes, as for `encode_in_order`.
         on_progress: Receives the counts after each piece.
-        notify: Receives a line if an earlier run is continued.
+        notify: Receives a line if an earlier run is continued, or if texts are empty.
         unit_characters: The number of characters of one piece.
 
     Raises:
@@ -237,6 +239,8 @@ def preprocess(
                 raise DataError(
                     source.name, "text", "there is none: every document is empty", "Give another"
                 )
+            if num_empty := counts.num_texts - counts.num_documents:
+                notify(f"{num_empty} of {counts.num_texts} texts are empty and left out")
             sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts)
             shutil.rmtree(partial)
             return sidecar
@@ -258,7 +262,8 @@ def _begin(
 ) -> Progress:
     """Return the progress of an earlier run with the same settings, or begin a new one."""
     record = partial / "progress.json"
-    described = json.loads(json.dumps(source.describe()))
+    described = json.loads(json.dumps(redacted(source.describe())))
+    tokenizer_name = hide_values(tokenizer_name)
     if record.exists():
         progress = _load(record)
         if progress.source != described or progress.tokenizer != tokenizer_name:
@@ -412,10 +417,10 @@ def _save(path: Path, progress: Progress) -> None:
 
 def _load(path: Path) -> Progress:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path)
         counts = Counts(**{name: int(value) for name, value in tree.pop("counts").items()})
         return Progress(**tree, counts=counts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
             path,
             "progress",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import json
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from megafp8.data.records import (
+    json_records,
+    missing_column,
+    not_an_object,
+    not_text,
+    parquet_texts,
+)
 from megafp8.errors import DataError
 
 DocumentUnit = Literal["file", "paragraph", "line"]
@@ -25,7 +33,6 @@ _BUILDERS = {
     ".json": "json",
     ".parquet": "parquet",
 }
-_JSON_LINES = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
 _ROWS_AT_ONCE = 512
@@ -84,66 +91,63 @@ class TextSource:
         Raises:
             DataError: A file or the dataset cannot be read, or has no such column.
         """
-        with reading_errors_reported(self.name, self._raise_for_a_bad_line):
-            for stream, column, where in self._streams():
-                for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
-                    if column not in table.column_names:
-                        raise DataError(
-                            where,
-                            f"column {column!r}",
-                            f"is not there; there are {', '.join(table.column_names)}",
-                            "Name the one that holds the text: --text-key NAME",
-                        )
-                    if skip >= table.num_rows:
-                        skip -= table.num_rows
-                        continue
-                    for text in table.column(column).slice(skip).to_pylist():
-                        yield _checked(text, where, column)
-                    skip = 0
+        with reading_errors_reported(self.name):
+            for name, place, value in itertools.islice(self._values(), skip, None):
+                yield _checked(value, name, f"{place}column {self.text_key!r}")
 
-    def _streams(self) -> Iterator[tuple[Any, str, object]]:
-        """Yield streaming datasets in order, each with its text column and its name in errors."""
-        datasets = load_datasets()
+    def _values(self) -> Iterator[tuple[str, str, object]]:
+        """Yield a file, a place in it and the value of the column there, of all records in order.
+
+        A place is empty or ends in `: `.
+        """
         if self.dataset is not None:
-            stream = datasets.load_dataset(
-                self.dataset, self.config, split=self.split, streaming=True
-            )
-            yield stream, self.text_key, self.dataset
+            yield from self._values_of_dataset(self.dataset)
             return
         for kind, paths in self._groups():
-            more: dict[str, object] = {}
+            names = [str(path) for path in paths]
             if kind == "text":
-                more = {"sample_by": _UNITS[self.document]}
-            elif (
-                kind == "parquet"
-            ):  # the default is the size of the first row group, which may be empty
-                more = {"batch_size": _ROWS_AT_ONCE}
-            stream = datasets.load_dataset(
-                kind,
-                data_files={"train": [str(path) for path in paths]},
-                split="train",
-                streaming=True,
-                **more,
-            )
-            column = "text" if kind == "text" else self.text_key
-            yield stream, column, paths[0] if len(paths) == 1 else self.name
+                yield from self._plain_texts(names)
+            else:
+                yield from self._values_of_files(kind, names)
 
-    def _raise_for_a_bad_line(self) -> None:
-        """Raise a DataError for the first line of a plain JSONL file that is not JSON, if any."""
-        for path in [path for _, paths in self._groups() for path in paths]:
-            if path.suffix.lower() not in _JSON_LINES:
+    def _values_of_files(
+        self, kind: str, names: Sequence[str]
+    ) -> Iterator[tuple[str, str, object]]:
+        """Yield the values of JSON or Parquet files."""
+        for name in names:
+            if kind == "parquet":
+                yield from ((name, "", text) for text in parquet_texts(name, self.text_key))
                 continue
-            if not path.stat().st_size:
-                raise DataError(path, "file", "is empty", "Leave it out")
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if reason := _json_fault(line.strip()):
-                        raise DataError(
-                            path,
-                            f"line {number}",
-                            f"is not JSON ({reason})",
-                            "Mend it, or leave it out",
-                        )
+            for place, record in json_records(name):
+                if not isinstance(record, dict):
+                    raise not_an_object(name, place, record)
+                if self.text_key not in record:
+                    field = f"{place}: column {self.text_key!r}"
+                    raise missing_column(name, field, [str(key) for key in record])
+                yield name, f"{place}: ", record[self.text_key]
+
+    def _plain_texts(self, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
+        """Yield the documents of plain text files."""
+        stream = load_datasets().load_dataset(
+            "text",
+            data_files={"train": list(names)},
+            split="train",
+            streaming=True,
+            sample_by=_UNITS[self.document],
+        )
+        where = names[0] if len(names) == 1 else self.name
+        yield from _values_of_stream(stream, "text", where)
+
+    def _values_of_dataset(self, dataset: str) -> Iterator[tuple[str, str, object]]:
+        """Yield the values of a dataset by name, from its files where these are JSON or Parquet."""
+        found = files_of_dataset(dataset, self.config, self.split)
+        if found is not None:
+            yield from self._values_of_files(*found)
+            return
+        stream = load_datasets().load_dataset(
+            dataset, self.config, split=self.split, streaming=True
+        )
+        yield from _values_of_stream(stream, self.text_key, dataset)
 
     def _groups(self) -> list[tuple[str, list[Path]]]:
         """Return runs of consecutive files of one kind, in order."""
@@ -184,44 +188,64 @@ def _files_of(path: Path) -> list[Path]:
         ) from error
 
 
-def _json_fault(line: bytes) -> str:
-    """Return why a line is not JSON text in UTF-8, or an empty string."""
-    if not line:
-        return ""
-    try:
-        # half a surrogate pair is JSON, but no text
-        json.dumps(json.loads(line.decode()), ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        return str(error)
-    return ""
-
-
 def _kind(path: Path) -> str | None:
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return _BUILDERS.get(name.suffix.lower())
 
 
-def _checked(text: object, where: object, column: str) -> str:
+def _checked(text: object, where: str, field: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(
-            where,
-            f"column {column!r}",
-            f"holds {type(text).__name__}, not text",
-            "Name the one that holds the text: --text-key NAME",
-        )
+        raise not_text(where, field, type(text).__name__)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = "holds half of a surrogate pair, which is no character"
+        raise DataError(where, field, reason, "Write the whole character") from error
     return text
 
 
-@contextlib.contextmanager
-def reading_errors_reported(
-    name: str, find_cause: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Turn errors of `datasets` and of file readers into DataError.
+def _values_of_stream(stream: Any, column: str, where: str) -> Iterator[tuple[str, str, object]]:
+    """Yield the values of a column that `datasets` streams, if it does not convert them to text."""
+    feature = (stream.features or {}).get(column)  # None where `datasets` does not know it yet
+    kind = getattr(feature, "dtype", type(feature).__name__)
+    if feature is not None and kind not in ("string", "large_string"):
+        raise not_text(where, f"column {column!r}", kind)
+    for table in stream.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        if column not in table.column_names:
+            raise missing_column(where, f"column {column!r}", table.column_names)
+        yield from ((where, "", value) for value in table.column(column).to_pylist())
 
-    `find_cause` is called after an error, and may raise a DataError that names the cause better.
+
+def files_of_dataset(
+    name: str, config: str | None, split: str
+) -> tuple[Literal["json", "parquet"], list[str]] | None:
+    """Return the kind and the files of a dataset that consists of JSON or Parquet files.
+
+    None means that `datasets` itself must read the dataset.
     """
+    builder = load_datasets().load_dataset_builder(name, config)
+    files = (getattr(builder.config, "data_files", None) or {}).get(split)
+    module = type(builder).__module__.rpartition(".")[2]
+    as_is = getattr(builder.config, "field", None) is None
+    if not files or not as_is or module not in ("json", "parquet"):
+        return None
+    return module, [str(file) for file in files]  # type: ignore[return-value]  # just compared
+
+
+def encoding_hint(content: bytes) -> str:
+    """Return what to do with a text that is not UTF-8; `content` is its beginning."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "It is UTF-16: make it UTF-8 with iconv -f UTF-16 -t UTF-8 FILE > NEW"
+    if b"\0" in content:
+        return "It has NUL bytes, as programs and archives do: leave it out, or unpack it"
+    return "It is not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, if it is Western European"
+
+
+@contextlib.contextmanager
+def reading_errors_reported(name: str) -> Iterator[None]:
+    """Turn errors of `datasets` and of file readers into DataError."""
     try:
         datasets = load_datasets()
     except ImportError as error:
@@ -238,14 +262,13 @@ def reading_errors_reported(
         raise
     # Readers of JSON, Parquet and the network raise errors without a common base class.
     except Exception as error:
-        with contextlib.suppress(OSError):  # the error itself then says what cannot be read
-            find_cause()
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
         reason = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
-        raise DataError(
-            name, "text", f"cannot be read ({reason})", "Mend or leave out what it names"
-        ) from error
+        hint = "Mend or leave out what it names"
+        if isinstance(cause, UnicodeDecodeError):
+            hint = encoding_hint(cause.object)
+        raise DataError(name, "text", f"cannot be read ({reason})", hint) from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if shown:

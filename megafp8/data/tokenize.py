@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.errors import ConfigError, DataError
+from megafp8.foreign import MIB, read_bytes
 
 if TYPE_CHECKING:  # imported only where it is used: opening this module stays instant
     import tokenizers
 
 END_OF_DOCUMENT = "<|endoftext|>"
+MAX_TOKENIZER_BYTES = 64 * MIB  # the largest that are in use have about 35 MB
+MAX_VOCABULARY = 2**24
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a document
 
 
@@ -162,16 +167,50 @@ def byte_tokenizer() -> JsonTokenizer:
     return train_tokenizer([], SMALLEST_VOCABULARY)
 
 
+def rust_call(call: Callable[[ModuleType], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    """Return what `call` makes with the library `tokenizers`.
+
+    Raises:
+        ValueError: The library stopped at an assertion of its own. It reports that by a
+            `PanicException`, which is no `Exception`.
+        Exception: The library refused a file, by a plain `Exception`.
+    """
+    import tokenizers
+
+    try:
+        return call(tokenizers)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library tokenizers failed: {error}") from error
+
+
+_NUMBERED = re.compile(r'"\s*:\s*([0-9]{8,})')
+
+
+def check_numbers(text: str) -> None:
+    """Raise `ValueError` if a JSON text gives a token a number beyond `MAX_VOCABULARY`.
+
+    The library would make a table with as many rows, for minutes. A text inside of quotes cannot
+    look like such a pair, because its quotes are escaped.
+    """
+    for found in _NUMBERED.finditer(text):
+        before = text[max(0, found.start() - 1) : found.start()]
+        if before != "\\" and int(found[1][:20]) > MAX_VOCABULARY:
+            most = f"numbers up to {MAX_VOCABULARY} are read"
+            raise ValueError(f"it has a token of the number {found[1][:20]}; {most}")
+
+
 def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:
     """Read a `tokenizer.json` of the `tokenizers` library.
 
     Raises:
         DataError: The file is missing, not a tokenizer, or lacks `end_of_document`.
     """
-    import tokenizers
-
     try:
-        rust = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = read_bytes(path, MAX_TOKENIZER_BYTES).decode("utf-8")
+        check_numbers(text)
+        rust = rust_call(lambda module: module.Tokenizer.from_str(text))
     # The Rust library raises plain `Exception` for anything wrong with the JSON.
     except Exception as error:
         raise DataError(

@@ -11,21 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megafp8.config.values import TENSOR_CORE_MULTIPLE
 from megafp8.fp8.linear import Bound, Converted, Fp8Error, Shared, converted_class
 from megafp8.fp8.recipe import checked_recipe
 from megafp8.fp8.state import Fp8State
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.precision.weights import weight_form
-from megafp8.specs.precision import (
-    BLOCK,
-    HIGH_PRECISION,
-    HISTORY_RECIPES,
-    Fp8Recipe,
-    ModulePrecision,
-    RecipeName,
-)
+from megafp8.specs.precision import Fp8Recipe, ModulePrecision, RecipeName
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import DEFAULT_RECIPE, HIGH_PRECISION, find_recipe
 
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def convert(
     model: nn.Module,
-    recipe: RecipeName | Fp8Recipe = "delayed",
+    recipe: RecipeName | Fp8Recipe | type[Recipe] = DEFAULT_RECIPE,
     *,
     skip: Skip = (),
     amax_group: dist.ProcessGroup | None = None,
@@ -46,8 +40,9 @@ def convert(
 
     Args:
         model: Any PyTorch model; a lone `nn.Linear` too.
-        recipe: A recipe's name, with the settings of `recipe_named`, or an `Fp8Recipe`. Its
-            `modules` rules give single linears another recipe or `high_precision`.
+        recipe: A recipe's name, with the settings of `recipe_named`, a subclass of `Recipe`, or an
+            `Fp8Recipe`, whose `modules` rules give single linears another recipe or
+            `high_precision`. A name of a file or module is imported.
         skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears or of modules
             around them, or a function of (name, module) that returns True for those.
         amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
@@ -67,7 +62,7 @@ def convert(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
     _check_modules(model, left, precisions, chosen)
-    is_delayed = {name: precisions[name] in HISTORY_RECIPES for name in left}
+    is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in left}
     if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
         raise Fp8Error(
             "amax_group",
@@ -230,16 +225,16 @@ def _skip_of_foreign(linears: dict[str, nn.Module]) -> str | list[str]:
 def _check_size(
     name: str, weight: torch.Tensor, precision: ModulePrecision, recipe: Fp8Recipe
 ) -> None:
-    is_blockwise = precision == "blockwise"
-    if is_blockwise and recipe.pad_inner_dim:
+    traits = find_recipe(precision).traits
+    if not traits.pads and recipe.pad_inner_dim:
         raise Fp8Error(
             "recipe.pad_inner_dim=True",
-            f"blockwise scales need whole blocks of {BLOCK}",
+            f"{precision} scales need whole blocks of {traits.multiple}",
             "Leave it out, or use another recipe",
         )
-    multiple = BLOCK if is_blockwise else 1 if recipe.pad_inner_dim else TENSOR_CORE_MULTIPLE
+    multiple = 1 if recipe.pad_inner_dim else traits.multiple
     if any(size == 0 or size % multiple for size in weight.shape):
-        other = "another recipe" if is_blockwise else "Fp8Recipe(pad_inner_dim=True)"
+        other = "Fp8Recipe(pad_inner_dim=True)" if traits.pads else "another recipe"
         raise Fp8Error(
             name,
             f"its weight is {' x '.join(map(str, weight.shape))}, and {precision} takes multiples "

@@ -199,7 +199,7 @@ class _Products(torch.autograd.Function):
             kept = done.input
             ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
             if isinstance(kept, Fp8Tensor):
-                ctx.save_for_backward(kept.payload, kept.dequant_scale)
+                ctx.save_for_backward(*kept.tensors)
             else:
                 ctx.save_for_backward(kept)
             ctx.use, ctx.weight = use, done.weight

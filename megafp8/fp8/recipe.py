@@ -7,22 +7,24 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args, get_type_hints
 
-from megafp8.config.values import E4M3_RECIPES
 from megafp8.fp8.linear import Fp8Error
-from megafp8.specs.precision import (
-    GEMMS,
+from megafp8.specs.precision import GEMMS, MARGINS, UPDATES, Fp8Recipe, ModuleRule
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import (
     HIGH_PRECISION,
-    HISTORY_RECIPES,
-    MARGINS,
     RECIPES,
-    UPDATES,
-    FormatName,
-    Fp8Recipe,
-    ModuleRule,
+    RecipeError,
+    find_recipe,
+    load_recipe,
+    names_code,
+    problem,
+    register_recipe,
+    some,
 )
+from megafp8.specs.traits import FormatName
 
 HISTORY_FIELDS = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax")
-"""The fields that act only with a recipe in `HISTORY_RECIPES`."""
+"""The fields that act only with a recipe that has a history."""
 
 
 class Check(NamedTuple):
@@ -42,24 +44,41 @@ def recipe_named(name: str) -> Fp8Recipe:
     Raises:
         Fp8Error: There is no recipe of this name.
     """
-    for known in RECIPES:
-        if name == known:
-            is_fine = known in E4M3_RECIPES
-            return Fp8Recipe(
-                name=known,
-                backward_format="e4m3" if is_fine else "e5m2",
-                power_2_scale=is_fine,
-            )
-    raise _unknown("recipe", name, RECIPES)
+    _require("recipe", name)
+    traits = find_recipe(name).traits
+    return Fp8Recipe(
+        name=name,
+        backward_format=traits.backward_formats[0],
+        power_2_scale=traits.power_2_default,
+    )
 
 
-def checked_recipe(recipe: str | Fp8Recipe) -> Fp8Recipe:
+def _require(subject: str, name: object, *more: str) -> None:
+    """Raise `Fp8Error` unless a name is a recipe or one of `more`; import code that it names."""
+    if names_code(name):
+        try:
+            load_recipe(str(name))
+        except RecipeError as error:
+            reason = str(error).removeprefix(f"{name}: ")
+            raise Fp8Error(f"{subject}={name!r}", reason, "Correct the file") from error
+    elif not isinstance(name, str) or (name not in more and problem(name) is not None):
+        raise _unknown(subject, name, (*RECIPES, *more))
+
+
+def checked_recipe(recipe: str | Fp8Recipe | type[Recipe]) -> Fp8Recipe:
     """Return the recipe that is meant; raise `Fp8Error` where a setting could not be honoured."""
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        try:
+            return recipe_named(register_recipe(recipe))
+        except RecipeError as error:
+            raise Fp8Error(f"recipe={recipe.__name__}", str(error), "Correct the class") from error
     if isinstance(recipe, str):
         return recipe_named(recipe)
     if not isinstance(recipe, Fp8Recipe):
         raise Fp8Error(
-            f"recipe={recipe!r}", "is neither a name nor an Fp8Recipe", f"Use one of {RECIPES}"
+            f"recipe={recipe!r}",
+            "is neither a name nor an Fp8Recipe nor a subclass of Recipe",
+            f"Use one of {RECIPES}",
         )
     _check_fields(recipe)
     _check_rules(recipe)
@@ -113,7 +132,7 @@ GEMM_SET = Check(_is_gemms, f"a frozenset of {', '.join(GEMMS)}", "Use frozenset
 SPAN = Check(_is_whole(*UPDATES), f"a whole number from {UPDATES[0]} to {UPDATES[1]}", "Use 16")
 ALGORITHMS = get_args(get_type_hints(Fp8Recipe)["amax_compute_algo"])
 CHECKS: dict[str, Check] = {
-    "name": _names(RECIPES),
+    "name": Check(lambda name: isinstance(name, str), "a recipe's name", "Use 'delayed'"),
     "forward_format": _names(get_args(FormatName)),
     "backward_format": _names(get_args(FormatName)),
     "margin": Check(
@@ -141,9 +160,9 @@ def _check_fields(recipe: Fp8Recipe) -> None:
     for field in dataclasses.fields(Fp8Recipe):
         value, check = getattr(recipe, field.name), CHECKS[field.name]
         if check.accepts(value):
+            if field.name == "name":
+                _require("recipe.name", value)
             continue
-        if field.name == "name" and isinstance(value, str):
-            raise _unknown("recipe.name", value, RECIPES)
         raise Fp8Error(f"recipe.{field.name}={value!r}", f"must be {check.what}", check.hint)
 
 
@@ -157,9 +176,7 @@ def _check_rules(recipe: Fp8Recipe) -> None:
                 "must be a name or pattern of linears",
                 "Use a string such as '*.fc2'",
             )
-        known = (*RECIPES, HIGH_PRECISION)
-        if not _is_one_of(known)(rule.precision):
-            raise _unknown(f"{subject}.precision", rule.precision, known)
+        _require(f"{subject}.precision", rule.precision, HIGH_PRECISION)
         if not isinstance(rule.source, str):
             raise Fp8Error(f"{subject}.source={rule.source!r}", "must be a string", "Leave it out")
 
@@ -167,7 +184,7 @@ def _check_rules(recipe: Fp8Recipe) -> None:
 def _check_effects(recipe: Fp8Recipe) -> None:
     """Raise `Fp8Error` for a setting that would change nothing."""
     used = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
-    if not used & set(HISTORY_RECIPES):
+    if not some(used, lambda traits: traits.has_history):
         _refuse_history(recipe)
     standard = Fp8Recipe.amax_history_len
     if recipe.amax_compute_algo == "most_recent" and recipe.amax_history_len != standard:
@@ -176,7 +193,7 @@ def _check_effects(recipe: Fp8Recipe) -> None:
             "has no effect with amax_compute_algo='most_recent'",
             "Leave it out, or use amax_compute_algo='max'",
         )
-    if recipe.power_2_scale and used <= set(HISTORY_RECIPES):
+    if recipe.power_2_scale and not some(used, lambda traits: traits.power_2 != "never"):
         raise Fp8Error(
             "recipe.power_2_scale=True",
             "scales of delayed scaling are used as they come",

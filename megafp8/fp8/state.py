@@ -16,10 +16,13 @@ from megafp8.precision.health import HealthProbe, num_nonfinite
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs.precision import Fp8Recipe
+from megafp8.specs.recipes import traits_of
 from megafp8.specs.run import HealthMode, HealthSpec, TensorHealth
 
 FIELDS = ("history", "quant_scale", "num_updates", "num_nonfinite")
 """The fields of a scale table that are saved; a staged amax is 0 between microbatches."""
+STEP = "step"
+"""The key of the number of steps, which is saved for recipes that round stochastically."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Fp8State:
         self._stamps: dict[
             str, tuple[int, int]
         ] = {}  # of the weights, at a step's first microbatch
+        self._step = torch.zeros((), dtype=torch.int64)  # stochastic rounding draws by it
+        self._num_microbatches = 0  # of the present step
 
     @property
     def recipe(self) -> Fp8Recipe:
@@ -97,7 +102,9 @@ class Fp8State:
                 self._begin_step()
             else:
                 self._check_same_weights()
-            scaling.begin_microbatch(0 if first else 1)
+            self._step += first
+            self._num_microbatches = 0 if first else self._num_microbatches + 1
+            scaling.begin_microbatch(0 if first else 1, int(self._step), self._num_microbatches)
             try:
                 yield
             except BaseException:
@@ -172,7 +179,7 @@ class Fp8State:
         """Return the scales as plain tensors by name, copies, for safetensors or torch.save.
 
         Keys are `<linear>.<role>/<field>`. Recipes without delayed scaling keep nothing, so their
-        dictionary is empty.
+        dictionary is empty, but for the number of steps where they round stochastically.
         """
         self._refuse_inside("state_dict()")
         return {key: row.detach().clone() for key, row in self._rows()}
@@ -211,12 +218,22 @@ class Fp8State:
             for name in FIELDS if table.names else ():
                 rows = [saved[f"{tensor}/{name}"].to(table.amax.device) for tensor in table.names]
                 setattr(table, name, torch.stack(rows))
+        if STEP in saved:
+            self._step.copy_(saved[STEP])
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         for table in self._shared.scaling.tables.values():
             for name in FIELDS:
                 rows = getattr(table, name)
                 yield from ((f"{tensor}/{name}", rows[i]) for i, tensor in enumerate(table.names))
+        if self._is_random():
+            yield STEP, self._step
+
+    def _is_random(self) -> bool:
+        """Whether a linear's recipe rounds stochastically."""
+        names = {self.recipe.precision_of(name) for name in self.linears}
+        traits = (traits_of(name) for name in names)
+        return any(casts.is_random for t in traits if t is not None for casts in t.casts.values())
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:

@@ -1,10 +1,37 @@
-"""Multiply matrices with a factor on CPUs, also where torch's BLAS library applies it wrongly."""
+"""Multiply matrices with a factor, also where torch's BLAS library applies it wrongly.
+
+Here a product's factor is a pair of FP32 scales, those of its two operands, because their product
+can be subnormal (few bits) or infinite although the scaled result is a normal number.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+
+Scales = tuple[torch.Tensor, torch.Tensor]  # each 0-d FP32, positive
+FP32 = torch.finfo(torch.float32)
+FACTORS = 2.0**-110, 2.0**111
+"""The factors for which `torch.addmm` is exact enough: MKL applies one to an operand, and times an
+FP8 number (2**-16 at the least, 57344 at the most) it must stay a normal FP32 number."""
+
+
+def factor(scales: Scales) -> float:
+    """Return the product of two scales as the host reads it; it has no rounding error."""
+    return float(scales[0].item() * scales[1].item())
+
+
+def times_scales(product: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Return an FP32 product times both scales, without reading them on the host.
+
+    They are multiplied with each other first where that is a normal number; otherwise the larger
+    one is applied before the smaller one.
+    """
+    both = scales[0] * scales[1]
+    is_normal = both.clamp(FP32.tiny, FP32.max) == both
+    first = torch.where(is_normal, both, torch.maximum(*scales))
+    return (product * first).mul_(torch.where(is_normal, 1.0, torch.minimum(*scales)))
 
 
 def scaled_addmm(
@@ -19,12 +46,14 @@ def scaled_addmm(
     """Return beta * start + alpha * (a @ b) on a CPU, [M, N], as `torch.addmm` does.
 
     Where torch's own factor is wrong, an FP32 product is scaled after it was rounded, and the
-    result is rounded to the operands' dtype, which needs memory. With `beta` 0 the start is not
-    read.
+    result is rounded to the operands' dtype, which needs memory. A factor outside of `FACTORS` is
+    applied in FP64. With `beta` 0 the start is not read.
     """
-    if alpha == 1.0 or a_MK.is_meta or torch_scales_products(a_MK.dtype):
+    is_moderate = FACTORS[0] <= alpha <= FACTORS[1]
+    if a_MK.is_meta or alpha == 1.0 or (is_moderate and torch_scales_products(a_MK.dtype)):
         return torch.addmm(start_MN, a_MK, b_KN, beta=beta, alpha=alpha, out=out)
-    product = torch.mm(a_MK.float(), b_KN.float()).mul_(alpha)
+    product = torch.mm(a_MK.float(), b_KN.float())
+    product = (product if is_moderate else product.double()).mul_(alpha)
     if beta:
         product.add_(start_MN, alpha=beta)
     return product.to(a_MK.dtype) if out is None else out.copy_(product)

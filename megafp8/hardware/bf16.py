@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.hardware import cpu
-from megafp8.hardware.addmm import scaled_addmm
+from megafp8.hardware.addmm import Scales, factor, scaled_addmm, times_scales
 
 _planned_type = ContextVar("the type of the device that meta tensors stand for", default="cpu")
 
@@ -63,20 +63,20 @@ def mm_into(
     b_KN: torch.Tensor,
     *,
     is_first: bool,
-    scale: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor | None:
-    """Return a @ b * scale in FP32, not rounded to the operands' dtype; None if torch cannot.
+    """Return a @ b, times both scales, in FP32, not rounded to the operands' dtype.
 
+    None says that torch has no such product.
     The result is `total_MN` (FP32) itself if the product was added to it or, with `is_first`,
     overwrote it; otherwise the caller has to do that. On a CPU the product adds its terms to the
-    sum. CPUs with BF16 instructions have such products, but torch 2.13 does not offer them. `scale`
-    is 0-d FP32.
+    sum. CPUs with BF16 instructions have such products, but torch 2.13 does not offer them.
     """
     if is_widened(a_MK):
         a_MK, b_KN = a_MK.float(), b_KN.float()
     on_cpu = device_kind(a_MK.device) == "cpu"
     if on_cpu and a_MK.dtype == torch.float32:
-        alpha = 1.0 if scale is None or scale.is_meta else scale.item()
+        alpha = 1.0 if scales is None or a_MK.is_meta else factor(scales)
         beta = 0 if is_first else 1
         return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
     out_MN = total_MN if is_first else None
@@ -88,7 +88,7 @@ def mm_into(
         product = torch.mm(a_MK, b_KN, out_dtype=torch.float32)
     else:
         product = torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out_MN)
-    return product if scale is None else product.mul_(scale)
+    return product if scales is None else times_scales(product, scales)
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:

@@ -267,7 +267,7 @@ class Norm(nn.Module):
         super().__init__()
         self.epsilon, self.dtype = parts.spec.layernorm_epsilon, parts.dtype
         shape = (parts.spec.hidden_size,)
-        self.zero_centered = parts.spec.zero_centered_gamma
+        self.zero_centered = parts.spec.layernorm_zero_centered_gamma
         first = constant(0.0 if self.zero_centered else 1.0)
         self.weight = parts.whole_parameter(f"{name}.weight", shape, first)
         self.bias: nn.Parameter | None = None
@@ -362,6 +362,7 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "squared-relu": lambda x: F.relu(x).square(),
     "geglu": F.gelu,
+    "geglu-tanh": partial(F.gelu, approximate="tanh"),
     "swiglu": F.silu,
     "reglu": F.relu,
 }

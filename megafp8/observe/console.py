@@ -31,6 +31,7 @@ from megafp8.observe.units import (
     format_tflops,
     plural,
 )
+from megafp8.secrets import cut, hide_values, printable
 
 Row = tuple[str, str]
 LEAST_DATA_WAIT = 0.01  # of a step's time, from which on it is shown
@@ -257,7 +258,7 @@ def settings_lines(settings: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _one_line(value: object) -> str:
-    text = "null" if value is None else str(value)
+    text = cut("null" if value is None else str(value))
     return text if text.isprintable() else repr(text)
 
 
@@ -279,7 +280,7 @@ class PlainConsole(Console):
     def start(self, total_steps: int, first_step: int = 0) -> None:
         """Print a line if the run continues after earlier steps."""
         self._eta.start(total_steps)
-        if first_step:
+        if 0 < first_step < total_steps:
             self._line(f"continuing after step {first_step} of {total_steps}")
 
     def header(self, lines: Sequence[str]) -> None:
@@ -335,6 +336,7 @@ class PlainConsole(Console):
     def _line(self, text: str) -> None:
         if self._broken:
             return
+        text = printable(hide_values(text))
         try:
             try:
                 self._stream.write(text + "\n")

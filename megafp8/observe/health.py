@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megafp8.errors import CheckpointError
+from megafp8.foreign import MAX_LINES_BYTES, parse_json, read_bytes
 from megafp8.specs import HealthSpec, TensorHealth
 
 HEALTH_FILE = "health.jsonl"
@@ -68,8 +68,16 @@ def _worst(a: TensorHealth, b: TensorHealth) -> TensorHealth:
     )
 
 
-def complaints(record: HealthRecord, limits: HealthSpec) -> dict[str, str]:
-    """Return the tensors that are beyond a limit; each value says what is wrong with the tensor."""
+def complaints(
+    record: HealthRecord,
+    limits: HealthSpec,
+    normally_saturated: Callable[[str], float] = lambda _: 0.0,
+) -> dict[str, str]:
+    """Return the tensors that are beyond a limit; each value says what is wrong with the tensor.
+
+    `normally_saturated` returns the fraction of a tensor's values that may saturate by its recipe,
+    where that is more than the limit.
+    """
     found: dict[str, str] = {}
     for name, health in record.tensors.items():
         problems = []
@@ -77,7 +85,8 @@ def complaints(record: HealthRecord, limits: HealthSpec) -> dict[str, str]:
             problems.append("holds a NaN or an infinity")
         if health.underflow is not None and health.underflow > limits.max_underflow:
             problems.append(f"{health.underflow:.1%} of its values underflow to zero")
-        if health.overflow is not None and health.overflow > limits.max_overflow:
+        max_overflow = max(limits.max_overflow, normally_saturated(name))
+        if health.overflow is not None and health.overflow > max_overflow:
             problems.append(f"{health.overflow:.2%} of its values saturate")
         if health.snr_db is not None and health.snr_db < limits.min_snr_db:
             ratio = f"{health.snr_db:.1f} dB"
@@ -111,7 +120,7 @@ def read_health(path: Path) -> list[HealthRecord]:
         CheckpointError: The file does not exist or does not hold such records.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [parse_json(line) for line in read_bytes(path, MAX_LINES_BYTES).splitlines()]
         return [
             HealthRecord(
                 int(line["step"]),
@@ -120,7 +129,7 @@ def read_health(path: Path) -> list[HealthRecord]:
             )
             for line in lines
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             path,
             f"cannot be read as FP8 health ({error})",

@@ -13,10 +13,36 @@ from pathlib import Path
 
 from megafp8.files import to_json
 from megafp8.observe.console import Console, PlainConsole, Row, StepReport
+from megafp8.secrets import redacted
 
 CONSOLE_FILE = "console.log"
 EVENTS_FILE = "events.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a whole line to a file, or nothing; the file is made if it does not exist.
+
+    Half a line that a killed process left is cut off, so that the new line does not join it.
+
+    Raises:
+        OSError: The line cannot be written, as on a full disk.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            size = path.read_bytes().rfind(b"\n") + 1
+            os.ftruncate(descriptor, size)
+        try:
+            if (written := os.write(descriptor, line)) != len(line):
+                raise OSError(f"wrote {written} of {len(line)} bytes")
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class JournaledConsole(Console):
@@ -65,14 +91,9 @@ class JournaledConsole(Console):
 
     def _append(self, name: str, fields: Mapping[str, object]) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = to_json({"time": now, "step": self._step(), **fields}) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        line = to_json(redacted({"time": now, "step": self._step(), **fields})) + "\n"
         try:
-            descriptor = os.open(self._directory / name, flags, 0o666)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            append_line(self._directory / name, line.encode())
         except OSError as error:
             self._lost(name, error)
 

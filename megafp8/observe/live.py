@@ -25,6 +25,7 @@ from megafp8.observe.console import (
 )
 from megafp8.observe.curve import sparkline
 from megafp8.observe.units import format_duration, format_number
+from megafp8.secrets import hide_values, printable
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -104,7 +105,7 @@ class LiveConsole(Console):
 
         self._eta.start(total_steps)
         self._step = first_step
-        if first_step:
+        if 0 < first_step < total_steps:
             self.event(f"continuing after step {first_step} of {total_steps}")
         atexit.register(self.close)
         with self._guard():
@@ -287,7 +288,9 @@ class LiveConsole(Console):
         if self._broken:
             return
         with self._guard():
-            self._rich.print(text, style=style, markup=False, soft_wrap=True)
+            self._rich.print(
+                printable(hide_values(text)), style=style, markup=False, soft_wrap=True
+            )
 
     def _show(self, what: RenderableType) -> None:
         if not self._broken:
@@ -301,6 +304,7 @@ class LiveConsole(Console):
 
         if self._broken:
             return
+        value = printable(hide_values(value))
         with self._guard():
             if whole:
                 self._rich.print(Text.assemble((what, "bold"), "  ", value), soft_wrap=True)

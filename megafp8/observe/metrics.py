@@ -7,7 +7,6 @@ drops the lines that an earlier process wrote about later steps.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from megafp8.files import Warn, to_json, warn_on_stderr, write_atomically
+from megafp8.foreign import parse_json
 
 # These keys come first and in this order; any other key follows, sorted by name.
 KEY_ORDER = (
@@ -135,7 +135,7 @@ class MetricsFile:
 
 def _parse(line: str) -> dict[str, Value] | None:
     try:
-        values = json.loads(line)
+        values = parse_json(line)
     except ValueError:
         return None
     return values if isinstance(values, dict) else None

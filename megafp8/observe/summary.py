@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from megafp8.files import to_json, write_atomically
 from megafp8.observe.units import (
@@ -67,6 +68,23 @@ class RunSummary:
     checkpoint: str | None = None
     tensorboard_dir: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)  # more keys of summary.json
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, object]) -> RunSummary:
+        """Return the summary that `to_dict` wrote; keys that it does not know are in `extra`.
+
+        Raises:
+            ValueError: A field is missing or has a value of another type.
+        """
+        own, hints = {}, get_type_hints(cls)
+        for name, field_ in cls.__dataclass_fields__.items():
+            if name in tree and name != "extra":
+                own[name] = _read(name, tree[name], hints[name])
+            elif name != "extra" and field_.default is MISSING:
+                raise ValueError(f"{name} is missing")
+        rest = {k: v for k, v in tree.items() if k not in own and k not in _DERIVED}
+        values: dict[str, Any] = own
+        return cls(**values, extra=rest)
 
     @property
     def perplexity(self) -> float | None:
@@ -171,6 +189,20 @@ class RunSummary:
         if self.hfu_causal != self.mfu_causal:
             text += f", HFU {hfu} ({hfu_full}) with recomputation,"
         return f"{text} of {self.peak}"
+
+
+_DERIVED = ("perplexity", "val_bits_per_byte")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def _read(name: str, value: object, kind: Any) -> object:
+    """Return a field's value from JSON, where floats that are not finite are strings."""
+    kinds = get_args(kind) or (kind,)
+    if float in kinds and (value in _NOT_FINITE or type(value) is int):
+        return float(value)
+    if type(value) not in kinds:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def write_summary(path: str | Path, summary: RunSummary) -> None:

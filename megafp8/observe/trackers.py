@@ -17,6 +17,9 @@ from megafp8.errors import ConfigError
 from megafp8.files import Warn, strict, warn_on_stderr
 from megafp8.specs import ObserveSpec
 
+WANDB_FOLDER = "wandb"  # wandb itself makes this folder in the run's directory
+WANDB_ID_FILE = "wandb_run_id.txt"
+
 TAGS: Mapping[str, tuple[str, str]] = {
     "loss": ("reduced_train_loss", "lm loss"),
     "val_loss": ("val_loss", "lm loss validation"),
@@ -97,7 +100,7 @@ def require_wandb() -> None:
 class WandbTracker:
     """Record one Weights & Biases run; training that continues in `directory` continues its id.
 
-    wandb's own `WANDB_MODE=offline` records without a network, and `wandb sync` uploads later.
+    The mode `offline` records without a network, and `wandb sync` uploads later.
     Curves are drawn over `trainer/global_step`, which may decrease after a rollback; wandb's own
     step counter may not.
     """
@@ -107,25 +110,37 @@ class WandbTracker:
     def __init__(
         self,
         directory: str | Path,
-        *,
-        project: str | None,
-        name: str | None,
+        spec: ObserveSpec,
         config: Mapping[str, object] | None = None,
     ) -> None:
         require_wandb()
         import wandb
 
         directory = Path(directory)
-        id_file = directory / "wandb_run_id.txt"
+        id_file = directory / WANDB_ID_FILE
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        self._run: Any = wandb.init(
-            project=project,
-            name=name,
-            dir=str(directory),
-            id=run_id,
-            resume="allow",
-            config={key: strict(item) for key, item in (config or {}).items()},
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=spec.wandb_project,
+                name=spec.wandb_name,
+                entity=spec.wandb_entity,
+                group=spec.wandb_group,
+                tags=spec.wandb_tags or None,
+                mode=spec.wandb_mode,
+                dir=str(directory),
+                id=run_id,
+                resume="allow",
+                config={key: strict(item) for key, item in (config or {}).items()},
+            )
+        except Exception as error:  # a missing login, a name that is refused, a lost connection
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(
+                "exp_manager.create_wandb_logger",
+                True,
+                f"Weights & Biases cannot begin its run ({reason})",
+                "Run `wandb login`, set WANDB_API_KEY, or set exp_manager.wandb_logger_kwargs.mode"
+                "=offline",
+            ) from error
         id_file.write_text(f"{self._run.id}\n")
         self._run.define_metric(self.STEP_KEY)
         self._run.define_metric("*", step_metric=self.STEP_KEY)
@@ -135,8 +150,12 @@ class WandbTracker:
         self._run.log({**values, self.STEP_KEY: step})
 
     def close(self) -> None:
-        """End wandb's run, which uploads what is left."""
-        self._run.finish(quiet=True)
+        """End wandb's run, which uploads what is left.
+
+        Versions before 0.31 have a parameter `quiet`, which newer ones refuse. It only kept wandb's
+        last lines from the screen, so no version is asked for it.
+        """
+        self._run.finish()
 
 
 class CompositeTracker:
@@ -205,7 +224,5 @@ def open_trackers(
             where = os.fspath(log_dir)
             warn(f"TensorBoard cannot write to {where}: {error}; training continues without it")
     if spec.create_wandb_logger:
-        trackers.append(
-            WandbTracker(log_dir, project=spec.wandb_project, name=spec.wandb_name, config=config)
-        )
+        trackers.append(WandbTracker(log_dir, spec, config))
     return CompositeTracker(trackers, warn=warn)

@@ -16,16 +16,16 @@ class AdamW:
     """Update FP32 master weights with Adam (Kingma & Ba 2015, arXiv 1412.6980).
 
     Weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101) or, under the name
-    `adam`, an L2 term of the gradient. As in NeMo, norms and biases do not decay. The moments are
-    FP32, with the shape of their master weight.
+    `adam`, an L2 term of the gradient. As in NeMo, norms and biases do not decay, unless
+    `spec.decays_vectors` is set. The moments are FP32, with the shape of their master weight.
     """
 
     def __init__(self, masters: Masters, spec: OptimSpec) -> None:
         self.masters, self.spec = masters, spec
         self._kernel, self.kernel_name = choose_kernel(spec, masters.device)
         both = list(zip(masters.segments, masters.masters, strict=True))
-        decaying = [master for segment, master in both if segment.param.dim() > 1]
-        others = [master for segment, master in both if segment.param.dim() <= 1]
+        decaying = [master for segment, master in both if spec.decays(segment.param.dim())]
+        others = [master for segment, master in both if not spec.decays(segment.param.dim())]
         if not both:  # with very many ranks, the shard of one may be empty
             others = [torch.nn.Parameter(torch.zeros(0, device=masters.device))]
         groups = [

@@ -64,13 +64,16 @@ def _cosine(spec: OptimSpec, s: int) -> float:
     """Return half a cosine from lr to min_lr between the warm-up and the constant steps.
 
     During the constant steps the rate is min_lr. If there are any, the warm-up is Megatron's, lr *
-    s / W, whose first rate is 0.
+    s / W, whose first rate is 0. Warm-up and constant steps may be more than the run has: it then
+    ends in the warm-up, or has min_lr right after it, as in NeMo.
     """
     schedule = spec.schedule
     warmup, constant = schedule.warmup_steps, schedule.constant_steps
     if _warms_up(spec, s):
         return spec.lr * (s / warmup) if constant else _warmup(spec, s)
     num_decay_steps = schedule.max_steps - constant - warmup
+    if constant and num_decay_steps <= 0:
+        return schedule.min_lr  # the constant steps fill what the run has after its warm-up
     progress = min(1.0, (s - warmup) / max(1, num_decay_steps))
     cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.min_lr + (spec.lr - schedule.min_lr) * cosine

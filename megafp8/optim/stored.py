@@ -261,7 +261,7 @@ class StoredAdamW(AdamW):
             few = not storage.linears_only or segment.param in masters.linears
             names = storage.moments_of(segment.param.dim()) if few else ("fp32", "fp32")
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
-                groups[segment.param.dim() > 1].append(master)
+                groups[spec.decays(segment.param.dim())].append(master)
                 continue
             shape, device = stored.payload.shape, masters.device
             kinds = [GroupedTensor if storage.is_grouped(name) else ScaledTensor for name in names]
@@ -334,7 +334,7 @@ class StoredAdamW(AdamW):
 
     def _constants(self, param: nn.Parameter, lr: float) -> Constants:
         spec = self.spec
-        decay = spec.weight_decay if param.dim() > 1 else 0.0
+        decay = spec.weight_decay if spec.decays(param.dim()) else 0.0
         return Constants(lr, spec.betas, spec.eps, decay, spec.name == "adam", self._num_updates)
 
     def _dithers(self, segment: Segment, step: int) -> Dithers:

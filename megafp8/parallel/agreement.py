@@ -1,9 +1,9 @@
 """How ranks agree: one rank's value on all of them, and one rank's error raised by all of them.
 
 The ranks agree within `Mesh.agreement`, where they wait for a rank that works on files however long
-it takes, or within a `group` that the caller gives. Objects travel pickled between the processes of
-one job; nothing here reads a file. They are not counted in `Traffic`: a step of training sends
-none, unless it logs FP8's health.
+it takes, or within a `group` that the caller gives. Objects travel as JSON (`parallel.messages`),
+so that no message can run code. They are not counted in `Traffic`: a step of training sends none,
+unless it logs FP8's health.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.messages import from_bytes, to_bytes
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 def on_main(mesh: Mesh, act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `act` on the main rank alone and return its value on every rank.
 
-    The main rank gets the very object, the others a pickled copy.
+    The main rank gets the very object, the others a copy.
 
     Raises:
         UserError: What `act` raised, on every rank.
@@ -51,18 +52,54 @@ def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) ->
     """Return the main rank's object on every rank of this job."""
     if mesh.world.size == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group or mesh.agreement)
-    return box[0]
+    group = group or mesh.agreement
+    content = to_bytes(value) if mesh.is_main else b""
+    size = _number(len(content), group, mesh)
+    dist.broadcast(size, src=0, group=group)
+    sent = _as_tensor(content, int(size), group, mesh)
+    dist.broadcast(sent, src=0, group=group)
+    return value if mesh.is_main else from_bytes(_as_bytes(sent))
 
 
 def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's object, by rank."""
     if mesh.world.size == 1:
         return [value]
-    values: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(values, value, group=group or mesh.agreement)
-    return values
+    group = group or mesh.agreement
+    content = to_bytes(value)
+    own = _number(len(content), group, mesh)
+    sizes = [torch.zeros_like(own) for _ in range(mesh.world.size)]
+    dist.all_gather(sizes, own, group=group)
+    most = int(max(sizes))
+    sent = _as_tensor(content, most, group, mesh)
+    parts = [torch.empty_like(sent) for _ in sizes]
+    dist.all_gather(parts, sent, group=group)
+    pairs = zip(parts, sizes, strict=True)
+    return [from_bytes(_as_bytes(part[: int(size)])) for part, size in pairs]
+
+
+def _number(value: int, group: dist.ProcessGroup | None, mesh: Mesh) -> torch.Tensor:
+    """Return a number as a tensor of shape (1,) that the group can send."""
+    return torch.tensor([value], device=_device(group, mesh))
+
+
+def _as_tensor(
+    content: bytes, size: int, group: dist.ProcessGroup | None, mesh: Mesh
+) -> torch.Tensor:
+    """Return bytes as a tensor of `size` elements, of which the last ones are 0."""
+    whole = torch.zeros(size, dtype=torch.uint8)
+    if content:
+        whole[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return whole.to(_device(group, mesh))
+
+
+def _as_bytes(sent: torch.Tensor) -> bytes:
+    return bytes(sent.cpu().numpy().data)
+
+
+def _device(group: dist.ProcessGroup | None, mesh: Mesh) -> torch.device:
+    """Return where tensors must be for the group: NCCL sends those of GPUs, gloo those of hosts."""
+    return mesh.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 def first_known(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:

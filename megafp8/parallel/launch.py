@@ -11,6 +11,7 @@ import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ GRACE_SECONDS = 5.0  # time for ranks that see another rank's error to report th
 SPINS = 1000
 """How often a waiting thread of OpenMP looks before it sleeps: some tens of microseconds."""
 LAUNCHER = "MEGAFP8LAUNCHER_PID"
+_HERE = "127.0.0.1"  # all ranks of our launcher are on this machine
 _SHUTDOWN = "MEGAFP8_SHUTDOWN_SECONDS"
 _NOTES = "MEGAFP8_NOTES"
 _PROGRESS_NAME = "progress"
@@ -166,7 +168,16 @@ def _run(
 
     # The launcher serves the store, so the ranks get a port that is already listening. Each start
     # has a new store, without the addresses of ranks that are dead.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    # The socket is ours, because torch's own listens on all addresses of the machine.
+    listener = socket.create_server((_HERE, 0), backlog=2048)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        _HERE,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     notes = Path(tempfile.mkdtemp(prefix="megafp8-"))  # where ranks write why they died
     (notes / _PROGRESS_NAME).touch()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -222,7 +233,7 @@ def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[s
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": _HERE,
         "MASTER_PORT": str(port),
         # Torch's name for a store that the launcher, not rank 0, serves.
         "TORCHELASTIC_USE_AGENT_STORE": "True",

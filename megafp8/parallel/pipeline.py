@@ -346,9 +346,11 @@ class _Stage(NoMessagesToItself, PipelineStage):
                 f"made for {self.boundary.tokens}"
             )
         self.work.current = batch
-        self.streams.begin_microbatch(self.step, self.indices[fwd_chunk_id])
+        sample = self.indices[fwd_chunk_id]
+        self.streams.begin_microbatch(self.step, sample)
         # Forward passes are numbered over the rank's stages; weights are quantized in number 0.
-        self.scaling.begin_microbatch(self.place * len(self.batches) + fwd_chunk_id)
+        number = self.place * len(self.batches) + fwd_chunk_id
+        self.scaling.begin_microbatch(number, self.step, sample)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.scaling.end_forward()
         if not self.is_last:

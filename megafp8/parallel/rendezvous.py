@@ -7,7 +7,9 @@ collective's long timeout.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
 import queue
 import resource
@@ -160,15 +162,45 @@ def _allow_open_files(more: int) -> None:
 
 
 def serve(host: str, port: int) -> Store:
-    """Return rank 0's store; other ranks can connect to it from now on."""
+    """Return rank 0's store; other ranks can connect to it from now on.
+
+    It listens on the address of this machine that MASTER_ADDR names. It listens on all addresses
+    where that name leads to this machine by other ways only: through a router, or because this
+    machine calls itself 127.0.1.1, as Debian does, and others know its address in the network.
+    """
     place = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    listener = _listen(port, place)
+    listener = _listen(_address(host), port, place)
     try:
         _check_is_here(host, port, place)
     except RunError:
         listener.close()
         raise
     return _store(host, port, is_master=True, listen_fd=listener.detach())
+
+
+def _address(host: str) -> str:
+    """Return the address to listen on for `host`; empty for all addresses."""
+    found = _addresses_here(host)
+    loopback = [address for address in found if ipaddress.ip_address(address).is_loopback]
+    others = [address for address in found if address not in loopback]
+    if others:
+        return others[0]
+    is_meant = host == "localhost" or host in loopback
+    return loopback[0] if loopback and is_meant else ""
+
+
+def _addresses_here(host: str) -> list[str]:
+    """Return the addresses of `host` that this machine has."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []  # `_check_is_here` reports it
+    here = []
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind((str(address[0]), 0))  # refused unless it is an address of this machine
+            here.append(str(address[0]))
+    return here
 
 
 def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store:
@@ -316,21 +348,19 @@ def await_all(store: Store, rank: int, size: int, place: str, seconds: float) ->
     store.set("megafp8/all", "1")
 
 
-def _listen(port: int, place: str) -> socket.socket:
+def _listen(address: str, port: int, place: str) -> socket.socket:
     try:
+        if address:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=2048)
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048
         )
     except OSError as error:
-        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or not socket.has_ipv6:
-            return _listen_v4(port, place)
-        raise _cannot_listen(place, error) from error
-
-
-def _listen_v4(port: int, place: str) -> socket.socket:
-    try:
-        return socket.create_server(("", port), backlog=2048)
-    except OSError as error:
+        if not address and (
+            error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) or not socket.has_ipv6
+        ):
+            return _listen("0.0.0.0", port, place)
         raise _cannot_listen(place, error) from error
 
 
@@ -347,16 +377,11 @@ def _check_is_here(host: str, port: int, place: str) -> None:
     here = socket.gethostname()
     hint = f"Set MASTER_ADDR to a name or address of {here}, where rank 0 runs"
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise RunError(f"{place}: {host} does not resolve on {here} ({error}). {hint}") from error
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.bind((address[0], 0))  # refused unless it is an address of this machine
-                return
-        except OSError:
-            continue
+    if _addresses_here(host):
+        return
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError as error:

@@ -80,12 +80,17 @@ class SequenceRowParallel(RowParallel):
 
 
 def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
-    """Return all ranks' tokens, rank by rank; of an FP8 tensor with one scale its bytes are
-    gathered.
+    """Return all ranks' tokens, rank by rank; of an FP8 tensor its bytes are gathered.
+
+    Scales of blocks cross ranks too: no block reaches over the tokens of two ranks, since the
+    recipe commutes with sharding and each rank's tokens are whole blocks.
     """
     if not isinstance(x_TF, Fp8Tensor):
         return tp.gather_rows(x_TF)
-    assert x_TF.block is None, "scales of blocks are not gathered"
+    if x_TF.block is not None:
+        assert x_TF.payload.shape[0] % x_TF.block[0] == 0, "a block would end in another rank"
+        scales = tp.gather_rows(x_TF.dequant_scale.contiguous())
+        x_TF = replace(x_TF, dequant_scale=scales)  # `outer` is equal on all ranks: amaxes agree
     payload_TF = x_TF.payload.view(torch.uint8)
     if payload_TF.is_contiguous():
         whole_TF = tp.gather_rows(payload_TF)

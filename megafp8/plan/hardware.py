@@ -74,6 +74,7 @@ KNOWN = {
         "adapter for each GPU",
     ),
 }
+MOST = 1e12  # of any figure of hardware
 NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s", "node_gb_s", "network_gb_s")
 NEEDED = NUMBERS[:4]
 """The figures that hardware of another name must give; links are those of an H100 by default."""
@@ -99,8 +100,9 @@ def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:
             raise ConfigError(
                 f"hardware.{key}", value, "is not a figure of hardware", f"Use {_listed(NUMBERS)}"
             )
-        if not value > 0:
-            raise ConfigError(f"hardware.{key}", value, "must be positive", "Give the data sheet's")
+        if not 0 < value <= MOST:
+            reason = f"must be above 0 and at most {MOST:g}"
+            raise ConfigError(f"hardware.{key}", value, reason, "Give the data sheet's figure")
     known = KNOWN.get(name.lower())
     if known is None:
         missing = [key for key in NEEDED if key not in numbers]

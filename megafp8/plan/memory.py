@@ -26,6 +26,7 @@ from megafp8.plan.shape import (
     deal_whole,
     divides_elements,
     flat_buckets,
+    fp8_products,
     layers_of,
     linears_of_layer,
     num_microbatches,
@@ -42,7 +43,6 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import GROUP_BYTES, ITEM_BYTES, MOMENT_GROUP
-from megafp8.specs.precision import BLOCK, HISTORY_RECIPES
 
 HEAD_CHUNK_TOKENS = 8192
 HEAD_CHUNK_BYTES = 2 << 30
@@ -148,7 +148,7 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
     elements = sum(param.elements for param in params)
     weights = sum(param.elements * param.itemsize for param in params)
     recipe = spec.precision.fp8
-    delayed = sum(linear.precision in HISTORY_RECIPES for linear in linears)
+    delayed = sum(linear.has_history for linear in linears)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if spec.parallel.fsdp is not None:
@@ -235,11 +235,7 @@ def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
     """Whether a linear keeps its input in the compute dtype, as torchao's linears do."""
-    recipe = spec.precision.fp8
-    if spec.precision.backend == "torchao":
-        return True
-    high = frozenset() if recipe is None else recipe.high_precision_gemms
-    return not linear.in_fp8 or linear.precision == "rowwise_with_gw_hp" or "grad_weight" in high
+    return spec.precision.backend == "torchao" or "grad_weight" not in fp8_products(spec, linear)
 
 
 def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
@@ -247,11 +243,9 @@ def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
     elements = tokens * linear.in_features
     if _keeps_input_as_it_is(spec, linear):
         return elements * compute_itemsize(spec)
-    if linear.precision == "rowwise":
-        return elements + FP32 * linear.in_features
-    if linear.precision == "blockwise":
-        return elements + FP32 * linear.in_features * -(-tokens // BLOCK)
-    return elements
+    assert linear.traits is not None
+    scales = linear.traits.input.first
+    return elements + (0 if scales.is_one else FP32 * scales.count(linear.in_features, tokens))
 
 
 def _norm_bytes(spec: RunSpec) -> int:
@@ -402,7 +396,8 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
 def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
     """Return the bytes of FP8 copies of weights that last a whole step.
 
-    Tensor cores read a weight along either dimension, so there are two copies; Transformer Engine
+    Tensor cores read a weight along one dimension for the output and along the other for the input
+    gradient, so there is a copy for each of the two products that is in FP8; Transformer Engine
     keeps both as well. Weights that are kept in FP8 alone, FSDP's and torchao's are cast or
     transposed for each use.
     """
@@ -411,7 +406,10 @@ def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
         return 0
     if spec.precision.backend == "torchao":
         return 0
-    return sum(2 * linear.weight_elements for linear in linears if linear.in_fp8)
+    return sum(
+        linear.weight_elements * len(fp8_products(spec, linear) & {"output", "grad_input"})
+        for linear in linears
+    )
 
 
 def _gathered_bytes(spec: RunSpec, shape: RankShape) -> int:

@@ -9,7 +9,9 @@ from functools import lru_cache
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of, owners_of
-from megafp8.specs.precision import HIGH_PRECISION, ModulePrecision
+from megafp8.specs.precision import GEMMS, ModulePrecision
+from megafp8.specs.recipes import HIGH_PRECISION, traits_of
+from megafp8.specs.traits import GemmName, Traits
 
 FP32 = 4
 ALIGNMENT = 64
@@ -27,6 +29,16 @@ class Linear:
     has_bias: bool  # whether this rank holds a bias, of `out_features`
     is_column: bool  # whether tensor-parallel ranks divide its out features, not its in features
     precision: ModulePrecision
+
+    @property
+    def traits(self) -> Traits | None:
+        """Return the traits of its recipe; None in high precision."""
+        return traits_of(self.precision)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether its scales are known before its tensors."""
+        return self.traits is not None and self.traits.has_history
 
     @property
     def in_fp8(self) -> bool:
@@ -113,6 +125,14 @@ def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, Linear, Linear,
         linear("mlp.fc1", hidden, ffn * (2 if model.is_gated else 1), is_column=True),
         linear("mlp.fc2", ffn, hidden, is_column=False),
     )
+
+
+def fp8_products(spec: RunSpec, linear: Linear) -> frozenset[GemmName]:
+    """Return the products of a linear that run in FP8."""
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return frozenset()
+    return frozenset(GEMMS) - recipe.kept_high(linear.precision)
 
 
 def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:

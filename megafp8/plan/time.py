@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, assert_never
+from typing import Literal
 
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
     Linear,
+    fp8_products,
     layers_with_recomputation,
     num_microbatches,
     rank_shape,
@@ -32,7 +33,9 @@ from megafp8.plan.traffic import AxisName, Message, rank_traffic
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
-from megafp8.specs.precision import ModulePrecision
+from megafp8.specs.precision import GEMMS
+from megafp8.specs.recipes import RECIPES, find_recipe
+from megafp8.specs.traits import Cost, Traits
 
 OPTIMIZER_BYTES = 36
 """Bytes that a step's norm and AdamW move for each parameter that a rank updates on a GPU: the norm
@@ -41,42 +44,16 @@ too. FP8-LM's passes over states in few bits are not modelled and count as these
 FP8_WRITE_BACK_BYTES = 12
 """Bytes that storing an FP32 master as a weight kept in FP8 moves: it is rounded to BF16 (4 read, 2
 written), cast in both orientations (2 and 2), and one of these is copied to its place (1 and 1)."""
-LAUNCHES: dict[str, dict[ModulePrecision, int]] = {
-    "gpt": {
-        "high_precision": 39,
-        "delayed": 43,
-        "tensorwise": 83,
-        "rowwise": 87,
-        "rowwise_with_gw_hp": 87,
-        "blockwise": 55,
-    },
-    "llama": {
-        "high_precision": 49,
-        "delayed": 51,
-        "tensorwise": 97,
-        "rowwise": 97,
-        "rowwise_with_gw_hp": 97,
-        "blockwise": 65,
-    },
-}
-"""Kernels that one layer starts, forward and backward, counted on meta tensors by
-tests/precision/kernels/test_layer_counts.py, which compares its counts with these. Layers with a
-gated activation or with rotary positions start as many as Llama's."""
-FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu")
+LAUNCHES_IN_BF16 = (39, 49)
+"""Kernels that one layer of a GPT and of Llama starts without FP8, forward and backward, counted on
+meta tensors by tests/precision/kernels/test_layer_counts.py, which compares its counts with these
+and with those of the recipes (`Cost.launches`). Layers with a gated activation or with rotary
+positions start as many as Llama's."""
+FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh")
 """The activations that have a kernel which writes FP8 (`KINDS` of precision/fused.py)."""
 SUM_BYTES = 12
 """Bytes an element of a weight's gradient that each microbatch after a step's first one moves: the
 sum reads two FP32 tensors and writes one (docs/performance.md)."""
-CAST_BYTES: dict[ModulePrecision, int] = {
-    "high_precision": 0,
-    "delayed": 4,
-    "tensorwise": 6,
-    "rowwise": 6,
-    "rowwise_with_gw_hp": 6,
-    "blockwise": 4,
-}
-"""Bytes an element that the cast of a weight moves: it reads BF16 and writes FP8 in both
-orientations, and some recipes read the weight first for its amaxes (docs/performance.md)."""
 REPLICAS: tuple[AxisName, ...] = ("data", "nodes")
 """The mesh axes of messages between replicas."""
 COPY_BYTES = 6
@@ -249,13 +226,15 @@ def _not_hidden(spec: RunSpec, seconds: Mapping[tuple[AxisName, bool], float], g
 def _linear_time(
     spec: RunSpec, linear: Linear, tokens: int, bf16: float, fp8: float, again: float
 ) -> float:
-    """Return the seconds of a linear's three products for one microbatch."""
+    """Return the seconds of a linear's three products for one microbatch.
+
+    `again` is the fraction of the linears of which recomputation repeats the forward product.
+    """
+    in_fp8 = fp8_products(spec, linear)
+    times = {gemm: 1 + again * (gemm == "output") for gemm in GEMMS}
+    rates = {gemm: fp8 if gemm in in_fp8 else bf16 for gemm in GEMMS}
     flops = 2 * tokens * linear.weight_elements
-    recipe = spec.precision.fp8
-    if recipe is None or not linear.in_fp8:
-        return flops * (3 + again) / bf16
-    high = len(recipe.high_precision_gemms) or linear.precision == "rowwise_with_gw_hp"
-    return flops * ((3 + again - high) / fp8 + high / bf16)
+    return sum(flops * times[gemm] / rates[gemm] for gemm in GEMMS)
 
 
 def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
@@ -272,11 +251,11 @@ def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
     query, packed = projection.in_features / model.hidden_size, qkv.out_features / model.hidden_size
     inner, made = fc2.in_features / model.hidden_size, fc1.out_features / model.hidden_size
     total = 2 * (4 + 6 + 6 + 6) * between
-    is_rotary, in_one = model.position_embedding_type == "rope", qkv.precision == "delayed"
+    is_rotary, in_one = model.position_embedding_type == "rope", qkv.has_history
     if not in_one:  # otherwise the kernel that casts QKV's gradient packs and turns it as well
         total += 4 * packed
     total += is_rotary * (4 if in_one else 8) * (query + packed) / 2  # of queries and keys
-    has_kernel = fc2.precision == "delayed" and model.activation in FUSED_ACTIVATIONS
+    has_kernel = fc2.has_history and model.activation in FUSED_ACTIVATIONS
     if model.is_gated and not has_kernel:  # activation and product are two operations
         total += 36 * inner
     else:  # it reads and writes; backward reads the gradient and the input, and writes
@@ -305,20 +284,12 @@ def _cast_bytes(
     over tokens for the bias; otherwise that is a pass of its own.
     """
     bias = 2 * width_out * linear.has_bias
-    match linear.precision:
-        case "delayed":
-            of_input = {"norm": -2, "activation": 0, None: 4}[producer]
-            return of_input * width_in + 4 * width_out
-        case "tensorwise":
-            return 6 * (width_in + width_out)
-        case "rowwise" | "rowwise_with_gw_hp":
-            return 6 * (width_in + width_out) + bias
-        case "blockwise":
-            return 4 * (width_in + width_out) + bias
-        case "high_precision":
-            return bias
-        case unknown:  # a recipe without its rule is an error, not a product without casts
-            assert_never(unknown)
+    traits = linear.traits
+    if traits is None:
+        return bias
+    each = traits.cost.bytes_of_cast
+    of_input = {"norm": -2, "activation": 0, None: each}[producer] if linear.has_history else each
+    return of_input * width_in + each * width_out + bias * (not traits.cost.sums_columns)
 
 
 def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
@@ -333,7 +304,8 @@ def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
         if linear.in_fp8 and recipe is not None and recipe.params_in_fp8:
             each = float(count * TRANSPOSE_BYTES)
         else:
-            each = float(CAST_BYTES[linear.precision] * (2 * count if is_sharded else 1))
+            cast = 0 if linear.traits is None else linear.traits.cost.bytes_of_cast
+            each = float(cast * (2 * count if is_sharded else 1))
         if is_sharded:
             each += count * COPY_BYTES + (count - 1) * SUM_BYTES / shard_ranks(spec)
         else:
@@ -346,8 +318,17 @@ def _launches(spec: RunSpec, linears: Sequence[Linear]) -> int:
     """Return the kernels that a layer starts, by the linear that needs most."""
     model = spec.model
     is_llama = model.is_gated or model.position_embedding_type == "rope"
-    counts = LAUNCHES["llama" if is_llama else "gpt"]
-    return max(counts[linear.precision] for linear in linears)
+    return max(_launches_with(linear.traits)[is_llama] for linear in linears)
+
+
+def _launches_with(traits: Traits | None) -> tuple[int, int]:
+    """Return the kernels that a layer of a GPT and of Llama starts under one recipe."""
+    if traits is None:
+        return LAUNCHES_IN_BF16
+    if traits.cost.launches != Cost().launches:
+        return traits.cost.launches
+    counted = [find_recipe(name).traits.cost.launches for name in RECIPES]
+    return max(gpt for gpt, _ in counted), max(llama for _, llama in counted)
 
 
 def _seconds(

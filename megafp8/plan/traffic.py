@@ -35,7 +35,6 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
-from megafp8.specs.precision import HISTORY_RECIPES
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]
 AxisName = Literal["tp", "cp", "data", "nodes", "pp", "tied", "amax"]
@@ -88,7 +87,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
 
 
 def _gathers_fp8(linear: Linear) -> bool:
-    return linear.precision in ("delayed", "tensorwise")
+    return linear.traits is not None and linear.traits.gathers_tokens
 
 
 def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -344,7 +343,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     """
     parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
-    delayed = sum(linear.precision in HISTORY_RECIPES for linear in shape.linears)
+    delayed = sum(linear.has_history for linear in shape.linears)
     if recipe is not None and recipe.reduce_amax and ranks > 1:
         yield Message(
             axis="amax",
@@ -357,7 +356,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
     for linear in shape.linears:
-        if linear.precision == "tensorwise":
+        if linear.traits is not None and linear.traits.agrees:
             of_input = parallel.sequence_parallel or not linear.is_column
             of_grad = parallel.sequence_parallel or linear.is_column
             times += 1 + count * (of_input * passes + of_grad)

@@ -80,7 +80,7 @@ def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.T
         lib.megafp8_decode(
             _address(payload),
             ctypes.c_size_t(payload.numel()),
-            0 if fmt is E4M3 else 1,
+            0 if fmt.dtype == E4M3.dtype else 1,
             _address(grid),
             _KINDS[dtype],
             torch.get_num_threads(),

@@ -5,17 +5,21 @@ The FP8 formats are those of Micikevicius et al. 2022 (arXiv 2209.05433), table 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.optim import StorageName
-from megafp8.specs.precision import FormatName
+from megafp8.specs.traits import FormatName
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+NumbersName = FormatName | Literal["e2m1", "simulated"]
 
 
 @dataclass(frozen=True)
@@ -26,22 +30,26 @@ class Fp8Format:
     return that object.
     """
 
-    name: FormatName
+    name: NumbersName
     dtype: torch.dtype
     max: float
 
-    def __reduce__(self) -> tuple[Callable[[FormatName], Fp8Format], tuple[FormatName]]:
+    def __reduce__(self) -> tuple[Callable[[NumbersName], Fp8Format], tuple[NumbersName]]:
         """Return how pickle and `copy.deepcopy` find the format again."""
         return _format_named, (self.name,)
 
 
 E4M3 = Fp8Format("e4m3", torch.float8_e4m3fn, 448.0)
 E5M2 = Fp8Format("e5m2", torch.float8_e5m2, 57344.0)
+E2M1 = Fp8Format("e2m1", torch.float8_e4m3fn, 6.0)
+"""FP4: its numbers are kept as those of E4M3, which has all of them."""
+SIMULATED = Fp8Format("simulated", torch.float32, math.inf)
+"""The values that a rule returned in place of bytes and scales."""
 FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
 
 
-def _format_named(name: FormatName) -> Fp8Format:
-    return FORMATS[name]
+def _format_named(name: NumbersName) -> Fp8Format:
+    return next(fmt for fmt in (E4M3, E5M2, E2M1, SIMULATED) if fmt.name == name)
 
 
 def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:

@@ -20,9 +20,10 @@ from torch import nn
 
 from megafp8.precision.formats import E4M3, Fp8Format
 
-Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
+Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
 KINDS: dict[str, Kind] = {
-    "gelu": "gelu", "gelu-tanh": "gelu_tanh", "swiglu": "swiglu", "geglu": "geglu"
+    "gelu": "gelu", "gelu-tanh": "gelu_tanh", "swiglu": "swiglu", "geglu": "geglu",
+    "geglu-tanh": "geglu_tanh",
 }  # fmt: skip
 """The activations that have a kernel, under the model's names."""
 

@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 
 from megafp8.hardware import bf16
-from megafp8.hardware.addmm import scaled_addmm
+from megafp8.hardware.addmm import Scales, factor, scaled_addmm, times_scales
 from megafp8.precision.engine import EMULATED, Engine, in_e5m2
-from megafp8.precision.formats import DTYPE_NAMES
+from megafp8.precision.formats import DTYPE_NAMES, SIMULATED
 from megafp8.precision.grad_sink import GradSum
 from megafp8.precision.kernels.scaled_mm import ALIGNMENT, scaled_mm, transposed
 from megafp8.precision.tensor import Fp8Tensor
@@ -90,6 +90,7 @@ def gemm(
     """
     assert into is None or bias is None
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
+        assert a.rotation == b.rotation, "the product would not cancel the rotation"
         precision = "fp8"
         flops = _flops(a.payload, b.payload, transpose_a, transpose_b)
         if _on_tensor_cores(a, b, engine, work):
@@ -100,11 +101,12 @@ def gemm(
             )
         counter.fp8_backends["emulated"] += flops
         wide = wide_dtype(a.payload.device, work)
-        if a.block is None and b.block is None:
-            dequant_scale: torch.Tensor | None = a.dequant_scale * b.dequant_scale
+        is_exact = a.fmt is not SIMULATED and b.fmt is not SIMULATED
+        if a.block is None and b.block is None and is_exact:
+            scales: Scales | None = (a.dequant_scale, b.dequant_scale)
             a, b = a.numbers(wide), b.numbers(wide)
         else:
-            dequant_scale = None
+            scales = _outer_factors(a, b)
             wide = wide if a.is_power_2 and b.is_power_2 else torch.float32
             a, b = a.dequantize(wide), b.dequantize(wide)
             bias = None if bias is None else bias.to(wide)
@@ -112,17 +114,25 @@ def gemm(
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
         flops = _flops(a, b, transpose_a, transpose_b)
         precision = DTYPE_NAMES[a.dtype]
-        dequant_scale = None
+        scales = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
     counter.add(precision, place, flops)
     if into is not None:
-        product = bf16.mm_into(into.total, a, b, is_first=into.is_first, scale=dequant_scale)
+        product = bf16.mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
         if product is not None:
             return product
-    if dequant_scale is None:
+    if scales is None:
         return bf16.mm(a, b, bias).to(work)
-    return _scaled_product(a, b, dequant_scale, bias).to(work)
+    return _scaled_product(a, b, scales, bias).to(work)
+
+
+def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
+    """Return the factors of the whole operands (0-d FP32); None where neither has one."""
+    if a.outer is None and b.outer is None:
+        return None
+    one = torch.ones((), device=a.payload.device)
+    return one if a.outer is None else a.outer, one if b.outer is None else b.outer
 
 
 def _flops(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> int:
@@ -189,15 +199,13 @@ def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _scaled_product(
-    a: torch.Tensor, b: torch.Tensor, dequant_scale: torch.Tensor, bias: torch.Tensor | None
+    a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a @ b * dequant_scale (+ bias); on a CPU the scale enters before the one rounding."""
+    """Return a @ b times both scales (+ bias); on a CPU they enter before the one rounding."""
     if a.device.type != "cpu":
-        product = (
-            torch.mm(a, b).float() * dequant_scale
-        )  # does not wait for the device to read the scale
+        product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
     if bias is None:
         empty = a.new_empty(()).expand(a.shape[0], b.shape[1])
-        return scaled_addmm(empty, a, b, dequant_scale.item(), beta=0)
-    return scaled_addmm(bias.to(a.dtype), a, b, dequant_scale.item())
+        return scaled_addmm(empty, a, b, factor(scales), beta=0)
+    return scaled_addmm(bias.to(a.dtype), a, b, factor(scales))

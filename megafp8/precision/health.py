@@ -64,15 +64,18 @@ class HealthProbe:
         self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
     ) -> None:
         x_fp8 = last if last is not None else first
+        if x_fp8 is not None and x_fp8.rotation is not None:
+            return  # its numbers are not those of the tensor itself
         is_counted = self._state.recording or self._with_untraced
         if x_fp8 is None or x.numel() == 0 or not is_counted:
             return
         zero = torch.zeros((), device=x.device)
-        new = _Sums(
-            amax_of(x), x_fp8.dequant_scale.amax().reciprocal(), zero, zero, x.numel(), zero, zero
-        )
+        largest = x_fp8.dequant_scale.amax()
+        largest = largest if x_fp8.outer is None else largest * x_fp8.outer
+        new = _Sums(amax_of(x), largest.reciprocal(), zero, zero, x.numel(), zero, zero)
         if self._mode == "full":
             wide, scale = x.float(), spread(x_fp8.dequant_scale, x.shape, x_fp8.block)
+            scale = scale if x_fp8.outer is None else scale * x_fp8.outer
             numbers = x_fp8.numbers(torch.float32)
             new.nonzero = (wide != 0).sum()
             new.underflow = ((numbers == 0) & (wide != 0)).sum()

@@ -24,7 +24,7 @@ from megafp8.precision.recipes.base import Operand, Operands, Role, column_sum
 from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import weight_form
-from megafp8.specs.precision import GemmName
+from megafp8.specs.traits import GemmName
 
 
 class LinearComm(Protocol):
@@ -401,7 +401,7 @@ def _save(ctx: Any, input: Operand) -> None:
     """Save tensors through autograd, so that its hooks (offloading, recomputation) see them."""
     if isinstance(input, Fp8Tensor):
         ctx.remake = input.factory()
-        ctx.save_for_backward(input.payload, input.dequant_scale)
+        ctx.save_for_backward(*input.tensors)
     else:
         ctx.remake = None
         ctx.save_for_backward(input)

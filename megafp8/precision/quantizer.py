@@ -20,7 +20,8 @@ from megafp8.precision.recipes.base import (
 )
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.precision import GEMMS, GemmName
+from megafp8.specs.precision import GEMMS
+from megafp8.specs.traits import GemmName
 
 
 @dataclass(frozen=True)

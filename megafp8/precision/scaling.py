@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8 import torch_private
+from megafp8.precision.draws import Draws
 from megafp8.precision.engine import EMULATED, Engine, engine_of
 from megafp8.precision.formats import Fp8Format, formats_of
 from megafp8.precision.tensor import Fp8Tensor
@@ -293,6 +294,8 @@ class ScalingState:
         self.fp8_enabled = True  # if False, the linears compute in high precision
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
+        self.draws = Draws()
+        self.rule_seconds = 0.0  # of the host in rules that are torch operations, in training
         self._start_reduce_max = start_reduce_max if recipe.reduce_amax else None
         self._engine = EMULATED
 
@@ -325,8 +328,13 @@ class ScalingState:
             table.to(device)
         self.engine = engine_of(device)
 
-    def begin_microbatch(self, index: int) -> None:
-        """Begin microbatch `index` of a step; index 0 makes cached FP8 weights stale."""
+    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
+        """Begin microbatch `index` of a step; index 0 makes cached FP8 weights stale.
+
+        `step` and `sample`, the number of the microbatch among all ranks', are counted over the
+        whole run; stochastic rounding draws by them.
+        """
+        self.draws.begin_microbatch(step, sample)
         if index == 0:
             self.weights_version += 1
         if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
@@ -371,11 +379,13 @@ class Evaluation(AbstractContextManager[None]):
         self._state = state
 
     def __enter__(self) -> None:
+        self._rule_seconds = self._state.rule_seconds
         self._state.recording = False
         self._state.fp8_enabled = self._state.recipe.fp8_in_evaluation
         self._state.weights_version += 1
 
     def __exit__(self, *_: object) -> None:
+        self._state.rule_seconds = self._rule_seconds
         self._state.recording = True
         self._state.fp8_enabled = True
         self._state.weights_version += 1
@@ -393,14 +403,18 @@ class Recomputation(AbstractContextManager[None]):
     def __init__(self, state: ScalingState) -> None:
         self._state = state
         self._then = state.forward.quant_scale
+        self._drawn_then = state.draws.snapshot()
 
     def __enter__(self) -> None:
         self._now = self._state.forward.quant_scale
         self._was_recording = self._state.recording
+        self._drawn_now = self._state.draws.snapshot()
+        self._state.draws.restore(self._drawn_then)
         self._state.forward.quant_scale = self._then
         self._state.recording = False
 
     def __exit__(self, *_: object) -> None:
+        self._state.draws.restore(self._drawn_now)
         self._state.forward.quant_scale = self._now
         self._state.recording = self._was_recording
 
@@ -411,7 +425,7 @@ class NoScaling:
     tables: dict[Direction, ScaleTable] = {}
     engine = EMULATED
 
-    def begin_microbatch(self, index: int) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
         """Do nothing."""
         ...
 

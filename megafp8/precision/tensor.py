@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from megafp8.precision.cast import decode, quantize, quantize_and_sum
-from megafp8.precision.formats import Fp8Format
+from megafp8.precision.formats import SIMULATED, Fp8Format
 from megafp8.precision.kernels.scaled_mm import Layout
 
 
@@ -25,7 +26,9 @@ class Fp8Tensor:
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
     memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
-    distinguish a row from a block of the same length.
+    distinguish a row from a block of the same length. `outer` (0-d FP32) is one more factor of the
+    whole tensor, for scales of two levels. `rotation` names the matrix that the values are
+    multiplied by, which a product with an operand of the same rotation cancels.
     """
 
     payload: torch.Tensor
@@ -35,6 +38,14 @@ class Fp8Tensor:
     block: tuple[int, int] | None = None
     is_power_2: bool = False
     layout: Layout = "tensor"
+    outer: torch.Tensor | None = None
+    rotation: str | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what is kept of the tensor between forward and backward; see `factory`."""
+        outer = () if self.outer is None else (self.outer,)
+        return self.payload, self.dequant_scale, *outer
 
     @classmethod
     def quantize(
@@ -70,21 +81,25 @@ class Fp8Tensor:
         """Return the same tensor without its `grid`."""
         return replace(self, grid=None)
 
-    def factory(self) -> Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]:
-        """Return a function that makes such a tensor of (payload, dequant_scale).
+    def factory(self) -> Callable[..., Fp8Tensor]:
+        """Return a function that makes such a tensor of its `tensors`.
 
         The function holds no tensor itself.
         """
         return partial(
-            Fp8Tensor,
+            _remake,
+            has_outer=self.outer is not None,
             fmt=self.fmt,
             block=self.block,
             is_power_2=self.is_power_2,
             layout=self.layout,
+            rotation=self.rotation,
         )
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the payload's numbers in BF16 or FP32, not yet multiplied by `dequant_scale`."""
+        if self.fmt is SIMULATED:
+            return self.payload.to(dtype)
         return decode(self.payload, self.fmt, dtype) if self.grid is None else self.grid.to(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
@@ -93,6 +108,18 @@ class Fp8Tensor:
         if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
             return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
         return times_scale(self.numbers(torch.float32), scale, self.block).to(dtype)
+
+
+def _remake(
+    payload: torch.Tensor,
+    dequant_scale: torch.Tensor,
+    outer: torch.Tensor | None = None,
+    *,
+    has_outer: bool,
+    **known: Any,
+) -> Fp8Tensor:
+    assert has_outer == (outer is not None), "the factor of the whole tensor was not kept"
+    return Fp8Tensor(payload, dequant_scale, outer=outer, **known)
 
 
 def times_scale(

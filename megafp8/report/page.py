@@ -20,7 +20,7 @@ from megafp8.observe.units import (
     format_tflops,
 )
 from megafp8.report.curves import charts, heat_maps
-from megafp8.report.record import Line, RunRecord
+from megafp8.report.record import RunRecord, typical
 
 HERE = Path(__file__).parent
 MOST_EVENTS = 300
@@ -28,6 +28,12 @@ MOST_SAMPLES = 12
 MOST_CONFIG = 60_000  # characters of config.yaml
 MOST_DIFFERENCES = 8  # settings that get a column of their own in the table of several runs
 SAMPLE_CHARACTERS = 1_500
+PAGE_START = (
+    "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+    '<meta name=viewport content="width=device-width, initial-scale=1">'
+)
+"""The beginning of every page, by which `writer.is_page` knows the project's own pages."""
+
 NOT_A_DIFFERENCE = ("exp_manager.name", "exp_manager.explicit_log_dir", "exp_manager.exp_dir")
 
 Figure = tuple[str, str, str]  # name, value, what it means
@@ -108,8 +114,7 @@ def _document(
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return "".join(
         (
-            "<!doctype html>\n<html lang=en><head><meta charset=utf-8>",
-            '<meta name=viewport content="width=device-width, initial-scale=1">',
+            PAGE_START,
             f"<title>{escape(title)}</title>",
             f"<style>{_asset('vendor/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
             *body,
@@ -165,14 +170,15 @@ def _figures(run: RunRecord) -> list[Figure]:
         if (other := run.figure(key)) is not None
     ]
     add("bits per byte", bits, format_number(bits or 0.0, 3), ", ".join(beside))
-    mean = int(run.summary.get("train_loss_steps") or 1)
+    steps = run.figure("train_loss_steps") or 1.0
+    mean = int(steps) if math.isfinite(steps) else 1
     meaning = f"mean of the last {mean} steps" if mean > 1 else "last logged step"
     add("training loss", train, format_number(train or 0.0), meaning)
-    speed = _typical(run.metrics, "tokens_per_second")
+    speed = typical(run.metrics, "tokens_per_second")
     add("tokens per second", speed, format_count(speed or 0.0), "median of logged steps")
-    mfu = _typical(run.metrics, "mfu_causal")
+    mfu = typical(run.metrics, "mfu_causal")
     add("MFU", mfu, format_percent(mfu or 0.0), "of the device's peak")
-    tflops = _typical(run.metrics, "tflops_causal")
+    tflops = typical(run.metrics, "tflops_causal")
     add("model FLOP/s", tflops, format_tflops(tflops or 0.0), "causal attention, all ranks")
     memory = run.figure("peak_memory_bytes")
     add("peak memory", memory, format_bytes(memory or 0.0), "of rank 0")
@@ -191,17 +197,7 @@ def _figures(run: RunRecord) -> list[Figure]:
 
 def typical_speed(run: RunRecord) -> float | None:
     """Return the median of the tokens per second of a run's logged steps, without its first."""
-    return _typical(run.metrics, "tokens_per_second")
-
-
-def _typical(lines: Sequence[Line], key: str) -> float | None:
-    """Return the median over logged steps; the first one is left out, since it warms up."""
-    values = [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
-    values = sorted(value for value in (values[1:] or values) if math.isfinite(value))
-    if not values:
-        return None
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
+    return typical(run.metrics, "tokens_per_second")
 
 
 def _tiles(figures: Sequence[Figure]) -> str:
@@ -354,7 +350,7 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
         value = typical_speed(run)
         return value, "" if value is None else format_count(value)
     if key == "mfu_causal":
-        value = _typical(run.metrics, "mfu_causal")
+        value = typical(run.metrics, "mfu_causal")
         return value, "" if value is None else format_percent(value)
     if key == "step":
         return float(run.last_step), str(run.last_step)

@@ -6,16 +6,23 @@ read. Nothing here imports torch, so that a report is made in a moment.
 
 from __future__ import annotations
 
-import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megafp8.errors import RunError
+from megafp8.foreign import (
+    MAX_LINES_BYTES,
+    ForeignFileError,
+    parse_json,
+    parse_yaml,
+    read_bytes,
+    read_json,
+    read_yaml_text,
+)
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import (
@@ -30,6 +37,8 @@ from megafp8.runs.lock import is_locked
 
 HEALTH_COLUMNS = 120  # the most log steps whose FP8 health is read, evenly spread over the run
 TAIL_LINES = 15  # of console.log, shown for a run that failed
+MAX_STEP = 2**53
+LARGE = 1e100  # a larger number is shown as infinity, so that no mean or square overflows
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Line = dict[str, Any]
@@ -71,8 +80,8 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Return the name of the run's directory."""
-        return self.path.absolute().name
+        """Return the name of the run's directory, in letters that UTF-8 has."""
+        return self.path.absolute().name.encode("utf-8", "replace").decode()
 
     @property
     def last_step(self) -> int:
@@ -84,8 +93,8 @@ class RunRecord:
         """Return the number of steps that the run was to have, if it is known."""
         total = self.config.get("trainer.max_steps", self.summary.get("total_steps"))
         trial = self.config.get("trainer.fast_dev_run")
-        total = int(trial) if trial else total
-        return total if isinstance(total, int) else None
+        total = int(trial) if isinstance(trial, int) and trial else total
+        return total if _is_step(total) else None
 
     def figure(self, key: str) -> float | None:
         """Return a figure of the summary, or of the last line that has it."""
@@ -95,7 +104,7 @@ class RunRecord:
         lines = self.validations if key == "val_loss" else self.metrics
         name = {"train_loss": "loss"}.get(key, key)
         for line in reversed(lines):
-            if isinstance(line.get(name), int | float):
+            if _is_number(line.get(name)):
                 return float(line[name])
         return None
 
@@ -115,8 +124,7 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
         raise RunError(f"{path}: {what or 'is no directory'}. Name the directory of a run")
     problems: list[str] = []
     config_text, config = _config(path, problems)
-    lines = _lines(path / METRICS_NAME, problems, must=True)
-    lines = [line for line in lines if isinstance(line.get("step"), int)]
+    lines = _numbered(path, problems)
     events = _lines(path / EVENTS_FILE, problems)
     summary = _summary(path, problems)
     starts = [event for event in events if event.get("kind") == "start"]
@@ -131,9 +139,11 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
         problems=tuple(problems),  # after everything is read
         config=config,
         config_text=config_text,
-        changed=[row for row in changed if isinstance(row, dict)] if changed else [],
-        metrics=[line for line in lines if "loss" in line],
-        validations=[line for line in lines if "val_loss" in line],
+        changed=[row for row in changed if isinstance(row, dict)]
+        if isinstance(changed, list)
+        else [],
+        metrics=[line for line in lines if _is_number(line.get("loss"))],
+        validations=[line for line in lines if _is_number(line.get("val_loss"))],
         health=health,
         events=events,
         samples=samples,
@@ -142,11 +152,32 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
     )
 
 
+def logged_steps(path: Path) -> list[Line]:
+    """Return the lines of a run's logged steps, as far as they can be read."""
+    return [line for line in _numbered(path, []) if _is_number(line.get("loss"))]
+
+
+def typical(lines: Sequence[Line], key: str) -> float | None:
+    """Return the median over logged steps; the first one is left out, since it warms up.
+
+    Each speed of a run that is shown is this one: in its summary, on its page and in tables.
+    """
+    values = [float(line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    known = [value for value in (values[1:] or values) if math.isfinite(value)]
+    return statistics.median(known) if known else None
+
+
+def _numbered(path: Path, problems: list[str]) -> list[Line]:
+    """Return the lines of metrics.jsonl that name their step."""
+    lines = _lines(path / METRICS_NAME, problems, must=True)
+    return [line for line in lines if _is_step(line.get("step"))]
+
+
 def _status(path: Path, events: Sequence[Line], problems: list[str]) -> str:
     if is_locked(path):
         return "running"
     try:
-        record = json.loads((path / RECORD_NAME).read_bytes())
+        record = read_json(path / RECORD_NAME)
     except (OSError, ValueError):
         problems.append(f"{RECORD_NAME} is missing or damaged")
         record = {}
@@ -158,9 +189,9 @@ def _status(path: Path, events: Sequence[Line], problems: list[str]) -> str:
 
 def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     try:
-        text = (path / CONFIG_NAME).read_text(encoding="utf-8")
-        tree = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = read_yaml_text(path / CONFIG_NAME)
+        tree = parse_yaml(text)
+    except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         problems.append(f"{CONFIG_NAME} cannot be read ({reason})")
         return "", {}
@@ -179,7 +210,7 @@ def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads((path / SUMMARY_NAME).read_bytes())
+        found = read_json(path / SUMMARY_NAME)
     except FileNotFoundError:
         return {}  # the run has not ended
     except (OSError, ValueError) as error:
@@ -190,13 +221,13 @@ def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
 
 def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]:
     try:
-        raw = path.read_bytes().splitlines()
+        raw = read_bytes(path, MAX_LINES_BYTES).splitlines()
     except FileNotFoundError:
         if must:
             problems.append(f"{path.name} is missing: no step was logged")
         return []
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror})")
+    except (OSError, ForeignFileError) as error:
+        problems.append(f"{path.name} cannot be read ({error})")
         return []
     if must and not raw:
         problems.append(f"{path.name} is empty: no step was logged")
@@ -206,11 +237,11 @@ def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]
 def _spread(path: Path, problems: list[str]) -> list[Line]:
     """Return evenly spread lines of a file that may be large; the last line is one of them."""
     try:
-        raw = path.read_bytes().splitlines()
+        raw = read_bytes(path, MAX_LINES_BYTES).splitlines()
     except FileNotFoundError:
         return []  # a run without FP8 has no such file
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror})")
+    except (OSError, ForeignFileError) as error:
+        problems.append(f"{path.name} cannot be read ({error})")
         return []
     if len(raw) > HEALTH_COLUMNS:
         last = len(raw) - 1
@@ -219,7 +250,7 @@ def _spread(path: Path, problems: list[str]) -> list[Line]:
     return [
         line
         for line in lines
-        if isinstance(line.get("tensors"), dict) and isinstance(line.get("step"), int)
+        if isinstance(line.get("tensors"), dict) and _is_step(line.get("step"))
     ]
 
 
@@ -227,8 +258,8 @@ def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:
     found, bad = [], 0
     for text in raw:
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
+            line = parse_json(text)
+        except ForeignFileError:
             line = None
         if isinstance(line, dict):
             found.append({key: _value(value) for key, value in line.items()})
@@ -240,15 +271,27 @@ def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:
 
 
 def _value(value: Any) -> Any:
-    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+    """Return a value of a line: NaN and infinities as numbers, also where they are nested."""
+    if isinstance(value, str):
+        return _NUMBERS.get(value, value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > LARGE:
+        return math.copysign(math.inf, value)
+    if isinstance(value, dict):
+        return {key: _value(item) for key, item in value.items()}
+    return [_value(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_STEP
 
 
 def _tail(path: Path) -> list[str]:
     try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 8192))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
+        text = read_bytes(path, MAX_LINES_BYTES)[-8192:].decode("utf-8", "replace")
+    except (OSError, ForeignFileError):
         return []
     return text.splitlines()[-TAIL_LINES:]

@@ -92,7 +92,8 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     # Otherwise half of what was learned is within the tolerance, or none of it may be learned.
     can_tell = all(fall > max(2 * tolerance, noise) for fall, noise in falls)
     behind = next((bits for pair in pairs if (bits := _behind_unigram(pair.base))), None)
-    if word == "same" and (not can_tell or behind):
+    is_checked = all(pair.base.figure("unigram_bits_per_byte") is not None for pair in pairs)
+    if word == "same" and (not can_tell or behind or not is_checked):
         word = "undecided"
     measured = "validation loss" if validated else "training loss"
     sure = "" if half_width is None else f" ± {100 * half_width:.2f} %"
@@ -110,6 +111,11 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
         note += (
             f"; {names[0]} has {behind[0]:.3f} bits per byte, and the frequencies of the tokens "
             f"alone give {behind[1]:.3f}: train longer"
+        )
+    elif not is_checked:
+        note += (
+            f"; {names[0]} was not compared with the frequencies of the tokens alone: validate at "
+            "the end"
         )
     sentence = (
         f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megafp8.data.indexed import require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
 from megafp8.data.loader import DocumentRules
+from megafp8.data.mock import open_mock
 from megafp8.data.named_tokenizers import configured_tokenizer
 from megafp8.data.prepare import prepare
 from megafp8.data.samples import FiniteSource, SampleSource
@@ -21,7 +22,7 @@ from megafp8.errors import DataError
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import DataSpec
-from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits
+from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA, SeparateSplits
 
 
 class RunData(Protocol):
@@ -109,7 +110,7 @@ def check_data(spec: DataSpec) -> None:
         open_data(spec, lambda line: None)
         return
     for prefix in prefixes_of(spec):
-        if prefix != BUILTIN_CORPUS:
+        if prefix not in (BUILTIN_CORPUS, MOCK_DATA):
             require_files(Path(prefix).expanduser())
 
 
@@ -132,6 +133,8 @@ def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:
         DataError: Files are missing or damaged, or too small.
         ConfigError: A tokenizer lacks a setting.
     """
+    if spec.prefix == MOCK_DATA:
+        return open_mock(spec, notify)
     if spec.instructions is None:
         return prepare(spec, notify)
     files = (*spec.instructions.train_files, *spec.instructions.validation_files)

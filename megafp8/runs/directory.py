@@ -7,7 +7,7 @@ settings.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,27 +19,24 @@ import yaml
 from megafp8.checkpoint.reader import check_structure
 from megafp8.config.resume import (
     LAST_IN_EFFECT,
+    Difference,
     changed_settings,
     check_continues,
     full_identity,
 )
-from megafp8.data.tokenize import TOKENIZER_FILES
-from megafp8.errors import CheckpointError, RunError
+from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import (
     read_json,
     run_errors_reported,
     write_atomically,
     write_json_atomically,
 )
-from megafp8.observe.health import HEALTH_FILE
-from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE
+from megafp8.foreign import read_yaml
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
-from megafp8.runs.restarts import RECORD as RESTARTS_NAME
-from megafp8.runs.tokenizer import TOKENIZER_CONFIG
+from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign
+from megafp8.runs.place import checked_name, expanded, named_directory
 from megafp8.specs import RunSpec
-
-_MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from it
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class RunChoice:
     lock: RunLock | None  # None on ranks that only learned of the choice
     before: frozenset[str] = frozenset()  # the names in a new run's directory before it was chosen
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle everything but the lock, which stays with the process that holds it."""
-        return type(self), (self.path, self.continues, self.reason, None)
+    def shared(self) -> RunChoice:
+        """Return what other ranks learn: all but the lock, which its process holds."""
+        return replace(self, lock=None)
 
     def release(self) -> None:
         """Unlock the directory, after the run's last file; the end of the process does so too."""
@@ -76,10 +73,7 @@ def choose_run(
             uses it, or it has a run and `resume_if_exists` is off.
     """
     if name is not None:
-        path = exp_dir / checked_name(name)
-        with run_errors_reported(path, "making the run's directory"):
-            path.mkdir(parents=True, exist_ok=True)
-        return _enter_named(path, identity, resume_if_exists, is_sweep)
+        return _enter_named(exp_dir / checked_name(name), identity, resume_if_exists, is_sweep)
     skipped: list[str] = []
     if resume_if_exists:
         for path in _newest_first(exp_dir):
@@ -95,27 +89,15 @@ def choose_run(
 def mark(run_dir: Path, status: str) -> None:
     """Record the status of a run, such as `FINISHED`; any other status counts as unfinished."""
     record = read_json(run_dir / RECORD_NAME)
-    write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
-
-
-def checked_name(name: str) -> str:
-    """Return `name`, or raise `RunError` if it cannot be a directory under `exp_dir`."""
-    wrong = None
-    if not name.strip():
-        wrong = "is empty"
-    elif "/" in name or "\0" in name or name.startswith("."):
-        wrong = "contains '/' or NUL or starts with '.'"
-    elif not name.isprintable():
-        wrong = "contains control characters"
-    elif len(os.fsencode(name)) > _MAX_NAME_BYTES:
-        wrong = f"is longer than {_MAX_NAME_BYTES} bytes"
-    if wrong:
-        raise RunError(f"exp_manager.name={name[:80]!r} {wrong}. Use a plain directory name")
-    return name
+    if record.get("status") != status:
+        write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
 
 
 def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bool) -> RunChoice:
+    with run_errors_reported(path, "making the run's directory"):
+        path.mkdir(parents=True, exist_ok=True)
     before = frozenset(os.listdir(path))
+    refuse_foreign(path, before)
     lock = RunLock.acquire(path)
     try:
         if not _has_history(path):
@@ -142,7 +124,9 @@ def _continue_unnamed(
     try:
         if not _is_candidate(path, identity, is_sweep):
             return None
-    except RunError:
+    except RunError as error:
+        if _is_of_system(error):
+            raise  # the run may be the one to continue: beginning another one would hide that
         skipped.append(f"{path.name} has a damaged {RECORD_NAME}")
         return None
     try:
@@ -164,6 +148,14 @@ def _continue_unnamed(
         return None
     reason = f"continues run {path.name}: the newest unfinished run with the same settings"
     return RunChoice(path, True, reason, lock)
+
+
+def _is_of_system(error: RunError) -> bool:
+    """Whether a record could not be read for a reason that says nothing about its content."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and not isinstance(
+        cause, (FileNotFoundError, PermissionError)
+    )
 
 
 def _is_candidate(path: Path, identity: str, is_sweep: bool) -> bool:
@@ -240,20 +232,6 @@ def _record(path: Path, identity: str, is_sweep: bool) -> None:
     write_json_atomically(path / RECORD_NAME, fields)
 
 
-LOGS = ("metrics.jsonl", HEALTH_FILE)
-MADE_AT_THE_START = (
-    CONFIG_NAME,
-    RECORD_NAME,
-    RESTARTS_NAME,
-    *TOKENIZER_FILES,
-    TOKENIZER_CONFIG,
-    "events.out.tfevents.*",
-    CONSOLE_FILE,
-    EVENTS_FILE,
-    LOCK_NAME,
-)
-
-
 def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     """Find or make the run's directory, lock it, and check that the settings continue its run.
 
@@ -262,15 +240,10 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
             disk is full, its quota is used up, it is read-only, …
         ConfigError: The directory has a run of another model, other data or another optimizer.
     """
-    observe = spec.observe
-    if observe.explicit_log_dir is not None:
-        directory = Path(observe.explicit_log_dir).absolute()
-        root, name = directory.parent, str(directory.name)
-    else:
-        root, name = Path(observe.exp_dir), observe.name or ""
-    identity = full_identity(spec.resolved)
-    with run_errors_reported(root / name, "entering the run's directory"):
-        choice = choose_run(root, name or None, identity, observe.resume_if_exists, is_sweep)
+    named, root = named_directory(spec.observe), expanded(spec.observe.exp_dir)
+    how = (full_identity(spec.resolved), spec.observe.resume_if_exists, is_sweep)
+    with run_errors_reported(named or root, "entering the run's directory"):
+        choice = choose_run(root, None, *how) if named is None else _enter_named(named, *how)
     config = choice.path / CONFIG_NAME
     try:
         if choice.continues:
@@ -292,12 +265,17 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
 def _changes(old: dict[str, Any], spec: RunSpec) -> str:
     """Return in words which settings differ from those with which the run was trained last."""
     found = changed_settings(old, spec.resolved)
-    words = [f"{d.key} {d.old} to {d.new}" for d in found[:_CHANGES_SHOWN]]
-    more = f", and {len(found) - _CHANGES_SHOWN} more" if len(found) > _CHANGES_SHOWN else ""
-    return f"; changed since: {', '.join(words)}{more}" if found else ""
+    return f"; changed since: {in_words(found)}" if found else ""
 
 
 _CHANGES_SHOWN = 8
+
+
+def in_words(changes: Sequence[Difference]) -> str:
+    """Return changed settings as one line of text, "" if there are none."""
+    words = [f"{d.key} {d.old} to {d.new}" for d in changes[:_CHANGES_SHOWN]]
+    more = f", and {len(changes) - _CHANGES_SHOWN} more" if len(changes) > _CHANGES_SHOWN else ""
+    return ", ".join(words) + more
 
 
 def withdraw(choice: RunChoice) -> bool:
@@ -332,16 +310,13 @@ def withdraw(choice: RunChoice) -> bool:
 def check(spec: RunSpec) -> None:
     """Raise the errors that `enter` would raise for a named run, without making a directory."""
     observe = spec.observe
-    if observe.explicit_log_dir is not None:
-        path = Path(observe.explicit_log_dir).absolute()
-    elif observe.name:
-        path = Path(observe.exp_dir) / checked_name(observe.name)
-    else:
-        return
-    if not path.is_dir():
+    path = named_directory(observe)
+    if path is None or not path.is_dir():
         return
     if is_locked(path):
         raise RunError(f"{path} is in use by another process")
+    with run_errors_reported(path, "looking into the run's directory"):
+        refuse_foreign(path, os.listdir(path))
     old = recorded_settings(path)
     if old is not None and not observe.resume_if_exists:
         raise RunError(
@@ -368,14 +343,16 @@ def recorded_settings(run_dir: Path) -> Recorded | None:
     for step_dir in sorted(root.glob("step_*"), reverse=True):
         try:
             meta = check_structure(step_dir).meta
+        except UnreadableError:
+            raise  # the newest settings may be in there: older ones must not take their place
         except CheckpointError:
             continue  # loading the checkpoint reports the damage
         if isinstance(meta.get("config"), dict):
             return Recorded(meta["config"], meta.get(LAST_IN_EFFECT) or {})
     try:
-        config = yaml.safe_load((run_dir / CONFIG_NAME).read_text())
+        config = read_yaml(run_dir / CONFIG_NAME)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{run_dir / CONFIG_NAME}: cannot be read ({error})") from error
     return Recorded(config, {}) if isinstance(config, dict) else None

@@ -13,6 +13,7 @@ from megafp8.errors import RunError
 from megafp8.files import run_errors_reported
 
 LOCK_NAME = ".lock"
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no pipe waited for
 _ATTEMPTS = 5  # `is_locked` of another process locks for microseconds, which must not count
 _PAUSE_SECONDS = 0.005
 
@@ -46,7 +47,7 @@ class RunLock:
         """
         path = run_dir / LOCK_NAME
         with run_errors_reported(path, "opening the lock"):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, _FLAGS | os.O_RDWR | os.O_CREAT, 0o644)
         if not _try_lock(descriptor, path):
             holder = _holder(descriptor)
             os.close(descriptor)
@@ -78,7 +79,7 @@ class RunLock:
 def is_locked(run_dir: Path) -> bool:
     """Whether a living process holds `run_dir`. The answer may change at any time."""
     try:
-        descriptor = os.open(run_dir / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(run_dir / LOCK_NAME, _FLAGS | os.O_RDONLY)
     except OSError:  # there is no lock file, or this process may not read it
         return False
     try:

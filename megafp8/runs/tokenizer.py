@@ -10,7 +10,10 @@ from typing import Any
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
+from megafp8.errors import DataError
 from megafp8.files import draft_of, put, read_json, run_errors_reported, write_json_atomically
+from megafp8.foreign import ForeignFileError, member
+from megafp8.secrets import hide_values
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
@@ -39,6 +42,13 @@ FILES = (
 """The files of a tokenizer that a model's folder may have."""
 
 _TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
+
+
+_ACCESS = re.compile(
+    r'"(?P<key>\w*(?:(?:auth|access|api|hf|hub|session|bearer)_?token|api_?key|access_?key'
+    r'|private_?key|secret|password|passwd))"\s*:\s*"[^"]{8,}"',
+    re.IGNORECASE,
+)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
@@ -79,8 +89,11 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     not count, because tokens that were added to it are not in that file.
 
     Raises:
-        DataError: The tokenizer cannot be read, or the package for its kind is missing.
+        DataError: The tokenizer cannot be read, the package for its kind is missing, or a file is
+            a link that leaves the folder, a FIFO or a device.
     """
+    for name in FILES:
+        _member(folder, name)
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
     end: object = config.get("eos_token")
     if isinstance(end, dict):
@@ -112,17 +125,53 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer files of `source` to `target`; return their new names.
 
     A SentencePiece model that only megafp8 reads gets a name that transformers does not know.
+
+    Raises:
+        DataError: A file is a link that leaves the folder, a FIFO or a device.
     """
-    config = source / TOKENIZER_CONFIG
-    renames = config.is_file() and is_own(read_json(config))
+    config = _member(source, TOKENIZER_CONFIG)
+    renames = config is not None and is_own(read_json(config))
     copied = []
     for name in FILES:
-        if not (source / name).is_file():
+        if _member(source, name) is None:
             continue
         new = EXPORTED_SENTENCEPIECE if renames and name == SENTENCEPIECE_FILE else name
         shutil.copyfile(source / name, target / new)
         copied.append(new)
     return copied
+
+
+def refuse_secrets(folder: Path) -> None:
+    """Raise if a tokenizer's files hold a secret, since they are copied as they are.
+
+    Raises:
+        DataError: A file holds the value of a secret variable, or a key for access such as
+            `auth_token`. (`eos_token` and the like are a tokenizer's own words.)
+    """
+    for path in (folder / name for name in FILES):
+        if not path.is_file():
+            continue
+        text = path.read_bytes().decode("utf-8", "replace")
+        found = _ACCESS.search(text)
+        if found or hide_values(text) != text:
+            field = found["key"] if found else "content"
+            hint = (
+                "Remove it from a copy of the folder; imported and exported folders are published"
+            )
+            raise DataError(path, field, "holds a secret, which would be copied", hint)
+
+
+def _member(folder: Path, name: str) -> Path | None:
+    """Return the path of a file in a run's or a model's folder; None if there is no such file.
+
+    Raises:
+        DataError: It is a link that leaves the folder, a FIFO or a device.
+    """
+    try:
+        return member(folder, name)
+    except ForeignFileError as error:
+        hint = "Put the file itself into the folder, or remove the name"
+        raise DataError(folder / name, "tokenizer", str(error), hint) from error
 
 
 def _kind_of(path: Path) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BUILTIN_CORPUS = "builtin"
+MOCK_DATA = "mock"
 IGNORE = -100  # a target with this value is not counted; the default of torch's cross entropy
 
 
@@ -87,8 +88,8 @@ class InstructionSpec:
 class DataSpec:
     """Describe the data of a run.
 
-    `prefix` is `builtin`, the path of an indexed dataset without `.bin`/`.idx`, or several
-    datasets; it is None if `instructions` are given.
+    `prefix` is `builtin`, `mock` for random tokens, the path of an indexed dataset without
+    `.bin`/`.idx`, or several datasets; it is None if `instructions` are given.
     """
 
     prefix: str | tuple[Weighted, ...] | SeparateSplits | None

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Normalization = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu-tanh", "squared-relu", "geglu", "swiglu", "reglu"]
+Activation = Literal["gelu", "gelu-tanh", "squared-relu", "geglu", "geglu-tanh", "swiglu", "reglu"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 BlockType = Literal["pre_ln", "post_ln"]
 
-GATED: tuple[Activation, ...] = ("geglu", "swiglu", "reglu")
+GATED: tuple[Activation, ...] = ("geglu", "geglu-tanh", "swiglu", "reglu")
 """Activations that multiply the results of two linears: activation(gate) * up."""
 
 
@@ -48,7 +48,9 @@ class GPTSpec:
     kv_channels: int | None = None  # width of a head; None: hidden_size / num_attention_heads
     num_query_groups: int | None = None  # heads of keys and values; None: one for each query head
     normalization: Normalization = "layernorm"
-    zero_centered_gamma: bool = False  # norms multiply by 1 + weight, and the weight begins at 0
+    layernorm_zero_centered_gamma: bool = (
+        False  # norms multiply by 1 + weight, and the weight begins at 0
+    )
     activation: Activation = "gelu"
     position_embedding_type: PositionEmbedding = "learned_absolute"
     rotary_percentage: float = 1.0  # the fraction of a head's features that is rotated

@@ -102,6 +102,11 @@ class OptimSpec:
     storage: StorageSpec = StorageSpec()
     shards_grads: bool = False
     shard_by: ShardBy = "tensors"
+    decays_vectors: bool = False  # norms and biases decay too
+
+    def decays(self, num_dims: int) -> bool:
+        """Whether a parameter of this many dims has weight decay; vectors are norms and biases."""
+        return num_dims > 1 or self.decays_vectors
 
     @property
     def shards_states(self) -> bool:

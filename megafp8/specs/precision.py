@@ -6,23 +6,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, get_args
 
-FormatName = Literal["e4m3", "e5m2"]
-RecipeName = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"]
-GemmName = Literal["output", "grad_input", "grad_weight"]
+from megafp8.specs.recipes import DEFAULT_RECIPE, traits_of
+from megafp8.specs.traits import FormatName, GemmName
+
 BackendName = Literal["native", "te", "torchao"]
 AttentionInFp8 = Literal["none", "core", "whole"]
-ModulePrecision = RecipeName | Literal["high_precision"]
+RecipeName = str
+"""The name of a recipe, which `specs.recipes.find_recipe` finds."""
+ModulePrecision = str
+"""The name of a recipe, or `HIGH_PRECISION`."""
 
-RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
-HIGH_PRECISION: Literal["high_precision"] = "high_precision"
-HISTORY_RECIPES: tuple[RecipeName, ...] = ("delayed",)
-"""The recipes whose scales follow from earlier amaxes, so that their tensors have rows in a table.
-
-The settings of histories (`margin`, `interval`, `amax_history_len`, `amax_compute_algo`,
-`reduce_amax`) act with them alone, and `power_2_scale` with the other recipes alone.
-"""
-BLOCK = 128  # elements along one side of `blockwise`'s blocks
 MARGINS = (-16, 32)
 """The least and the largest `margin` that a run may have."""
 UPDATES = (1, 65536)
@@ -53,10 +47,10 @@ class Fp8Recipe:
     blockwise            one per 1 x 128 elements along the sum, per 128 x 128 of a weight
     """
 
-    name: RecipeName = "delayed"
+    name: RecipeName = DEFAULT_RECIPE
     forward_format: FormatName = "e4m3"  # inputs and weights
     backward_format: FormatName = "e5m2"  # output gradients
-    # only with a history (HISTORY_RECIPES)
+    # only with a history (`Traits.has_history`)
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
     interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
     amax_history_len: int = 1024  # updates for which one amax stays in the window
@@ -76,6 +70,13 @@ class Fp8Recipe:
     def precision_of(self, linear: str) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs."""
         return next((rule.precision for rule in self.modules if rule.matches(linear)), self.name)
+
+    def kept_high(self, precision: ModulePrecision) -> frozenset[GemmName]:
+        """Return the products that linears under this recipe or another do not run in FP8."""
+        traits = traits_of(precision)
+        if traits is None:
+            return frozenset(GEMMS)
+        return self.high_precision_gemms | traits.high_precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from megafp8.specs.data import DataSpec
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
-from megafp8.specs.precision import HIGH_PRECISION, HISTORY_RECIPES, Fp8Recipe, PrecisionSpec
+from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
+from megafp8.specs.recipes import traits_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class HealthSpec:
 
     def reads_tables(self, recipe: Fp8Recipe) -> bool:
         """Whether the tables of delayed scaling have all that is measured, so that no cast is."""
-        of_tables = (*HISTORY_RECIPES, HIGH_PRECISION)
-        rules = all(rule.precision in of_tables for rule in recipe.modules)
-        return self.mode == "scales" and recipe.name in HISTORY_RECIPES and rules
+        own, rules = traits_of(recipe.name), (traits_of(r.precision) for r in recipe.modules)
+        in_tables = all(traits is None or traits.has_history for traits in rules)
+        return self.mode == "scales" and own is not None and own.has_history and in_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,10 @@ class ObserveSpec:
     create_wandb_logger: bool
     wandb_project: str | None
     wandb_name: str | None
+    wandb_entity: str | None = None
+    wandb_group: str | None = None
+    wandb_tags: tuple[str, ...] = ()
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
     progress_bar: bool = True
     health: HealthSpec = HealthSpec()
 
@@ -117,6 +122,7 @@ class TrainSpec:
     log_every_n_steps: int  # the first and the last step are logged besides
     val_check_interval: int
     limit_val_batches: int  # global batches per validation; 0: none
+    val_share: float | None = None  # this share of the data's global batches instead
     last_validation_is_whole: bool = False  # the one at the end of a run takes the whole split
     seed: int
     nonfinite_policy: Literal["stop", "skip", "rollback"]

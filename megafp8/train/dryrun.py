@@ -302,12 +302,14 @@ def _loss_by_kernel(
 def tensor_core_copies(state: TrainState) -> int:
     """Return the bytes of the FP8 copies of weights that tensor cores read.
 
-    A weight has two, one in each orientation. A weight that is kept in FP8 only has no copy.
+    A weight has one in each orientation in which a product in FP8 reads it. A weight that is kept
+    in FP8 only has no copy.
     """
     return sum(
-        2 * linear.weight.numel()
+        linear.weight.numel() * len({"output", "grad_input"}.intersection(quantizer.fp8_gemms))
         for linear in linears_of(state.model)
         if isinstance(linear.weight_form, CachedFp8 | RecastFp8)
+        and (quantizer := linear.quantizer) is not None
     )
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS
-from megafp8.checkpoint.manifest import MANIFEST_NAME, Placement
+from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.meta import check_state
 from megafp8.checkpoint.reader import Reader, check_structure
-from megafp8.config.architecture import shape_differences, spec_of_tree
+from megafp8.checkpoint.step_directories import MANIFEST_NAME
+from megafp8.config.architecture import function_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect, typed
 from megafp8.errors import CheckpointError, ConfigError
@@ -28,9 +31,13 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.runs.data import RunData
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
 from megafp8.specs import GPTSpec, RunSpec
+from megafp8.specs.recipes import HIGH_PRECISION, source_of
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup
 from megafp8.train.state import TrainState
+
+RECIPE_FILES = "recipe_files"
+"""The key of a checkpoint's `meta` with the hashes that `recipe_files` returns."""
 
 
 def load_newest(saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
@@ -85,20 +92,38 @@ def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: C
                 "exp_manager.name, or by hydra.sweep.dir in a sweep",
             )
         )
+    for line in _changed_recipes(meta.get(RECIPE_FILES, {}), saver.meta.get(RECIPE_FILES, {})):
+        console.warn(line)
     saver.metrics = dict(meta.get(METRICS, {}))
     earlier = meta.get(LAST_IN_EFFECT)
     saver.meta[LAST_IN_EFFECT] = last_in_effect(meta["config"], saver.meta["config"], earlier)
 
 
+def recipe_files(spec: RunSpec) -> dict[str, str]:
+    """Return the SHA-256 of the file of each recipe of a run that is not built in, by its name."""
+    recipe = spec.precision.fp8
+    if recipe is None:
+        return {}
+    names = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
+    sources = ((name, source_of(name)) for name in sorted(names))
+    return {name: source[1] for name, source in sources if source is not None}
+
+
+def _changed_recipes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each recipe whose file changed since a checkpoint was written."""
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            yield (
+                f"the recipe {name} has changed since the checkpoint was written: its file had the "
+                f"SHA-256 {old[name][:12]} and has {new[name][:12]}, so the run continues with "
+                "another rule"
+            )
+
+
 def _check_settings(path: Path, spec: RunSpec) -> None:
     meta = check_structure(path).meta
-    config = meta.get("config")
-    if not isinstance(config, dict) or "data_fingerprint" not in meta:
-        raise CheckpointError(
-            path,
-            "has weights, but no state of training",
-            "Use restore_from_path, which reads the weights only",
-        )
+    check_state(meta, path)
+    config = meta["config"]
     raise_if_any(
         [
             SettingError(
@@ -155,7 +180,11 @@ def shape_of(reader: Reader) -> GPTSpec:
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise CheckpointError(reader.path, "does not describe its model", "Use another checkpoint")
-    return spec_of_tree(model, reader.global_shape(WORD)[0])
+    try:
+        return spec_of_tree(model, reader.global_shape(WORD)[0])
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
+        reason = f"does not describe its model ({str(error).splitlines()[0]})"
+        raise CheckpointError(reader.path, reason, "Use another checkpoint") from error
 
 
 def read_tensor(reader: Reader, name: str) -> torch.Tensor:
@@ -203,7 +232,7 @@ def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
         ConfigError: A setting differs that must be the same.
     """
     stored, notes = shape_of(reader), []
-    for key, (now, was) in shape_differences(asked, stored).items():
+    for key, (now, was) in function_differences(asked, stored).items():
         if key in _MAY_DIFFER:
             notes.append(f"model.{key}={now}: the weights were trained with {was}")
         elif key != "max_position_embeddings" or asked.position_embedding_type == (

@@ -22,9 +22,11 @@ class Pace:
     def __init__(self) -> None:
         self.num_steps = 0
         self._seconds = float("inf")
+        self.total_seconds = 0.0  # of all steps of this process
 
     def after_step(self, seconds: float) -> None:
         """Take note that a step took `seconds`, including the time that it waited for data."""
+        self.total_seconds += seconds
         self.num_steps += 1
         if self.num_steps <= 2:
             self._seconds = min(self._seconds, seconds)

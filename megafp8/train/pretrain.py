@@ -33,7 +33,9 @@ from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
 from megafp8.runs.data import RunData
 from megafp8.runs.directory import RunChoice, mark
-from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME
+from megafp8.runs.enough_memory import require_memory
+from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME, RUNNING
+from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import save_tokenizer
@@ -51,7 +53,7 @@ from megafp8.train.report.summary import CommandLine, show_sample, summarize
 from megafp8.train.run import Run
 from megafp8.train.saver import BackgroundSaver, Saver
 from megafp8.train.state import TrainState
-from megafp8.train.validate import check_validation
+from megafp8.train.validate import check_validation, with_validation_batches
 
 
 def pretrain(
@@ -114,6 +116,10 @@ def _pretrain(
     command_line: CommandLine,
     began: float,
 ) -> int:
+    finished = on_main(mesh, lambda: finished_run(spec, is_sweep=is_sweep))
+    if finished is not None:
+        _show_finished(finished, console)
+        return int(ExitCode.FINISHED)
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     reporter: Reporter | None = None
     run: Run | None = None
@@ -144,6 +150,12 @@ def _pretrain(
             choice.release()
 
 
+def _show_finished(finished: FinishedRun, console: Console) -> None:
+    """Show the results that a finished run recorded; none of its files is touched."""
+    console.header([f"{finished.path}: {finished.note}. Its recorded summary:"])
+    console.finish(finished.summary.rows())
+
+
 def _start_run(
     choice: RunChoice,
     spec: RunSpec,
@@ -164,6 +176,8 @@ def _start_run(
         f"{number.name}: stopping after the first step; again to leave at once"
     )
     run = open_run(path, spec, mesh, console, stop, began)
+    if choice.continues and run.state.step < spec.train.max_steps:
+        on_main(mesh, lambda: mark(path, RUNNING))  # the run may have been finished before
     console.record(
         "start",
         choice.reason,
@@ -185,6 +199,8 @@ def _run_to_the_end(run: Run, path: Path, command_line: CommandLine, began: floa
     try:
         finished = _train_to_the_end(run, path)
         summary = summarize(run, path, command_line, finished, began)
+        if not run.has_trained and mesh.is_main:
+            summary = with_recorded(summary, recorded_summary(path))
         if finished and not run.spec.train.fast_dev_run:
             show_sample(run)
     finally:
@@ -244,9 +260,13 @@ def open_run(
     Raises:
         UserError: A part of the spec cannot be fulfilled. No step has been trained then.
     """
+    # Our own generators are keyed and have no state. Checkpoints hold the state of torch's, which
+    # is seeded so that equal runs write equal files.
+    torch.manual_seed(spec.train.seed)
     memory = PeakMemory(spec.parallel.accelerator)  # a sweep trains several runs in a process
     data = open_on_all(spec.data, mesh, console.event)
-    spec = with_vocabulary(spec, data)
+    spec = with_validation_batches(with_vocabulary(spec, data), data)
+    require_memory(spec, mesh, console.warn)
     state = build(spec, mesh)
     share = share_of(spec, state)
     saver = _start(path, spec, state, data, console)
@@ -302,6 +322,8 @@ def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console:
     """Fill `state` from the run's own checkpoint, or from one that the settings name."""
     kept = spec.checkpoint
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint, LAST_IN_EFFECT: {}}
+    if files := load.recipe_files(spec):
+        meta[load.RECIPE_FILES] = files
     best = Best(kept.save_top_k, kept.monitor, kept.mode)
     saver = Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
     load.load_newest(saver, state, data, console)

@@ -25,6 +25,7 @@ from torch import nn
 
 from megafp8.backends.te.state import TeScaling
 from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.meta import COUNTS, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
 from megafp8.models.init import pieces_of
@@ -143,9 +144,11 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     All ranks call it together.
 
     Raises:
-        CheckpointError: The checkpoint lacks a tensor, or a loss scale that `state` needs.
+        CheckpointError: The checkpoint lacks a tensor, a count, or a loss scale that `state` needs.
     """
     reader = Reader(step_dir)
+    meta = reader.meta
+    check_state(meta, step_dir, COUNTS)
     for line in _load_states(reader, state, _states(state)):
         notify(line)
     if isinstance(state.scaling, ScalingState):
@@ -156,7 +159,6 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
         notify(line)
     if "rng/torch" in reader.names():
         torch.set_rng_state(reader.read("rng/torch"))
-    meta = reader.meta
     state.step = reader.step
     state.consumed_samples = int(meta["consumed_samples"])
     state.num_skipped = int(meta["num_skipped"])
@@ -164,7 +166,7 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     if state.loss_scale is not None:
         try:
             state.loss_scale.set_state(meta["loss_scale"])
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError) as error:
             hint = "Continue from another checkpoint: model.resume_from_checkpoint"
             raise CheckpointError(step_dir, str(error), hint) from error
     wait_for_all(state.mesh)  # before the write-back's collectives: ranks read different bytes

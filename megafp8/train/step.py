@@ -129,7 +129,7 @@ def forward_backward(
     for index, microbatch in enumerate(microbatches):
         batch = local_batch(microbatch, state.mesh)
         state.streams.begin_microbatch(state.step + 1, global_indices[index])
-        state.scaling.begin_microbatch(index)
+        state.scaling.begin_microbatch(index, state.step + 1, global_indices[index])
         if state.graphs is not None:
             loss = state.graphs.run(batch, is_first=index == 0)
             state.scaling.end_forward()

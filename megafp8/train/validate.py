@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from megafp8.config.errors import SettingError
 from megafp8.data.loader import Microbatch, num_validation_batches, validation_batches
 from megafp8.files import note_progress
 from megafp8.observe.summary import bits_per_byte
+from megafp8.runs.data import RunData
+from megafp8.specs import RunSpec
 from megafp8.train.run import Run
 from megafp8.train.state import TrainState
 from megafp8.train.step import local_batch
@@ -43,23 +50,8 @@ def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
     again, and the result must not be logged twice.
     """
     began = time.perf_counter()
-    train, mesh = run.spec.train, run.state.mesh
-    limit = None if whole else train.limit_val_batches * train.global_batch_size
-    drops_last = run.spec.data.validation_drop_last and not whole
-    source = run.data.validation if whole else run.data.periodic_validation
-    multiple_of = train.global_batch_size if drops_last else 1
-    batches = validation_batches(
-        source,
-        train.micro_batch_size,
-        mesh.dp.rank,
-        mesh.dp.size,
-        limit,
-        multiple_of=multiple_of,
-        rules=run.data.rules,
-    )
-    total = num_validation_batches(
-        source, train.micro_batch_size, mesh.dp.size, limit, multiple_of=multiple_of
-    )
+    dp = run.state.mesh.dp
+    batches, total = _batches(run, whole, dp.rank, dp.size)
     val_loss, _ = evaluate(run.state, _shown(run, batches, total))
     bits = bits_per_byte(val_loss, run.bytes_per_token)
     values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
@@ -72,12 +64,62 @@ def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
     return val_loss
 
 
+def _batches(run: Run, whole: bool, rank: int, ranks: int) -> tuple[Iterator[Microbatch], int]:
+    """Return the microbatches of a validation for one of `ranks` ranks, and their number."""
+    train = run.spec.train
+    limit = None if whole else train.limit_val_batches * train.global_batch_size
+    drops_last = run.spec.data.validation_drop_last and not whole
+    source = run.data.validation if whole else run.data.periodic_validation
+    multiple_of = train.global_batch_size if drops_last else 1
+    size = train.micro_batch_size
+    rules = run.data.rules
+    batches = validation_batches(
+        source, size, rank, ranks, limit, multiple_of=multiple_of, rules=rules
+    )
+    return batches, num_validation_batches(source, size, ranks, limit, multiple_of=multiple_of)
+
+
+def validated_tokens(run: Run) -> NDArray[np.int64]:
+    """Return the tokens that a validation of `limit_val_batches` predicts, over all ranks."""
+    batches, _ = _batches(run, False, 0, 1)
+    counted = [batch.targets_BS[batch.targets_BS >= 0] for batch in batches]
+    return np.concatenate(counted)
+
+
 def _shown(run: Run, batches: Iterable[Microbatch], total: int) -> Iterator[Microbatch]:
     """Yield the batches, and show how many of them are done, to the launcher too."""
     for done, batch in enumerate(batches):
         run.console.validating(done, total)
         note_progress()
         yield batch
+
+
+def with_validation_batches(spec: RunSpec, data: RunData) -> RunSpec:
+    """Return the spec with the number of global batches that a share of the validation split has.
+
+    A share is rounded down to whole batches, as in Lightning. All of them are 1.0; the validation
+    at the end of the run then takes every token.
+
+    Raises:
+        SettingError: The share has not one batch.
+    """
+    train = spec.train
+    if train.val_share is None:
+        return spec
+    size = train.global_batch_size
+    multiple_of = size if spec.data.validation_drop_last else 1
+    in_all = num_validation_batches(data.periodic_validation, size, 1, multiple_of=multiple_of)
+    batches = int(in_all * train.val_share)
+    if batches == 0:
+        raise SettingError(
+            "trainer.limit_val_batches",
+            train.val_share,
+            f"is less than one of the validation split's {in_all} global batches",
+            f"Give at least {math.ceil(1000 / in_all) / 1000}, or a whole number of batches",
+        )
+    every_token = train.val_share == 1 and data.num_final_tokens == data.num_validation_tokens
+    counted = replace(train, limit_val_batches=batches, last_validation_is_whole=every_token)
+    return replace(spec, train=counted)
 
 
 def check_validation(run: Run) -> None:

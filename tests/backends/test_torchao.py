@@ -19,7 +19,8 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, ModuleRule
+from megafp8.specs.precision import GEMMS, ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.specs.run import HealthMode
 from megafp8.train import state_dict
 from megafp8.train.build import build

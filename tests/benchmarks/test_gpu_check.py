@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -140,17 +141,34 @@ def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
     assert checked.failed == ["runs: fails", "runs: endless", "late: works"]
 
 
-@pytest.mark.slow
-def test_pytest_that_is_cut_still_reports(tmp_path: Path) -> None:
+def test_pytest_that_is_cut_still_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part gets SIGINT, after which pytest writes its results; SIGTERM would leave none.
 
-    This process ignores SIGINT meanwhile, as the background jobs of a shell do.
+    This process ignores SIGINT meanwhile, as the background jobs of a shell do. The part's time is
+    over once its second test has begun, however long pytest takes to come so far.
     """
     gpu_check = loaded()
+    gpu_check.PATIENCE_SECONDS = 300.0
     (tmp_path / "logs").mkdir()
-    test = tmp_path / "test_slow.py"
-    test.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n")
-    junit = tmp_path / "found.xml"
+    test, begun, junit = (tmp_path / name for name in ("test_slow.py", "begun", "found.xml"))
+    test.write_text(
+        "import pathlib, time\n"
+        "def test_a(): pass\n"
+        f"def test_b(): pathlib.Path({str(begun)!r}).touch(); time.sleep(600)\n"
+    )
+
+    class OverOnceBegun(subprocess.Popen[Any]):
+        is_over = False
+
+        def wait(self, timeout: float | None = None) -> int:
+            if self.is_over:
+                return super().wait(timeout)
+            while not begun.exists() and self.poll() is None:
+                time.sleep(0.02)
+            self.is_over = True
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+
+    monkeypatch.setattr(subprocess, "Popen", OverOnceBegun)
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml")
     part = gpu_check.Part(
         "tests", 45, (*command, str(junit), "--rootdir", str(tmp_path), str(test))

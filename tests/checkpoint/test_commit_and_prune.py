@@ -112,7 +112,7 @@ def test_prune_cleans_up_after_dead_writers(tmp_path: Path, save: Save) -> None:
     newest = save(tmp_path, 3)
     dead = store.begin(tmp_path, 4)
     (dead / "half.safetensors").write_bytes(b"half")
-    (tmp_path / ".trash-step_00000001-x").mkdir()
+    (tmp_path / ".trash-step_00000001-0123456789abcdef").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     store.prune(tmp_path, 1)
     assert names(tmp_path) == sorted(["notes.txt", newest.name])

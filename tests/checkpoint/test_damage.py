@@ -6,6 +6,8 @@ import hashlib
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,46 @@ def test_damaged_ones_set_aside_still_count_as_existing(tmp_path: Path, save: Sa
     save(tmp_path, 4).rename(tmp_path / "step_00000004.damaged-1")
     with pytest.raises(CheckpointError, match="all checkpoints there were found damaged"):
         store.newest_valid(tmp_path, print)
+
+
+MANY_THREADS = """
+import sys, threading
+from pathlib import Path
+from megafp8.checkpoint.reader import _sha256
+from megafp8.train.process import keep_freed_memory
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+file, count = Path(sys.argv[1]), 6
+keep_freed_memory()  # as a run on a CPU does
+together = threading.Barrier(count)
+
+def read():
+    together.wait()
+    _sha256(file)
+    together.wait()
+
+threads = [threading.Thread(target=read) for _ in range(count)]
+before = resident()
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel is not Linux")
+def test_threads_that_verify_leave_no_memory_behind(tmp_path: Path) -> None:
+    """The C library keeps what a thread has freed, for each thread, as long as the process lives.
+
+    A buffer of 4 MiB in each of 6 threads would leave 24 MiB.
+    """
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS, str(tmp_path / "file")],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) < 8 * 1024, "KiB"

@@ -189,7 +189,7 @@ def test_named_without_a_record(tmp_path: Path) -> None:
     assert choose(tmp_path, "configured").continues
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text('{"identity"')
-    with pytest.raises(RunError, match=r"torn/run\.json: not JSON"):
+    with pytest.raises(RunError, match=r"torn/run\.json: it is not JSON"):
         choose(tmp_path, "torn")
     assert not is_locked(tmp_path / "torn")
 
@@ -416,3 +416,15 @@ def test_another_users_run_is_not_continued(
     fresh = choose(tmp_path)
     assert not fresh.continues and f"{old.name} is another user's" in fresh.reason
     fresh.release()
+
+
+def test_the_lock_follows_no_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("weights")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(precious)
+    with pytest.raises(RunError, match=r"\.lock: opening the lock .*remove the link"):
+        RunLock.acquire(tmp_path / "run")
+    assert not is_locked(tmp_path / "run") and precious.read_text() == "weights"
+    with pytest.raises(OSError), files.locked(tmp_path / "run" / ".lock"):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import subprocess
@@ -94,10 +95,11 @@ def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = make_dataset(tmp_path / "tiny")
-    assert main([*SMALL, f"model.data.data_prefix={prefix}"]) == 0
+    given = [word for word in SMALL if "vocab_size" not in word]
+    assert main([*given, f"model.data.data_prefix={prefix}"]) == 0
     said = "vocabulary 384 (of the data; --vocab-size gives another)"  # 300, padded
     assert said in capsys.readouterr().out
-    assert main([*SMALL, "model.data.data_prefix=/nowhere"]) == 2
+    assert main([*given, "model.data.data_prefix=/nowhere"]) == 2
     assert "/nowhere" in capsys.readouterr().err
 
 
@@ -156,6 +158,8 @@ def test_a_run_of_that_name_is_looked_at_and_left_alone(
     assert not list(tmp_path.iterdir()), "it makes nothing"
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text("model: {num_layers: 9}\n")
+    record = {"identity": "another", "status": "finished", "created": "today"}
+    (tmp_path / "runs/mine/run.json").write_text(json.dumps(record))
     assert main(named) == 2
     assert "model.num_layers=4" in capsys.readouterr().err
 

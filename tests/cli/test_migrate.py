@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from megafp8.cli.migrate import main, migrate
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.errors import SettingError
+from megafp8.config.gelu import FUSION, GELU
 from megafp8.config.load import load_all
 from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
 from megafp8.errors import UserError
+from tests.backends.te.recipe_signatures import VERSIONS, recipe_classes
 from tests.config.helpers import load_problems, run_spec, the_problem
 from tests.config.test_nemo import CANNOT_BE_HONOURED, NEMO, nemo_yaml
 from tests.config.test_nemo_launcher import launcher_yaml
@@ -60,8 +62,9 @@ def test_nemos_file(tmp_path: Path) -> None:
     nemo_yaml(tmp_path)
     m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
     assert keys_of(m.undecided) == CANNOT_BE_HONOURED
-    assert keys_of(m.inert) == NEMO.keys() - all_keys().keys()
-    assert keys_of(m.kept) == NEMO.keys() & all_keys().keys() - CANNOT_BE_HONOURED
+    assert keys_of(m.inert) == NEMO.keys() - all_keys().keys() - {FUSION}
+    assert keys_of(m.kept) == NEMO.keys() & all_keys().keys() - CANNOT_BE_HONOURED - {GELU}
+    assert f"{FUSION}: True -> {GELU}=True (the tanh form of GELU)" in m.changes
     where = write(tmp_path, m)
     problems = {problem.key: problem for problem in load_problems(**where)}
     assert problems.keys() == {"undecided", "model.data.data_prefix"} | TOKENIZER_FILES
@@ -73,6 +76,27 @@ def test_nemos_file(tmp_path: Path) -> None:
     assert load_all(decisions, **where).inert == ()
     theirs = run_spec(*decisions, gpu=True, config_dir=tmp_path, config_name="theirs")
     assert run_spec(*decisions, gpu=True, **where).resolved == theirs.resolved
+
+
+@pytest.mark.parametrize(
+    ("fusion", "line"),
+    [
+        (None, f"{FUSION}: True -> {GELU}=True (the tanh form of GELU, by NeMo's default)"),
+        (False, f"{FUSION}: False (NeMo's default is the tanh form of GELU)"),
+    ],
+)
+def test_a_migrated_file_keeps_the_form_of_gelu(
+    fusion: bool | None, line: str, tmp_path: Path
+) -> None:
+    nemo_yaml(tmp_path, **{FUSION: fusion})
+    m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
+    assert line in m.changes + m.kept
+    where = write(tmp_path, m)
+    decide(tmp_path)
+    decisions = ["model.data.data_prefix=builtin", "model.tokenizer.library=builtin"]
+    theirs = run_spec(*decisions, gpu=True, config_dir=tmp_path, config_name="theirs").model
+    assert run_spec(*decisions, gpu=True, **where).model == theirs
+    assert theirs.activation == ("gelu" if fusion is False else "gelu-tanh")
 
 
 def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
@@ -103,6 +127,35 @@ def test_accelerates_overridden_products(flags: str, tmp_path: Path) -> None:
     recipe = run_spec(**write(tmp_path, m)).precision.fp8
     assert recipe is not None
     assert recipe.high_precision_gemms == {"output", "grad_weight"}
+
+
+def test_what_transformer_engine_ignored_is_said_to_change_the_numbers() -> None:
+    """Its classes from 2.0 on drop both arguments; at their defaults nothing changes."""
+    report = migrate(TE_BLOCK, "old.yaml").report()
+    assert "numbers change" not in report
+    assert "on a GPU Transformer Engine where it can run the job" in report
+    text = TE_BLOCK.replace("interval: 1", "interval: 4")
+    lines = migrate(text.replace("(false, false, false)", "(false, false, true)"), "o.yaml").changes
+    said = {line.partition(":")[0]: line for line in lines if "the numbers change if" in line}
+    assert set(said) == {"fp8_config.interval", "fp8_config.override_linear_precision"}
+    assert "model.fp8_interval=1" in said["fp8_config.interval"]
+    assert "all three products in FP8" in said["fp8_config.override_linear_precision"]
+
+
+@pytest.mark.parametrize(
+    ("line", "key"), [("fp8_interval: 4", "fp8_interval"), ("fp8_wgrad: false", "fp8_wgrad")]
+)
+def test_what_transformer_engine_ignored_in_nemo_is_said_too(line: str, key: str) -> None:
+    text = f"trainer:\n  max_steps: 9\nmodel:\n  fp8: true\n  fp8_hybrid: true\n  {line}\n"
+    (said,) = [c for c in migrate(text, "nemo.yaml").changes if "the numbers change if" in c]
+    assert said.startswith(f"model.{key}: ")
+
+
+def test_its_recipe_classes_have_neither_argument() -> None:
+    """The note holds for every version whose signatures are kept here."""
+    for version in VERSIONS:
+        fields = vars(recipe_classes(version).DelayedScaling)["__dataclass_fields__"]
+        assert "margin" in fields and not {"interval", "override_linear_precision"} & set(fields)
 
 
 def test_accelerates_own_defaults_are_written_out(tmp_path: Path) -> None:

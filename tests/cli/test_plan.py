@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_published import pair_ratios
 from megafp8.cli.plan import main
+from megafp8.cli.plan_text import UNCERTAINTY
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from tests.config.test_presets import PARAMETERS
@@ -27,8 +29,44 @@ def test_a_plan_shows_memory_messages_time_and_a_verdict(
     assert "vocabulary 50304 (of GPT-2; --vocab-size gives another)" in out
     for row in ("FP32 master weights", "fits: the largest rank needs", "products of linears"):
         assert row in out
-    assert "FP8 pays here:" in out and "(a prediction)" in out
+    said = "FP8 pays here: 1.38 times BF16's speed is predicted (published pairs of runs are within"
+    assert said in out
     assert "No time here has been measured on a GPU." in out
+
+
+SMALL = ["model=gpt3_125m", "model.fp8=True", "trainer.devices=8"]
+
+
+def test_a_ratio_within_the_uncertainty_is_undecided(capsys: pytest.CaptureFixture[str]) -> None:
+    """Public runs of this size were slower in FP8, where more than BF16's speed is predicted."""
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    assert "\nFP8 pays" not in out
+    assert "Whether FP8 pays here is undecided: " in out and "by up to 1.23 times" in out
+    for words, verdict in ((SMALL, "undecided"), (JOB, "pays")):
+        assert main([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == verdict
+
+
+def test_the_uncertainty_is_the_largest_difference_to_published_pairs() -> None:
+    """No pair of runs that is known differs by more, and one does by as much."""
+    factors = {name: ours / theirs for name, (ours, theirs) in pair_ratios().items()}
+    worst = max(max(factor, 1 / factor) for factor in factors.values())
+    assert worst <= UNCERTAINTY < worst + 0.01, factors
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    for name, (ours, theirs) in pair_ratios().items():
+        row = f"| {name} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |"
+        assert row in page, row
+
+
+def test_the_readme_names_the_range_of_predicted_speeds() -> None:
+    root = Path(__file__).parents[2]
+    rows = [line.split("|")[1:-1] for line in (root / "docs" / "plan.md").read_text().splitlines()]
+    speeds = ("TFLOP/s of one GPU", "tokens/s of one GPU", "utilization of the BF16 peak")
+    ratios = [float(row[-1]) for row in rows if len(row) == 5 and row[1].strip().startswith(speeds)]
+    assert len(ratios) == 14
+    said = " ".join((root / "README.md").read_text().split())
+    assert f"speeds {min(ratios):.2f} to {max(ratios):.2f} of published ones" in said
 
 
 PRESETS = [name for name in preset_names("model", [conf_dir()]) if name != "default"]
@@ -71,8 +109,35 @@ def test_fp8_lm_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["model=gpt3_175b", "trainer.devices=8", "hardware=h100"]) == 1
+    words = ["model=gpt3_175b", "trainer.devices=8", "hardware=h100"]
+    assert main(words) == 1
     assert "DOES NOT FIT: the largest rank needs" in capsys.readouterr().out
+
+
+def test_a_job_that_does_not_fit_gets_no_time_and_no_verdict(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.html"
+    words = ["model=gpt3_175b", "model.fp8=True", "trainer.devices=8", "--page", str(path)]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "No time is predicted for a job that does not fit." in out
+    assert "more memory on the largest rank" in out
+    for text in (out, path.read_text()):
+        for word in ("pays", "undecided", "tokens/s", "predicted time", "Predicted time"):
+            assert word not in text, word
+    assert main([*words[:3], "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["verdict"] is None
+
+
+def test_a_search_plans_the_best_layout_where_the_one_asked_for_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["model=llama3_8b", "model.fp8=True", "trainer.devices=8", "--search"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The layout that was asked for DOES NOT FIT: its largest rank needs")
+    assert "\nfits: the largest rank needs" in out and "predicted time of a step" in out
 
 
 def test_the_same_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:

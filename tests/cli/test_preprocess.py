@@ -307,7 +307,7 @@ def test_files_that_are_not_what_they_say(
     [
         (b'{"text": "b', "a.jsonl: line 3: is not JSON (Unterminated string"),
         (b'{"text": "\xff"}', "a.jsonl: line 3: is not JSON ('utf-8' codec can't decode"),
-        (rb'{"text": "\ud800"}', "a.jsonl: line 3: is not JSON ('utf-8' codec can't encode"),
+        (rb'{"text": "\ud800"}', "a.jsonl: line 3: column 'text': holds half of a surrogate pair"),
         (None, "a.jsonl: file: is empty"),
     ],
 )
@@ -332,8 +332,7 @@ def test_a_file_that_cannot_be_opened_is_no_traceback(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(TextSource, "_streams", refuse)
-    monkeypatch.setattr(TextSource, "_raise_for_a_bad_line", refuse)
+    monkeypatch.setattr(TextSource, "_values", refuse)
     text = wrong(capsys, path.parent, "--output", tmp_path / "d", "--tokenizer", "bytes",
                  "--workers", 0)  # fmt: skip
     assert "cannot be read (PermissionError" in text and str(path) in text

@@ -80,8 +80,11 @@ def test_who_runs(overrides: list[str], chosen: str) -> None:
         ([FP8], None),
         ([FP8, RECIPE], None),
         (["model.transformer_engine=False"], "rules Transformer Engine out"),
-        (["model.compile=block"], "model.compile=block Transformer Engine's layers are not"),
-        ([FP8, "model.fp8_recipe=rowwise"], "has no rowwise recipe"),
+        (["model.compile=block"], "model.compile=block: Transformer Engine's layers are not"),
+        (
+            [FP8, "model.fp8_recipe=rowwise"],
+            "model.fp8_recipe=rowwise: Transformer Engine has no rowwise recipe",
+        ),
         ([FP8, RECIPE, "model.fp8_health=full"], "model.fp8_health=full"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
-from megafp8.config.resume import identity
+from megafp8.config.resume import changed_settings, check_continues, identity
 from megafp8.config.values import parse_data_prefix, prefixes_in
 from megafp8.specs.data import SeparateSplits, Weighted
 from tests.config.helpers import run_spec, the_problem
@@ -41,6 +41,41 @@ def test_a_resolved_tree_loads_again_as_itself(value: str, tmp_path: Path) -> No
     (tmp_path / "again.yaml").write_text(start + OmegaConf.to_yaml(OmegaConf.create(spec.resolved)))
     again = resolve(load((), config_dir=tmp_path, config_name="again"), lambda: False)
     assert again.data == spec.data and identity(again.resolved) == identity(spec.resolved)
+
+
+SIZE = "model.tokenizer.vocab_size"
+SENTENCEPIECE = ["model.tokenizer.library=sentencepiece", "model.tokenizer.model=t.model"]
+
+
+@pytest.mark.parametrize(
+    "prefix", ["/data/a", "[0.3,/data/a,0.7,/data/b]", "{train:[/a],validation:[1,/b,2,/c]}"]
+)
+def test_own_data_have_a_vocabulary_already(prefix: str) -> None:
+    """The number was accepted beside a dataset of files, and changed nothing."""
+    problem = the_problem(f"{PREFIX}={prefix}", f"{SIZE}=300")
+    assert problem.key == SIZE and problem.value == 300
+    assert "no effect" in problem.reason and "Leave it out" in problem.hint
+    assert run_spec(f"{PREFIX}={prefix}").data.prefix
+    assert run_spec(f"{PREFIX}={prefix}", f"{SIZE}=4096").data.prefix, "the default says nothing"
+
+
+def test_a_named_tokenizer_has_a_vocabulary_already() -> None:
+    problem = the_problem(f"{PREFIX}=mock", f"{SIZE}=300", *SENTENCEPIECE)
+    assert problem.key == SIZE and "model.tokenizer.library=builtin" in problem.hint
+
+
+@pytest.mark.parametrize("prefix", ["builtin", "mock", "[0.3,/data/a,0.7,builtin]"])
+def test_the_built_in_tokenizer_has_the_size_that_is_given(prefix: str) -> None:
+    assert run_spec(f"{PREFIX}={prefix}", f"{SIZE}=300").data.tokenizer.vocab_size == 300
+
+
+def test_a_run_whose_settings_record_such_a_size_continues() -> None:
+    """Older versions recorded a size that had no effect on the run."""
+    new = run_spec(f"{PREFIX}=/data/a").resolved
+    tokenizer = {**new["model"]["tokenizer"], "vocab_size": 300}
+    old = {**new, "model": {**new["model"], "tokenizer": tokenizer}}
+    check_continues(old, new, run="runs/x")
+    assert changed_settings(old, new) == []
 
 
 def test_equal_blends_have_equal_identities() -> None:

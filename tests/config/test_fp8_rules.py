@@ -7,7 +7,7 @@ import pytest
 from megafp8.config.resume import differences
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import RECIPES
+from megafp8.specs.recipes import RECIPES
 from tests.config.helpers import run_spec
 
 FP8 = "model.fp8=True"
@@ -112,6 +112,11 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
             "model.override_linear_precision",
         ),
         (["model.fp8_wgrad=False", "model.fp8_recipe=rowwise_with_gw_hp"], "model.fp8_wgrad"),
+        (
+            ["model.fp8_recipe=rowwise_with_gw_hp",
+             "model.override_linear_precision=[true,true,false]"],
+            "model.override_linear_precision",
+        ),
         (["model.num_layers_at_start_in_bf16=2"], "model.num_layers_at_start_in_bf16"),
         (["model.num_layers_at_end_in_bf16=2"], "model.num_layers_at_end_in_bf16"),
         (
@@ -126,7 +131,10 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         (["model.fp8_recipe=blockwise", "model.pad_inner_dim=True"], "model.pad_inner_dim"),
         (["model.fp8_recipe=rowwise", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
         (["model.fp8_recipe=mxfp8"], "model.fp8_recipe"),
-        (["model.fp8_split_accumulator=[true,true,true]"], "model.fp8_split_accumulator"),
+        (
+            ["model.fp8_split_accumulator=[true,true,true]", "trainer.accelerator=cpu"],
+            "model.fp8_split_accumulator",
+        ),
         (["model.fp8_health_min_snr_db=10"], "model.fp8_health_min_snr_db"),
         (['model.fp8_modules=["*.fc2:bf17"]'], "model.fp8_modules"),
         (['model.fp8_modules=["fc2"]'], "model.fp8_modules"),

@@ -27,6 +27,8 @@ VALUES: dict[str, Any] = {
     "exp_manager.checkpoint_callback_params.train_time_interval": 90,
     "exp_manager.checkpoint_callback_params.monitor": "reduced_train_loss",
     "exp_manager.checkpoint_callback_params.mode": "max",
+    "exp_manager.wandb_logger_kwargs.project": "elsewhere",
+    "exp_manager.wandb_logger_kwargs.mode": "offline",
     "model.nsys_profile.ranks": [0, 0],
     "model.pipeline_schedule": "GPipe",
     "model.pipeline_model_parallel_layout": "2,2",
@@ -56,6 +58,7 @@ VALUES: dict[str, Any] = {
     "model.optim.sched.constant_ratio": 0.5,
     "model.optim.sched.hold_ratio": 0.5,
     "model.data.index_mapping_dir": "elsewhere",
+    "model.data.splits_string": "800,100,100",
     "model.data.dataloader_type": "cyclic",
     "model.data.train_ds.concat_sampling_probabilities": [1.0],
     "model.data.train_ds.truncation_method": "left",
@@ -74,9 +77,14 @@ OFF = {
     "model.optim.sched.name": "WarmupHoldPolicy",
     "model.data.train_ds.file_names": ["mine.jsonl"],
     "trainer.accelerator": "cpu",
+    "model.optim.weight_decay": 0.0,
+    "model.data.data_prefix": "mock",
 }
 """What switches off the keys that have an effect in the default job."""
-BESIDE = {"model.transformer_engine": {"trainer.accelerator": "cpu"}}
+BESIDE = {
+    "model.transformer_engine": {"trainer.accelerator": "cpu"},
+    "model.tokenizer.vocab_size": {"model.data.data_prefix": "/data/mine"},
+}
 """Settings beside which a key has no effect, where its need holds in the default job."""
 DEPENDENT = [path for path, key in all_keys().items() if key.needs is not None]
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from megafp8.config.gelu import FUSION
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NemoKey, nemo_keys
+from megafp8.config.nemo_table import entries, rows
 from megafp8.config.resume import differences, flat, identity
 from megafp8.config.schema import all_keys
 from megafp8.specs import LossScaleSpec
@@ -77,7 +79,8 @@ def another(key: NemoKey) -> Any:
         list: [[3]],
     }
     candidates = others.get(type(key.nemo), []) + ["other", 7]
-    values = {"trainer.precision": "bf16", "model.bias": True, "model.encoder_seq_length": 256,
+    values = {"trainer.max_steps": 900, "trainer.precision": "bf16", "model.bias": True,
+              "model.encoder_seq_length": 256,
               "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
               "model.tensor_model_parallel_size": 1,
               "model.pipeline_model_parallel_size": 1}  # fmt: skip
@@ -256,7 +259,10 @@ def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
     }
     where = nemo_yaml(tmp_path)
     loaded = load_all([f"{key}={value}" for key, value in decided.items()], **where)
-    assert {setting.key for setting in loaded.inert} == NEMO.keys() - all_keys().keys()
+    translated = {t.setting.key for t in loaded.translated}
+    assert translated == {FUSION}
+    named = {setting.key for setting in loaded.inert} | translated
+    assert named == NEMO.keys() - all_keys().keys()
     spec = run_spec(*[f"{key}={value}" for key, value in decided.items()], gpu=True, **where)
     assert spec.model.hidden_size == 768 and spec.optim.lr == 2e-4
     assert spec.precision.compute == "fp16" and not spec.precision.half_weights
@@ -298,11 +304,11 @@ def test_attention_in_fp8_of_a_nemo_file_takes_effect_or_is_refused(
 ) -> None:
     fp8 = {"model.fp8": True, "model.transformer_engine": True, "model.fp8_hybrid": True}
     where = nemo_yaml(tmp_path, **fp8 | asked)
-    te = [*DATA, "model.fp8_backend=te", ON_GPU]
+    te = [*DATA, "model.fp8_backend=te", "model.megatron_amp_O2=True", "model.openai_gelu=True"]
     for given, way in (
         ([*DATA, ON_GPU], "model.fp8_backend=auto"),
         ([*DATA, "model.fp8_backend=native", ON_GPU], "model.fp8_backend=native"),
-        ([*DATA, "model.fp8_backend=te", "trainer.accelerator=cpu"], "trainer.accelerator=cpu"),
+        ([*te, "trainer.accelerator=cpu"], "trainer.accelerator=cpu"),
     ):
         found = load_problems(*given, **where)
         assert {problem.key for problem in found} == set(asked)
@@ -313,9 +319,9 @@ def test_attention_in_fp8_of_a_nemo_file_takes_effect_or_is_refused(
                 assert "model.fp8_backend=te on a GPU, or leave it out (False)" in problem.hint
     if DPA in asked:
         chosen = "whole" if MHA in asked else "core"
-        assert run_spec(*te, gpu=True, **where).precision.attention_in_fp8 == chosen
+        assert run_spec(*te, ON_GPU, gpu=True, **where).precision.attention_in_fp8 == chosen
     else:
-        assert the_problem(*te, **where).reason == f"has no effect with {DPA}=False"
+        assert the_problem(*te, ON_GPU, **where).reason == f"has no effect with {DPA}=False"
     off = [f"{key}=False" for key in asked]
     assert run_spec(*DATA, *off, gpu=True, **where).precision.attention_in_fp8 == "none"
     loaded = load_all([*DATA, "model.fp8=False"], **where)
@@ -350,3 +356,94 @@ def test_graphs_of_a_users_own_file_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(start)
     spec = run_spec(gpu=True, config_dir=tmp_path, config_name="mine")
     assert spec.train.cuda_graph
+
+
+HARMLESS = {
+    "exp_manager.version": None,
+    "exp_manager.use_datetime_version": False,
+    "exp_manager.files_to_copy": None,
+    "exp_manager.create_preemption_callback": True,
+    "exp_manager.create_early_stopping_callback": False,
+    "exp_manager.early_stopping_callback_params": {"monitor": "val_loss", "patience": 10},
+    "exp_manager.create_mlflow_logger": False,
+    "exp_manager.ema": {"enable": False, "decay": 0.999},
+    "exp_manager.log_tflops_per_sec_per_gpu": True,
+    "exp_manager.resume_past_end": True,
+    "exp_manager.max_time_per_run": None,
+    "exp_manager.create_straggler_detection_callback": False,
+    "exp_manager.straggler_detection_params": {"report_time_interval": 300},
+    "exp_manager.checkpoint_callback_params.save_weights_only": False,
+    "exp_manager.wandb_logger_kwargs.log_model": False,
+    "trainer.strategy": "auto",
+    "trainer.callbacks": [],
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.sync_batchnorm": False,
+    "model.optim.store_param_remainders": True,
+    "model.optim.average_grad_sync": True,
+    "model.optim.sched.max_steps": "${trainer.max_steps}",
+    "model.qk_layernorm": False,
+    "model.attention_backend": "auto",
+}
+"""Values of NeMo's exp_manager, Lightning's trainer and NeMo's optimizers that ask for nothing."""
+
+
+def test_harmless_values_of_a_nemo_file_are_listed(tmp_path: Path) -> None:
+    own = {"model.data.data_prefix": "/data", "model.tokenizer.vocab_file": "/v",
+           "model.tokenizer.merge_file": "/m"}  # fmt: skip
+    plain = load_all(**nemo_yaml(tmp_path, **own))
+    loaded = load_all(**nemo_yaml(tmp_path, **own | HARMLESS))
+    assert loaded.cfg == plain.cfg
+    named = "\n".join(loaded.inert_lines())
+    for path, value in HARMLESS.items():
+        assert value is None or path in named, path
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "hint"),
+    [
+        ("trainer.callbacks=[{_target_:mine.Callback}]",
+         "is not allowed, since settings must not name code to run", "Leave it out"),
+        ("trainer.plugins=[mine]", "must not name code", "Leave it out"),
+        ("exp_manager.version=3", "run's directory", "exp_manager.name"),
+        ("exp_manager.ema.enable=true", "no moving average", "Leave it out"),
+        ("exp_manager.create_early_stopping_callback=true", "trainer.max_steps", "compare"),
+        ("exp_manager.max_time_per_run='00:04:00:00'", "trainer.max_time", "Use trainer.max_time"),
+        ("exp_manager.create_fault_tolerance_callback=true", "max_restarts", "step_timeout"),
+        ("exp_manager.wandb_logger_kwargs.offline=true", "mode says", "mode=offline"),
+        ("trainer.strategy=fsdp", "the sizes under model", "model.fsdp=True"),
+        ("model.optim.amsgrad=true", "no largest second moments", "Leave it out"),
+        ("model.optim.sched.max_steps=7", "trainer.max_steps", "Use trainer.max_steps"),
+        ("model.qk_layernorm=true", "has no equivalent in megafp8", "Leave it out"),
+    ],
+)  # fmt: skip
+def test_harmful_values_are_refused_by_name_with_the_reason(
+    given: str, reason: str, hint: str
+) -> None:
+    problem = the_problem(given)
+    assert problem.key == given.partition("=")[0]
+    assert reason in problem.reason and hint in problem.hint
+
+
+def test_the_table_of_inert_keys_has_no_key_twice() -> None:
+    keys = [path for path, _ in rows()]
+    assert len(keys) == len(set(keys)) and not set(keys) & all_keys().keys()
+    free = {entry.free for entry in entries()} - {None}
+    assert free <= {"number", "text", "section"}
+    for entry in entries():
+        assert entry.same_as is None or entry.same_as in all_keys()
+
+
+def test_what_a_nemo_file_lacks_is_asked_for_without_a_word_of_the_default_job(
+    tmp_path: Path,
+) -> None:
+    own = {"model.tokenizer.vocab_file": "/v", "model.tokenizer.merge_file": "/m"}
+    problem = the_problem(**nemo_yaml(tmp_path, **own))
+    assert problem.key == "model.data.data_prefix" and problem.reason == "must be given"
+    assert problem.hint.startswith("Give builtin") and "defaults" not in problem.hint
+
+
+def test_a_short_file_is_told_of_the_default_job(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  num_layers: 2\n")
+    found = load_problems(config_dir=tmp_path, config_name="mine")
+    found = [problem for problem in found if problem.reason == "must be given"]
+    assert found and all("defaults: [pretrain_gpt, _self_]" in p.hint for p in found)

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from megafp8.cli.migrate import migrate
 from megafp8.config.errors import SettingError
 from megafp8.config.load import Loaded, load_all
 from megafp8.config.resolve import resolve
+from megafp8.config.resume import check_continues
+from megafp8.errors import ConfigError
+from megafp8.optim.schedules import learning_rate
 from megafp8.specs import RunSpec
 from tests.config.helpers import load_problems, the_problem
 
@@ -176,7 +180,7 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
     assert loaded.cfg.model.position_embedding_type == "alibi"
     assert loaded.cfg.model.fsdp_grad_reduce_dtype == 32
     centered = load_launcher(tmp_path, **{"model.normalization": "layernorm1p"})
-    assert spec_of(centered).model.zero_centered_gamma
+    assert spec_of(centered).model.layernorm_zero_centered_gamma
     assert spec_of(centered).model.normalization == "layernorm"
     assert "translated: model.normalization=layernorm1p (5b.yaml): layernorm" in "\n".join(
         centered.inert_lines()
@@ -231,3 +235,122 @@ def test_recomputing_no_layer_is_refused() -> None:
     )
     assert problem.key == "model.activations_checkpoint_num_layers"
     assert problem.reason == "recomputes no layer"
+
+
+TIMING = {"trainer.max_steps": 100}
+
+
+def test_a_timing_jobs_schedule_is_cut_and_said(tmp_path: Path) -> None:
+    """115 steps of warm-up and 12500 constant ones, of 100: NeMo warms up by lr * s / 115."""
+    loaded = load_launcher(tmp_path, **TIMING)
+    spec = spec_of(loaded).optim
+    rates = [learning_rate(spec, step) for step in range(1, 101)]
+    assert rates == pytest.approx([1.6e-4 * s / 115 for s in range(100)])
+    (line,) = [line for line in loaded.inert_lines() if line.startswith("cut: ")]
+    assert "warmup_steps=115" in line and "constant_steps=12500" in line
+    assert "trainer.max_steps=100: the run ends in the warm-up" in line
+    assert not load_launcher(tmp_path).notes
+
+
+@pytest.mark.parametrize(
+    ("more", "positions"),
+    [
+        ({}, 4096),
+        ({"model.max_position_embeddings": 8192}, 8192),
+        ({"model.max_position_embeddings": "${.encoder_seq_length}"}, 4096),
+        ({"model.position_embedding_type": "rope", "model.window_size": [2048, 0]}, 4096),
+    ],
+)
+def test_a_shorter_length_of_samples_is_the_sequences(
+    more: dict[str, Any], positions: int, tmp_path: Path
+) -> None:
+    """As in NeMo, samples have `data.seq_length`; the model keeps its number of positions."""
+    lengths = {"model.encoder_seq_length": 4096, "model.data.seq_length": 2048}
+    loaded = load_launcher(tmp_path, **lengths, **more)
+    spec = spec_of(loaded)
+    assert spec.data.seq_length == loaded.cfg.model.encoder_seq_length == 2048
+    assert spec.model.max_position_embeddings == positions
+    assert (
+        "translated: model.data.seq_length=2048 (5b.yaml): model.encoder_seq_length=2048 instead "
+        f"of 4096, and model.max_position_embeddings={positions}"
+    ) in loaded.inert_lines()
+    same = load_launcher(tmp_path, **lengths | {"model.data.seq_length": 4096})
+    assert spec_of(same).data.seq_length == 4096 and not same.notes
+
+
+def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    problem = the_problem(*PATHS, **launcher_yaml(tmp_path, **{"model.data.seq_length": 4096}))
+    assert problem.key == "model.data.seq_length" and "at most 2048" in problem.hint
+
+
+def test_mlperfs_keys_have_an_effect(tmp_path: Path) -> None:
+    given = {"trainer.limit_val_batches": 1.0, "model.do_layer_norm_weight_decay": True}
+    spec = spec_of(load_launcher(tmp_path, **given))
+    assert spec.train.val_share == 1.0 and spec.optim.decays_vectors
+
+
+def test_mock_data_are_random_tokens(tmp_path: Path) -> None:
+    """NeMo ignores the data that the file names, and so does the run, which says so."""
+    loaded = load_launcher(tmp_path, **{"model.data.data_impl": "mock"})
+    assert spec_of(loaded).data.prefix == "mock"
+    lines = loaded.inert_lines()
+    assert (
+        "translated: model.data.data_impl=mock (5b.yaml): model.data.data_prefix=mock; no data "
+        "are read"
+    ) in lines
+    assert any("splits_string" in line and line.startswith("inert: ") for line in lines)
+    assert not any("data_impl=mock" in line for line in lines if line.startswith("inert: "))
+    mine = load_launcher(tmp_path, "model.data.data_impl=mock")
+    assert spec_of(mine).data.prefix == "mock"
+    alone = load_all(["model.data.data_impl=mock"])
+    assert spec_of(alone).data.prefix == "mock"
+
+
+def test_data_named_beside_mock_data_are_a_mistake(tmp_path: Path) -> None:
+    where = launcher_yaml(tmp_path, **{"model.data.data_impl": "mock"})
+    problem = the_problem(*PATHS, "model.data.data_prefix=/mine", **where)
+    assert problem.key == "model.data.data_prefix" and "data_impl=mmap" in problem.hint
+    both = ["model.data.data_prefix=/mine", "model.data.data_impl=mmap"]
+    assert spec_of(load_launcher(tmp_path, *both)).data.prefix == "/mine"
+    problem = the_problem("model.data.data_impl=lazy")
+    assert problem.key == "model.data.data_impl" and "mock" in problem.hint
+
+
+def test_only_learned_positions_begin_again_in_a_nemo_file(tmp_path: Path) -> None:
+    """NeMo's rotary positions are those in the sample, whatever the positions' numbers."""
+    reset, kind = "model.data.reset_position_ids", "model.position_embedding_type"
+    for positions, acts in (("rope", False), ("learned_absolute", True)):
+        where = launcher_yaml(tmp_path, **{reset: True, kind: positions})
+        loaded = load_all(PATHS, **where)
+        assert spec_of(loaded).data.reset_position_ids == acts
+        lines = [line for line in loaded.inert_lines() if reset in line]
+        wanted = f"inert: {reset}=True (5b.yaml): has no effect with {kind}=rope"
+        assert lines == ([] if acts else [wanted])
+        assert spec_of(load_all([*PATHS, f"{reset}=True"], **where)).data.reset_position_ids
+
+
+def test_a_mask_of_documents_is_dropped_where_nemo_drops_it(tmp_path: Path) -> None:
+    """With `get_attention_mask_from_fusion`, its default, NeMo gives its layers no mask."""
+    mask, fusion = "model.data.reset_attention_mask", "model.get_attention_mask_from_fusion"
+    for given in ({}, {fusion: True}):
+        where = launcher_yaml(tmp_path, **({mask: True} | given))
+        loaded = load_all(PATHS, **where)
+        assert not spec_of(loaded).data.reset_attention_mask
+        (line,) = [
+            line for line in loaded.inert_lines() if mask in line and "has no effect" in line
+        ]
+        assert line == f"inert: {mask}=True (5b.yaml): has no effect with {fusion}=True"
+    for override, own in (
+        (f"{mask}=True", {}),
+        (f"{fusion}=False", {}),
+        ("name=x", {fusion: False}),
+    ):
+        where = launcher_yaml(tmp_path, **({mask: True} | own))
+        assert spec_of(load_all([*PATHS, override], **where)).data.reset_attention_mask
+    where = launcher_yaml(tmp_path, **{mask: True, fusion: False})
+    m = migrate((tmp_path / "5b.yaml").read_text(), "5b.yaml")
+    assert m.out["model"]["get_attention_mask_from_fusion"] is False
+    old = spec_of(load_all([*PATHS, f"{mask}=True"], **launcher_yaml(tmp_path, **{mask: True})))
+    new = spec_of(load_all(PATHS, **launcher_yaml(tmp_path, **{mask: True})))
+    with pytest.raises(ConfigError, match=f"Give {mask}=True to continue it"):
+        check_continues(old.resolved, new.resolved, run="runs/a")

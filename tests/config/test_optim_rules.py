@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megafp8.config.load import load_all
+from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.config.values import SCHEDULES
 from megafp8.specs import LossScaleSpec, RampupSpec
@@ -56,12 +58,43 @@ def test_shares_of_the_run(part: str, name: str) -> None:
     assert problem.key == f"{SCHED}.{part}_ratio" and f"{part}_steps=3" in problem.reason
 
 
-def test_all_parts_fit_into_the_run() -> None:
-    given = [f"{SCHED}.name=NoamHoldAnnealing", "trainer.max_steps=100", f"{SCHED}.hold_ratio=0.6"]
-    run_spec(*given, f"{SCHED}.warmup_steps=40")
-    problem = the_problem(*given, f"{SCHED}.warmup_steps=41")
-    assert "hold_steps=60 is more than" in problem.reason
-    assert "at most 40" in problem.hint
+@pytest.mark.parametrize(
+    ("name", "parts", "expected"),
+    [
+        ("NoamHoldAnnealing", ("hold_ratio=0.6", "warmup_steps=40"), None),
+        ("CosineAnnealing", ("constant_steps=90",), None),  # the warm-up is a tenth
+        ("WarmupPolicy", ("warmup_steps=100",), None),
+        (
+            "NoamHoldAnnealing",
+            ("hold_ratio=0.6", "warmup_steps=41"),
+            f"{SCHED}.warmup_steps=41 and {SCHED}.hold_steps=60 (NoamHoldAnnealing) do not fit "
+            "into trainer.max_steps=100: the run ends at the highest rate, before the decay",
+        ),
+        (
+            "CosineAnnealing",
+            ("constant_steps=12500", "warmup_steps=115"),
+            "the run ends in the warm-up, before the highest rate, as in NeMo",
+        ),
+        (
+            "CosineAnnealing",
+            ("constant_steps=91",),
+            f"{SCHED}.warmup_steps=10 and {SCHED}.constant_steps=91 (CosineAnnealing) do not fit "
+            "into trainer.max_steps=100: there is no decay",
+        ),
+        ("WarmupPolicy", ("warmup_steps=101",), f"{SCHED}.warmup_steps=101 (WarmupPolicy)"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_cut_and_said(
+    name: str, parts: tuple[str, ...], expected: str | None
+) -> None:
+    given = [f"{SCHED}.name={name}", "trainer.max_steps=100", *(f"{SCHED}.{p}" for p in parts)]
+    loaded = load_all(given)
+    assert resolve(loaded.cfg, lambda: False).optim.schedule.max_steps == 100
+    if expected is None:
+        assert loaded.notes == ()
+    else:
+        (line,) = loaded.inert_lines()
+        assert line.startswith("cut: ") and expected in line
 
 
 def test_noam_with_a_hold_needs_a_warmup() -> None:

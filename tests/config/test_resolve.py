@@ -28,7 +28,7 @@ from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
 from megafp8.errors import UserError
 from megafp8.specs import Fp8Recipe, RunSpec
-from tests.config.helpers import check_tree, problems, run_spec
+from tests.config.helpers import check_tree, problems, run_spec, the_problem
 
 
 def test_default_job() -> None:
@@ -378,3 +378,23 @@ def test_resolved_loads_again_as_the_same_run(sizes: dict[str, object]) -> None:
     spec = with_sizes(sizes)
     again = resolve(OmegaConf.create(json.loads(json.dumps(spec.resolved))), lambda: False)
     assert again == spec and identity(again.resolved) == identity(spec.resolved)
+
+
+@pytest.mark.parametrize(
+    ("given", "batches", "share"),
+    [("1", 1, None), ("1.0", 8, 1.0), ("0.25", 8, 0.25), ("0", 0, None), ("0.0", 0, None)],
+)
+def test_validation_batches_are_a_number_or_a_share(
+    given: str, batches: int, share: float | None
+) -> None:
+    """As in Lightning, a number with a decimal point is a share of the split."""
+    train = run_spec(f"trainer.limit_val_batches={given}").train
+    assert (train.limit_val_batches, train.val_share) == (batches, share)
+    trial = run_spec(f"trainer.limit_val_batches={given}", "trainer.fast_dev_run=2").train
+    assert (trial.limit_val_batches, trial.val_share) == (min(2, batches), None)
+
+
+@pytest.mark.parametrize("given", ["2.0", "1.5", "-0.5", "-1", "true"])
+def test_other_validation_batches_are_refused(given: str) -> None:
+    problem = the_problem(f"trainer.limit_val_batches={given}")
+    assert problem.key == "trainer.limit_val_batches" and "0.0 to 1.0" in str(problem)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
-from megafp8.cli.main import run_app
+from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
-from megafp8.config.secrets import hide, is_secret_name, variable_in
-from tests.config.helpers import the_problem
+from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
+from tests.config.helpers import load_problems, the_problem
 
 PLANTED = "hf_pLaNtEd0123456789"
 
@@ -87,3 +91,182 @@ def test_secrets_of_a_file_are_refused_and_not_shown(
     )
     assert run_app(["-cd", str(tmp_path), "-cn", "mine"], lambda cfg, info: 0) == 2
     assert PLANTED not in capsys.readouterr().err
+
+
+SECRET = "${oc.env:HF_TOKEN}"
+SHAPES = {
+    "text": SECRET,
+    "in a text": f"/data/{SECRET}/x",
+    "in a list": [1, f"/data/{SECRET}/x"],
+    "in a section": {"a": {"b": [SECRET]}},
+    "a name": {PLANTED: 1},
+    "below a secret name": {"api_key": PLANTED},
+    "literal": PLANTED,
+}
+"""The forms in which a secret stands in a value; the last three need no environment."""
+
+
+def tree(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections of settings that are given by their dotted keys."""
+    made: dict[str, Any] = {}
+    for path, value in settings.items():
+        *sections, name = path.split(".")
+        node = made
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return made
+
+
+def leaves_nothing(folder: Path, shown: str) -> bool:
+    """Whether the planted secret is in no shown byte, no file and no name of a file."""
+    files = [path for path in folder.rglob("*") if path.name not in ("mine.yaml", "evil.yaml")]
+    content = [path.read_bytes() for path in files if path.is_file()]
+    texts = [shown.encode(), *(str(path.relative_to(folder)).encode() for path in files), *content]
+    return all(PLANTED.encode() not in text for text in texts)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return an empty folder to work in, with a secret in the environment."""
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("more", [["--cfg", "job"], ["-m", "model.seed=1,2"]])
+def test_no_key_of_the_schema_holds_a_secret(
+    shape: str, more: list[str], planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key at once: each refusal is a line, and none shows the secret."""
+    given = {key: SHAPES[shape] for key in all_keys()}
+    text = "defaults: [pretrain_gpt, _self_]\n" + yaml.safe_dump(tree(given))
+    (planted / "mine.yaml").write_text(text)
+    assert run_app(["-cd", ".", "-cn", "mine", *more], lambda cfg, info: 0) == 2
+    shown = capsys.readouterr()
+    assert "error: " in shown.err and leaves_nothing(planted, shown.out + shown.err)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exp_manager.name", f"a-{SECRET}"),
+        ("model.data.data_prefix", [1, f"/data/{SECRET}/x"]),
+        ("model.data.train_ds.file_names", [f"{SECRET}.jsonl"]),
+        ("model.data.data_prefix", "https://me:pass-word@host/x"),
+        ("restore_from_path", "${env_vars.HF_TOKEN}"),
+    ],
+)
+def test_a_setting_that_is_recorded_holds_no_secret(key: str, value: Any, planted: Path) -> None:
+    others = {"env_vars.HF_TOKEN": "from-the-file-itself"}
+    given = "defaults: [pretrain_gpt, _self_]\n" + yaml.safe_dump(tree({key: value, **others}))
+    (planted / "mine.yaml").write_text(given)
+    (problem,) = load_problems(config_dir=planted, config_name="mine")
+    assert problem.key == key and "would be recorded" in problem.reason
+    for secret in (PLANTED, "pass-word", "from-the-file"):
+        assert secret not in str(problem) + repr(problem) + str(vars(problem))
+
+
+def test_inert_settings_are_shown_without_their_secrets(
+    planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key of NeMo that takes any text or section, and Hydra's own section."""
+    given: dict[str, Any] = {
+        key: value
+        for key, nemo in nemo_keys().items()
+        for value in (SHAPES["in a section"], SHAPES["in a text"])
+        if nemo.free is not None and nemo.free.accepts(value)
+    }
+    given |= {f"env_vars.{name}": PLANTED[::-1] for name in ("WANDB_API_KEY", "MY_PASSWORD")}
+    given |= {"name": f"{SECRET}-${{env_vars.MY_PASSWORD}}", "hydra.job.env_set.HF_TOKEN": PLANTED}
+    given.pop("env_vars", None)
+    assert len(given) > 10
+    text = "defaults: [pretrain_gpt, _self_]\n" + yaml.safe_dump(tree(given))
+    (planted / "mine.yaml").write_text(text)
+    records: list[str] = []
+
+    def task(cfg: DictConfig, info: AppInfo) -> int:
+        records.append(json.dumps(info.record) + "\n".join(info.inert) + OmegaConf.to_yaml(cfg))
+        return 0
+
+    words = ["-cd", ".", "-cn", "mine"]
+    assert run_app([*words, "--cfg", "job"], task) == 0 and run_app(words, task) == 0
+    del given["hydra.job.env_set.HF_TOKEN"]  # which a sweep refuses
+    text = "defaults: [pretrain_gpt, _self_]\n" + yaml.safe_dump(tree(given))
+    (planted / "mine.yaml").write_text(text)
+    assert run_app([*words, "-m", "model.seed=1,2"], task) == 0
+    shown = capsys.readouterr()
+    everything = shown.out + shown.err + "".join(records)
+    assert "env_vars" in everything and "***" in everything and len(records) == 3
+    assert leaves_nothing(planted, everything) and PLANTED[::-1] not in everything
+    (written,) = planted.rglob("multirun.yaml")
+    assert "***" in written.read_text() and PLANTED[::-1] not in written.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["exp_manager.name=" + PLANTED],
+        ["model.data.data_prefix=[1,/data/" + PLANTED + "/x]"],
+        ["env_vars={WANDB_API_KEY:other_planted}"],
+        ["-cd", f"/home/{PLANTED}"],
+        ["-cn", PLANTED],
+        [f"--{PLANTED}"],
+        ["model.data.data_prefix=https://me:other_planted@host/x"],
+        ["-cd", "https://me:other_planted@host/x"],
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["-m"], ["--cfg", "job"]])
+def test_a_command_line_holds_no_secret(
+    words: list[str], more: list[str], planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app([*words, *more], lambda cfg, info: 0) == 2
+    shown = capsys.readouterr()
+    assert leaves_nothing(planted, shown.out + shown.err)
+    assert "other_planted" not in shown.out + shown.err and "secret" in shown.err.lower()
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"sweep": {"dir": f"there/{SECRET}"}},
+        {"sweep": {"subdir": SECRET + "/${hydra.job.num}"}},
+        {"sweeper": {"params": {"env_vars.HF_TOKEN": "other_planted"}}},
+        {"launcher": {"name": PLANTED}},
+        {"job": {"env_set": {"HF_TOKEN": "other_planted"}}},
+    ],
+)
+def test_a_sweep_refuses_secrets_that_hydra_would_write(
+    section: dict[str, Any], planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "defaults: [pretrain_gpt, _self_]\n" + yaml.safe_dump({"hydra": section})
+    (planted / "mine.yaml").write_text(text)
+    words = ["-cd", ".", "-cn", "mine", "-m", "model.seed=1,2"]
+    assert run_app(words, lambda cfg, info: 0) == 2
+    shown = capsys.readouterr()
+    assert leaves_nothing(planted, shown.out + shown.err) and "other_planted" not in shown.err
+
+
+def test_a_folder_whose_name_holds_a_secret_is_refused(
+    planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (planted / f"a{PLANTED}").mkdir()
+    monkeypatch.chdir(planted / f"a{PLANTED}")
+    assert run_app([], lambda cfg, info: 0) == 2
+    assert PLANTED not in capsys.readouterr().err
+
+
+def test_only_the_secret_is_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "--config-name=../../etc/passwd: there is no such YAML in /run/secrets: none"
+    assert hide(text) == text
+    monkeypatch.setenv("PASSWORD_FILE", str(tmp_path))  # says where a secret is, and is none
+    monkeypatch.setenv("MY_TOKEN", "/etc")
+    assert hide_values(f"{tmp_path} and /etc/passwd") == f"{tmp_path} and /etc/passwd"
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    assert hide_values(f"x {PLANTED}y, nats per token: 3.2") == "x ***y, nats per token: 3.2"
+    value = {"env": {"HF_TOKEN": "abc", "PATH": "/bin", "DB_PASSWORD": None}, "n": 3}
+    assert redacted(value) == {
+        "env": {"HF_TOKEN": "***", "PATH": "/bin", "DB_PASSWORD": None},
+        "n": 3,
+    }

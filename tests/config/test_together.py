@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
+from megafp8.config.rows import Condition, Row, condition_text
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
-from megafp8.config.together import TOGETHER, Condition, Row, condition_text, findings
+from megafp8.config.together import TOGETHER, findings
+from megafp8.specs.recipes import load_recipe
 
+TWO_LEVELS = str(Path(__file__).parents[1] / "own_recipes/four_bits.py")
+load_recipe(TWO_LEVELS)
 ROWS = [" + ".join(condition_text(*c) for c in {**r.when, **r.excludes}.items()) for r in TOGETHER]
 BESIDES = {
     "model.fp8_backend": {"model.fp8": True, "model.fp8_recipe": "tensorwise"},
@@ -27,7 +32,7 @@ BESIDES = {
 CANDIDATES = [
     True, False, None, 0, 1, 2, 16, 32, 0.1, "bf16", "te", "torchao", "delayed", "rowwise",
     "blockwise", "tensorwise", "scales", "full", "block", "hybrid", "InterleavedZeroBubble",
-    [True, False, False], "O1", "fp8", "elements",
+    [True, False, False], "O1", "fp8", "elements", TWO_LEVELS,
 ]  # fmt: skip
 
 

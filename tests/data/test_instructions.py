@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -137,12 +136,26 @@ def test_both_halves_of_a_pair_are_one_character(tmp_path: Path) -> None:
     assert fields == [{"input": "\N{GRINNING FACE}", "output": "b"}]
 
 
-def test_a_bad_line_among_many_is_found_fast(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+def test_a_bad_line_among_many_is_found_before_the_tokenizer_works(
+    tmp_path: Path, tokenizer: JsonTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line is read once, and no text is cut into tokens: both would take time."""
     path = write(tmp_path / "many.jsonl", *GOOD * 500, {"input": "a"})
-    began = time.thread_time()
+    read: list[str] = []
+    loads = json.loads
+
+    def counted(text: str) -> Any:
+        read.append(text)
+        return loads(text)
+
+    def too_early(*args: object, **more: object) -> None:
+        raise AssertionError("texts are cut into tokens before all of them are checked")
+
+    monkeypatch.setattr(json, "loads", counted)
+    monkeypatch.setattr(JsonTokenizer, "encode_batch", too_early)
     with pytest.raises(DataError, match="line 20001"):
         prepared(spec_of(path), tokenizer)
-    assert time.thread_time() - began < 1
+    assert len(read) == 20001
 
 
 # --- tokens and masks -----------------------------------------------------------------------------

@@ -38,14 +38,17 @@ def table(capsys: pytest.CaptureFixture[str]) -> Iterator[Table]:
     torch.set_num_threads(threads)
 
 
-def run(command: list[str]) -> str:
-    """Run a command in a folder outside of the repository, and return its standard output."""
+def run(command: list[str], codes: tuple[int, ...] = (0,)) -> str:
+    """Run a command in a folder outside of the repository, and return its standard output.
+
+    `codes` are the exit codes that it may have.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["PYTHON"] = sys.executable
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT / "tests"
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in codes, done.stderr
     return done.stdout
 
 
@@ -85,6 +88,39 @@ def test_training_in_fp8_follows_bf16(table: Table) -> None:
         assert fp8 == pytest.approx(bf16, abs=0.05)  # a step moves the loss by up to 0.1
     assert rows[-1][2] < rows[0][2] - 2
     assert [fp8 for _, _, fp8 in rows] != [bf16 for _, bf16, _ in rows]
+
+
+@pytest.mark.slow
+def test_recipes_of_your_own_get_a_verdict_each(on_tiny_data: list[str], tmp_path: Path) -> None:
+    """Three steps say little: of each recipe there is a row, whatever its verdict is."""
+    source = (ROOT / "examples/09_a_recipe_of_your_own.py").read_text("utf-8")
+    script = tmp_path / "own.py"
+    script.write_text(source.replace("=120", "=3").replace("=50", "=1"), "utf-8")
+    job = ['model.data.splits_string="990,5,5"', *on_tiny_data]
+    job += ["--seeds", "1", "--jobs", "3", "--out", str(tmp_path / "out")]
+    output = run([sys.executable, str(script), *job], codes=(0, 5, 6))
+    rows = [re.split("  +", line) for line in output.splitlines()[-3:]]
+    assert [row[0].split(" (")[0] for row in rows] == [
+        "configuration", "simulated Int8", "simulated Int2",
+    ]  # fmt: skip
+    assert all(row[1] in ("same", "better", "worse", "undecided") for row in rows[1:])
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_the_readme_shows_the_rule_of_the_example() -> None:
+    shown = (ROOT / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    source = (ROOT / "examples/09_a_recipe_of_your_own.py").read_text("utf-8")
+    assert "class Int8(Recipe):" in shown
+    assert not set(shown.splitlines()) - set(source.splitlines())
+
+
+def test_the_trainer_of_transformers_trains_in_fp8() -> None:
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+    program = str(ROOT / "examples" / "10_transformers_trainer.py")
+    losses, share, moved = run([sys.executable, program]).splitlines()[-3:]
+    values = [float(word) for word in losses.split()[2:]]
+    assert len(values) == 4 and values == sorted(values, reverse=True) and values[-1] < 2
+    assert share.endswith("100%") and moved.startswith("160 microbatches")
 
 
 def test_scales_come_from_the_amaxes_before(table: Table) -> None:

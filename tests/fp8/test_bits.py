@@ -23,7 +23,7 @@ from megafp8.precision.linear import Linear, NoComm
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.precision import RECIPES
+from megafp8.specs.recipes import RECIPES
 from tests.fp8.models import mlp, noise
 from tests.spec.delayed import DelayedScalingModel, Recipe
 from tests.spec.formats import same_codes

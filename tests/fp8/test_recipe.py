@@ -78,11 +78,13 @@ def test_one_table_says_which_recipes_have_a_history(tmp_path: Path) -> None:
     """In a copy where `tensorwise` has one, every place outside the plan and TE follows."""
     for folder in ("megafp8", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
-    table = tmp_path / "megafp8/specs/precision.py"
+    table = tmp_path / "megafp8/recipes/tensorwise.py"
     source = table.read_text("utf-8")
-    line = 'HISTORY_RECIPES: tuple[RecipeName, ...] = ("delayed",)'
-    assert source.count(line) == 1
-    table.write_text(source.replace(line, line.replace('",)', '", "tensorwise")')), "utf-8")
+    changes = {"agrees=True": "has_history=True", 'power_2="off"': 'power_2="never"'}
+    for old, new in changes.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    table.write_text(source, "utf-8")
     program = """
 import dataclasses
 from torch import nn

@@ -20,9 +20,9 @@ from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import RECIPES, RecipeName
+from megafp8.specs.precision import RecipeName
+from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.train.compile import cannot_trace
-from megafp8.train.report.fp8 import LAYOUTS_OF
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
 from tests.spec import formats
@@ -129,7 +129,7 @@ def test_outputs_gradients_and_histories(
         results.append([t.detach().double().cpu() for t in (output, leaf.grad, linear.weight.grad)])
         states.append(state)
     engine = engine_of(cuda)
-    expected = all(engine.multiplies(layout) for layout in LAYOUTS_OF[name])
+    expected = all(engine.multiplies(layout) for layout in find_recipe(name).traits.layouts)
     assert set(linear.counter.fp8_backends) == {"tensor cores" if expected else "emulated"}
     for direction, table in states[0].tables.items():
         for field, tensor in table.tensors().items():

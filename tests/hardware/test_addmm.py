@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.hardware.addmm import scaled_addmm, torch_scales_products
+from megafp8.hardware.addmm import factor, scaled_addmm, times_scales, torch_scales_products
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,3 +56,33 @@ def test_a_library_that_forgets_the_factor_is_found_and_not_used(
         assert ((got.double() - expected).abs() <= bound).all()
     finally:
         torch_scales_products.cache_clear()
+
+
+def test_two_scales_are_applied_in_an_order_that_keeps_what_is_normal() -> None:
+    """As GPUs apply them, which do not wait for their values. Where the scales' product is a normal
+    number, it is the factor, as it always was; elsewhere each factor rounds once."""
+    exponents = torch.randn(2, 500, generator=torch.Generator().manual_seed(1)) * 25
+    product = torch.tensor([0.0, 2.0**-25, -1.5, 77.0, 2.0**40])
+    for a, b in (10.0 ** exponents.clamp(-38.4, 35)).unbind(1):
+        got, both = times_scales(product, (a, b)), a * b
+        if torch.finfo(torch.float32).tiny <= both <= torch.finfo(torch.float32).max:
+            assert torch.equal(got, product * both)
+        exact = product.double() * factor((a, b))
+        bound = 2.0**-22 * exact.abs() + 2.0**-149
+        is_finite = exact.abs() + bound <= torch.finfo(torch.float32).max
+        assert ((got.double() - exact).abs() <= bound)[is_finite].all()
+        assert got[~is_finite].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_ordinary_factor_is_torch_s_own(dtype: torch.dtype) -> None:
+    """The factor is given in FP64 and rounded to FP32 once, as the FP32 product of two scales is,
+    so that no bit of ordinary runs depends on what the others need."""
+    a, b = torch.randn(9, 30).to(dtype), torch.randn(30, 7).to(dtype)
+    start = torch.randn(9, 7).to(dtype)
+    for exponents in torch.randn(100, 2) * 5:
+        x, y = (10.0 ** exponents.clamp(-15, 15)).unbind()
+        if not torch_scales_products(dtype):
+            pytest.skip("torch's own factor is wrong on this CPU")
+        expected = torch.addmm(start, a, b, alpha=(x * y).item())
+        assert torch.equal(scaled_addmm(start, a, b, factor((x, y))), expected)

@@ -43,7 +43,7 @@ def loss_of(
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         weight = w[f"{name}.weight"]
-        weight = weight + 1 if spec.zero_centered_gamma else weight
+        weight = weight + 1 if spec.layernorm_zero_centered_gamma else weight
         if spec.normalization == "rmsnorm":
             return x / (x.square().mean(-1, keepdim=True) + spec.layernorm_epsilon).sqrt() * weight
         centered = x - x.mean(-1, keepdim=True)
@@ -114,10 +114,10 @@ def mlp(
     def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
         return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
-    if spec.activation in ("geglu", "swiglu", "reglu"):
+    if spec.activation in ("geglu", "geglu-tanh", "swiglu", "reglu"):
         gate, up = linear(f"{name}.mlp.gate", h), linear(f"{name}.mlp.up", h)
-        if spec.activation == "geglu":
-            return gelu(gate) * up
+        if spec.activation.startswith("geglu"):
+            return (gelu(gate) if spec.activation == "geglu" else gelu_tanh(gate)) * up
         return (gate * torch.sigmoid(gate) if spec.activation == "swiglu" else gate.clamp(0)) * up
     inner = linear(f"{name}.mlp.fc1", h)
     if spec.activation == "squared-relu":

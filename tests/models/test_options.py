@@ -33,10 +33,11 @@ LLAMA: dict[str, Any] = dict(
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "rmsnorm": dict(normalization="rmsnorm"),
-    "zero-centered layernorm": dict(zero_centered_gamma=True),
-    "zero-centered rmsnorm": dict(normalization="rmsnorm", zero_centered_gamma=True),
+    "zero-centered layernorm": dict(layernorm_zero_centered_gamma=True),
+    "zero-centered rmsnorm": dict(normalization="rmsnorm", layernorm_zero_centered_gamma=True),
     "openai_gelu": dict(activation="gelu-tanh"),
     "geglu": dict(activation="geglu"),
+    "openai_gelu, geglu": dict(activation="geglu-tanh"),
     "swiglu": dict(activation="swiglu"),
     "reglu": dict(activation="reglu"),
     "squared-relu": dict(activation="squared-relu"),

@@ -44,6 +44,7 @@ LLAMA_CASES: dict[str, dict[str, Any]] = {
     "llama one group, wide heads": LLAMA | dict(num_query_groups=1, kv_channels=32),
     "llama tied biases": LLAMA | dict(bias=True, share_embeddings_and_output_weights=True),
     "llama geglu interpolated": LLAMA | dict(activation="geglu", seq_len_interpolation_factor=4.0),
+    "llama geglu tanh": LLAMA | dict(activation="geglu-tanh"),
     "llama reglu": LLAMA | dict(activation="reglu"),
 }
 CASES = GPT2_CASES | LLAMA_CASES

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,36 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path) ->
     use_everything(JournaledConsole(PlainConsole(shown), tmp_path / "missing"))
     assert shown.getvalue().count("training continues without it") == 1
     assert "event\n" in shown.getvalue()
+
+
+def test_half_a_line_never_joins_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that becomes full writes a part of a line, and so does a process that is killed."""
+    file, write = tmp_path / "events.jsonl", os.write
+    console = JournaledConsole(PlainConsole(io.StringIO()), tmp_path)
+    console.record("note", "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
+        console.record("note", "lost")
+    with monkeypatch.context() as patch:  # the disk is full in the middle of the line
+
+        def full(descriptor: int, data: bytes) -> int:
+            write(descriptor, data[:7])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "write", full)
+        console.record("note", "lost too")
+    console.record("note", "second")
+    assert [line["text"] for line in lines_of(file)] == ["first", "second"]
+    with open(file, "a") as stream:
+        stream.write('{"time": "2026-')
+    console.record("note", "third")
+    assert [line["text"] for line in lines_of(file)] == ["first", "second", "third"]
+    file.write_text("half")
+    console.record("note", "fourth")
+    assert [line["text"] for line in lines_of(file)] == ["fourth"]
+    console.close()
 
 
 def test_the_curve_keeps_means_and_the_last_losses() -> None:

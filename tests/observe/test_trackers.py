@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import math
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from megafp8.observe import (
     open_trackers,
 )
 from megafp8.specs import ObserveSpec
+from tests.config.helpers import run_spec
 
 
 def observe_spec(tensorboard: bool = False, wandb: bool = False) -> ObserveSpec:
@@ -145,15 +148,104 @@ def test_wandb_missing_names_the_key_and_a_hint(
     assert list(tmp_path.iterdir()) == [], "refused before anything is written"
 
 
+class FakeWandb:
+    """Stand for the package wandb, and record what `init` was given."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, object] = {}
+
+    def init(self, **given: object) -> FakeWandb:
+        self.given = given
+        return self
+
+    id = "abc"
+
+    def define_metric(self, *names: str, **more: str) -> None:
+        pass
+
+    def finish(self, quiet: bool) -> None:
+        pass
+
+
+def test_wandb_gets_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    section = "exp_manager.wandb_logger_kwargs"
+    given = {"project": "p", "name": "n", "entity": "team", "group": "g", "mode": "offline"}
+    overrides = [f"{section}.{key}={value}" for key, value in given.items()]
+    spec = run_spec("exp_manager.create_wandb_logger=True", f"{section}.tags=[a,b]", *overrides)
+    open_trackers(spec.observe, tmp_path).close()
+    assert {key: fake.given[key] for key in given} == given
+    assert fake.given["tags"] == ("a", "b")
+    bare = run_spec("exp_manager.create_wandb_logger=True")
+    open_trackers(bare.observe, tmp_path).close()
+    assert {fake.given[key] for key in (*given, "tags")} == {None}
+
+
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids = []
     for resume_step in (None, 2):
-        tracker = open_trackers(observe_spec(wandb=True), tmp_path, resume_step=resume_step)
+        spec, warnings = observe_spec(wandb=True), list[str]()
+        tracker = open_trackers(spec, tmp_path, resume_step=resume_step, warn=warnings.append)
         tracker.log(3, {"loss": 1.0, "val_loss": float("nan")})
         tracker.close()
+        assert not warnings, "the installed version of wandb refuses a call"
         ids.append((tmp_path / "wandb_run_id.txt").read_text())
     assert ids[0] == ids[1] != ""
     assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_wandb_ends_with_every_version_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Run.finish` took `exit_code` and `quiet` in 0.17, and takes `exit_code` alone in 0.31."""
+    ended: list[str] = []
+
+    class Older:
+        id = "older"
+
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+        def log(self, values: Mapping[str, float]) -> None: ...
+
+        def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
+            ended.append(self.id)
+
+    class Newer(Older):
+        id = "newer"
+
+        def finish(self, exit_code: int | None = None) -> None:  # type: ignore[override]
+            ended.append(self.id)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for kind in (Older, Newer):
+        double = types.SimpleNamespace(init=lambda kind=kind, **_: kind())
+        monkeypatch.setitem(sys.modules, "wandb", double)
+        warnings: list[str] = []
+        tracker = open_trackers(observe_spec(wandb=True), tmp_path, warn=warnings.append)
+        tracker.log(1, {"loss": 1.0})
+        tracker.close()
+        assert not warnings
+    assert ended == ["older", "newer"]
+
+
+@pytest.mark.parametrize("error", [ValueError("Invalid project name 'a/b'"), OSError("no route")])
+def test_wandb_that_cannot_begin_is_one_message(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing login, a refused name and a lost connection raise errors of wandb's own."""
+
+    def init(**_: object) -> None:
+        raise error
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ConfigError, match=r"create_wandb_logger=True.*wandb login") as caught:
+        open_trackers(observe_spec(wandb=True), tmp_path)
+    assert str(error) in str(caught.value)

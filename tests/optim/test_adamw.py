@@ -88,15 +88,17 @@ def test_masters_follow_torchs_plain_optimizer(
             assert (state.to(reference) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
-def test_norms_and_biases_do_not_decay() -> None:
+@pytest.mark.parametrize("vectors_decay", [False, True])
+def test_norms_and_biases_decay_only_if_asked(vectors_decay: bool) -> None:
     """With zero gradients only decay moves anything."""
-    ours = optimizer(torch.float32, optim_spec(weight_decay=0.5, lr=0.1))
+    spec = optim_spec(weight_decay=0.5, lr=0.1, decays_vectors=vectors_decay)
+    ours = optimizer(torch.float32, spec)
     before = [master.detach().clone() for master in ours.masters.masters]
     ours.masters.flat_grad.zero_()
     ours.step(1)
     factor = 1 - 0.5 * learning_rate(ours.spec, 1)
     for master, old in zip(ours.masters.masters, before, strict=True):
-        expected = old * factor if master.dim() > 1 else old
+        expected = old * factor if master.dim() > 1 or vectors_decay else old
         torch.testing.assert_close(master.detach(), expected)
 
 

@@ -11,10 +11,10 @@ import torch
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
 from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.kernels.compile import library
 from megafp8.precision.kernels.triton_launch import unavailable
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs.optim import StorageName
+from tests.c_kernels import need_kernels
 from tests.spec import scaled as spec
 
 KINDS: list[tuple[StorageName, ...]] = [  # parameter, exp_avg, exp_avg_sq, gradient
@@ -31,8 +31,8 @@ KINDS: list[tuple[StorageName, ...]] = [  # parameter, exp_avg, exp_avg_sq, grad
 
 @pytest.fixture(params=["C", "torch", "Triton"])
 def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if request.param == "C" and library().lib is None:
-        pytest.skip(library().note)
+    if request.param == "C":
+        need_kernels()
     if request.param == "Triton":
         if (why := unavailable(torch.device("cpu"))) is not None:
             pytest.skip(why)
@@ -98,8 +98,7 @@ def test_ms_amps_acceptance(m_kind: Any, v_kind: Any, is_l2: bool) -> None:
 @pytest.mark.parametrize("size", [0, 1, 15, 63, 1024, 1025, 200_003])
 def test_c_has_torchs_bits_at_every_size(size: int, dithers: Dithers) -> None:
     """With one thread and with two, whose parts begin at multiples of a cache line."""
-    if library().lib is None:
-        pytest.skip(library().note)
+    need_kernels()
     generator = torch.Generator().manual_seed(size)
     start, raw = (torch.randn(size, generator=generator) for _ in range(2))
     found = []
@@ -136,8 +135,7 @@ def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
     The fastest loop leaves such tensors to others, or they are written again: also at the scale 1,
     which is that of an amax of 0 and of one that is not finite.
     """
-    if library().lib is None:
-        pytest.skip(library().note)
+    need_kernels()
     generator = torch.Generator().manual_seed(5)
     names: tuple[StorageName, ...] = ("fp16", "fp8", "fp16", "fp8")
     starts = [10.0**-k * torch.randn(60_000, generator=generator) for k in range(4)]
@@ -185,8 +183,7 @@ def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
 
 
 def test_the_kernel_is_used_here() -> None:
-    if library().lib is None:
-        pytest.skip(library().note)
+    need_kernels()
     assert scaled_adam._kernel_reproduces_torch()
 
 

@@ -88,6 +88,23 @@ def test_by_hand(name: str, more: dict[str, Any], expected: list[float]) -> None
     assert rates(spec(3, 0, 8, name=name, **more)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("warmup", "constant", "steps", "expected"),
+    [
+        # NVIDIA's timing jobs have 115 and 12500 of 100 steps: all of them are in the warm-up.
+        (115, 12500, 100, [s / 115 for s in range(100)]),
+        (3, 6, 6, [0, 1 / 3, 2 / 3, 1, 0.1, 0.1]),
+        (2, 5, 6, [0, 0.5, 1, 0.1, 0.1, 0.1]),
+        (0, 9, 3, [0.1, 0.1, 0.1]),
+        (9, 0, 3, [0.1, 0.2, 0.3]),
+    ],
+)
+def test_a_cosine_longer_than_the_run_is_cut_by_hand(
+    warmup: int, constant: int, steps: int, expected: list[float]
+) -> None:
+    assert rates(spec(warmup, constant, steps)) == pytest.approx(expected)
+
+
 def test_min_lr_is_a_floor_where_nemo_has_one() -> None:
     for name in ("SquareAnnealing", "SquareRootAnnealing"):
         assert min(rates(spec(3, 0, 8, min_lr=0.6, name=name))[3:]) == 0.6
@@ -219,13 +236,15 @@ def nemo(spec: OptimSpec, s: int) -> float:
 
 
 @st.composite
-def schedules(draw: Any, name: str | None = None) -> OptimSpec:
+def schedules(draw: Any, name: str | None = None, cut: bool = False) -> OptimSpec:
     name = name or draw(st.sampled_from(sorted(SCHEDULES)))
     read = SCHEDULES[name]
     warmup = draw(st.integers(name == "NoamHoldAnnealing", 50))
     constant = draw(st.integers(0, 50)) if "constant_steps" in read else 0
     hold = draw(st.none() | st.integers(0, 50)) if "hold_steps" in read else None
     steps = warmup + constant + (hold or 0) + draw(st.integers(2, 300))
+    if cut:  # the parts are longer than the run
+        steps = draw(st.integers(1, max(1, warmup + constant + (hold or 0) - 1)))
     lr = draw(st.floats(1e-6, 1.0))
     return spec(
         warmup,
@@ -247,6 +266,13 @@ def test_every_step_has_nemos_rate(spec: OptimSpec) -> None:
         last = spec.schedule.max_steps
         expected = nemo(spec, step if step < last else last + 1)
         assert rate == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@given(schedules(cut=True))
+def test_every_step_of_a_cut_schedule_has_nemos_rate(spec: OptimSpec) -> None:
+    assert rates(spec) == pytest.approx(
+        [nemo(spec, step) for step in range(spec.schedule.max_steps)], rel=1e-9, abs=1e-15
+    )
 
 
 @given(schedules("CosineAnnealing"))

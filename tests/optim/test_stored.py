@@ -12,6 +12,7 @@ from torch import nn
 
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, clip, grad_norm
+from megafp8.optim.schedules import learning_rate
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grad_sink import GradSum
@@ -65,6 +66,26 @@ def test_bytes_a_linear_parameter_are_the_tables(level: str) -> None:
     train_step(state, [microbatch(0), microbatch(1)])
     held = linear_bytes(state)
     assert len(held) == 8 and set(held.values()) == {BYTES[level]}
+
+
+@pytest.mark.parametrize("vectors_decay", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_norms_and_biases_decay_only_if_asked(level: str, vectors_decay: bool) -> None:
+    """With zero gradients only decay moves anything; at O1 they are FP32, at O2 stored."""
+    optim = {"weight_decay": 0.5, "lr": 0.1, "decays_vectors": vectors_decay}
+    state = at_level(level, optim=optim)
+    held = [master.detach().clone() for master in state.masters.masters]
+    for grad in state.masters.grads:
+        grad.zero_()
+    state.optimizer.step(1)
+    factor = 1 - 0.5 * learning_rate(state.optimizer.spec, 1)
+    vectors = 0
+    for master, old in zip(state.masters.masters, held, strict=True):
+        if master.dim() == 1 and old.any():
+            vectors += 1
+            expected = old * factor if vectors_decay else old
+            torch.testing.assert_close(master.detach(), expected, rtol=2e-3, atol=0)
+    assert vectors > 0
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +41,7 @@ from tests.optim.stored_work import (
 from tests.optim.test_stored import LEVELS
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank, run_ranks
+from tests.spec import formats
 from tests.tiny import gpt_spec, optim_spec
 
 FACTORS = {"auto": lambda n: n**-0.5, "pre": lambda n: 1 / n, "post": lambda n: 1.0}
@@ -139,6 +141,26 @@ def test_the_sum_in_fp32_is_rounded_once(two: Ranks) -> None:
         assert found.scales[index] == expected.dequant_scale
         owner = next(rank["fp32, whole"] for rank in two if index in rank["fp32, whole"].owned)
         assert torch.equal(owner.codes[index], found.codes[index])
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_sum_in_fp8_follows_its_rule_bit_for_bit(two: Ranks, name: str) -> None:
+    """The largest dequant_scale divided by the factor, and codes rounded after each rank's."""
+    factor = np.float32(FACTORS[name](2))
+    parts = [[ScaledTensor.of(x, FP8) for x in gradients(JOBS[name], rank)] for rank in range(2)]
+    for index, pair in enumerate(zip(*parts, strict=True)):
+        used = [x.dequant_scale.item() for x in pair if x.values().any()]
+        shared = np.float32(max(used, default=1.0))
+        total = np.zeros(pair[0].values().shape, np.float32)
+        for x in pair:
+            codes = formats.quantize(x.values().numpy(), factor / shared, formats.E4M3)
+            sums = total + formats.dequantize(codes, formats.E4M3).astype(np.float32)
+            total_codes = formats.quantize(sums, np.float32(1), formats.E4M3)
+            total = formats.dequantize(total_codes, formats.E4M3).astype(np.float32)
+        for rank in two:
+            assert rank[name].scales[index].item() == shared / factor
+            found = rank[name].codes[index].view(FP8.dtype).float().numpy()
+            np.testing.assert_array_equal(found, total)
 
 
 @pytest.mark.parametrize("name", ["not finite, fp32", "not finite, auto"])

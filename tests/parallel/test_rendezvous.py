@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megafp8 import torch_private
 from megafp8.errors import RunError
 from megafp8.parallel import rendezvous
+from megafp8.parallel.launch import launch
 from megafp8.parallel.rendezvous import (
     _warn_of_hosts_that_never_meet,
     await_all,
@@ -206,3 +208,60 @@ def test_the_same_ranks_join_again_for_the_next_job() -> None:
     sums = [3.0, 3.0, 30.0, 30.0, 300.0, 300.0]
     work = "tests.parallel.rank_joins:join_again"
     assert run_ranks(work, 2, {"times": 3}, timeout=30) == [sums, sums]
+
+
+def addresses_of(port: int) -> set[str]:
+    """Return the addresses on which this machine listens at a port, as Linux writes them."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if int(number, 16) == port and state == "0A":  # LISTEN
+                found.add(address)
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_the_store_listens_where_it_is_needed(host: str, port: int) -> None:
+    store = serve(host, port)
+    assert addresses_of(port) and addresses_of(port) <= LOOPBACK
+    del store
+
+
+def test_the_address_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    of: dict[str, list[str]] = {
+        "node1": ["10.0.0.5"],
+        "two": ["127.0.1.1", "10.0.0.5", "10.0.0.6"],
+        "debian": ["127.0.1.1"],  # the others know this machine by another address
+        "localhost": ["127.0.0.1"],
+        "127.0.0.1": ["127.0.0.1"],
+        "router": [],
+    }
+    monkeypatch.setattr(rendezvous, "_addresses_here", of.__getitem__)
+    expected = {
+        "node1": "10.0.0.5", "two": "10.0.0.5", "debian": "", "localhost": "127.0.0.1",
+        "127.0.0.1": "127.0.0.1", "router": "",
+    }  # fmt: skip
+    assert {host: rendezvous._address(host) for host in of} == expected
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+def test_the_launchers_store_is_on_the_loopback_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of the launcher writes the port of the store, and where it listens."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "from tests.parallel.test_rendezvous import addresses_of\n"
+        "found = sorted(addresses_of(int(os.environ['MASTER_PORT'])))\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'found').write_text(' '.join(found))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert launch(str(script), [], 1) == 0
+    assert (tmp_path / "found").read_text() == "0100007F"

@@ -17,7 +17,8 @@ from megafp8.plan.pipeline import most_held
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
-from megafp8.specs.precision import ModuleRule
+from megafp8.specs.precision import ModuleRule, RecipeName
+from megafp8.specs.traits import GemmName
 from megafp8.train.dryrun import RankShare, held_bytes, rank_share, simulated
 from tests.parallel.matrix import LAYOUTS, ON_LLAMA
 from tests.tiny import gpt_spec, optim_spec, run_spec
@@ -175,6 +176,27 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
         copies = 0 if spec.precision.fp8 is None else real.step.weight_copies
         assert plan.step.weight_copies == copies
         assert plan.total == pytest.approx(total(real, copies), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "high", "copies"),
+    [
+        ("delayed", ("output",), 1),
+        ("tensorwise", ("grad_input", "grad_weight"), 1),
+        ("delayed", ("output", "grad_input"), 0),
+        ("rowwise_with_gw_hp", ("output",), 1),
+        ("blockwise", ("grad_weight",), 2),
+    ],
+)
+def test_a_weight_has_a_copy_for_each_product_that_reads_it_in_fp8(
+    name: RecipeName, high: tuple[GemmName, ...], copies: int
+) -> None:
+    """The Triton kernel writes the orientations that products need, and no other."""
+    recipe = Fp8Recipe(name=name, amax_history_len=16, high_precision_gemms=frozenset(high))
+    spec = job(fp8=recipe, shape={"num_layers": 1})
+    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
+    assert plan.step.weight_copies == real.step.weight_copies == copies * 12 * 256**2
+    assert plan.step.microbatch == pytest.approx(max(real.step.kept.values()), rel=2e-3)
 
 
 def total(real: RankShare, copies: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,10 +16,8 @@ from megafp8.plan.memory import all_ranks
 from megafp8.plan.search import layouts, search
 from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import (
-    CAST_BYTES,
     FP8_WRITE_BACK_BYTES,
     FUSED_ACTIVATIONS,
-    LAUNCHES,
     Achieved,
     model_flops_utilization,
     step_time,
@@ -28,10 +27,14 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import Message
 from megafp8.precision.fused import KINDS
+from megafp8.precision.recipes.build import linear_quantizer
+from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
-from megafp8.specs.precision import HIGH_PRECISION, RECIPES, ModuleRule, RecipeName
+from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
+from megafp8.specs.recipes import RECIPES
+from megafp8.specs.traits import GemmName
 from tests.precision.kernels.test_layer_counts import (
     BATCH,
     COSTS,
@@ -148,7 +151,7 @@ def test_hardware_is_named_or_given_by_its_figures() -> None:
         hardware_of("mi300", {"bf16_tflops": 1000.0})
     with pytest.raises(ConfigError, match=r"hardware\.tflops=1\.0: is not a figure"):
         hardware_of("h200", {"tflops": 1.0})
-    with pytest.raises(ConfigError, match=r"hardware\.memory_gib=-1\.0: must be positive"):
+    with pytest.raises(ConfigError, match=r"hardware\.memory_gib=-1\.0: must be above 0"):
         hardware_of("h200", {"memory_gib": -1.0})
     with pytest.raises(
         ConfigError, match=r"hardware\.memory_gb=80\.0: .* Use hardware\.memory_gib"
@@ -218,11 +221,36 @@ def test_layers_in_high_precision_count_for_themselves_alone() -> None:
     assert mixed == pytest.approx((7 * fp8 + bf16) / 8)
 
 
+def products(name: RecipeName) -> list[tuple[GemmName, ...]]:
+    """Return every choice of products that stays in high precision, but for all that are left."""
+    high = [choice for count in range(3) for choice in combinations(GEMMS, count)]
+    taken = "grad_weight" if name == "rowwise_with_gw_hp" else None
+    return [choice for choice in high if len({*choice, taken} - {None}) < 3]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_product_takes_the_time_of_the_precision_that_a_linear_gives_it(
+    name: RecipeName,
+) -> None:
+    """The linear's own quantizer says which products it does in FP8; recomputation repeats the
+    output's."""
+    bf16, fp8 = 989.4e12 * NO_HOST.bf16, H200.fp8_tflops * 1e12 * NO_HOST.fp8
+    flops = 2 * 64 * 2048 * 8 * 12 * 4096**2
+    recomputed = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
+    for high in products(name):
+        recipe = Fp8Recipe(name=name, high_precision_gemms=frozenset(high))
+        quantizer = linear_quantizer(ScalingState(recipe), "layers.0.x")
+        assert quantizer is not None
+        rates = {gemm: fp8 if quantizer.is_fp8(gemm) else bf16 for gemm in GEMMS}
+        expected = sum(flops / rate for rate in rates.values())
+        spec = of_recipe(job(), recipe)
+        assert step_time(spec, H200).linears == pytest.approx(expected), high
+        again = step_time(of_recipe(job(), recipe, recompute=recomputed), H200).linears
+        assert again == pytest.approx(expected + flops / rates["output"]), high
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_has_a_time(name: RecipeName) -> None:
-    for shape in LAUNCHES:
-        assert set(LAUNCHES[shape]) == {*RECIPES, HIGH_PRECISION}
-    assert set(CAST_BYTES) == {*RECIPES, HIGH_PRECISION}
     assert step_time(of_recipe(job(), Fp8Recipe(name=name)), H200).total > 0
 
 

@@ -112,6 +112,7 @@ CASES: dict[str, tuple[int, Case]] = {
         ParallelSpec(), 4, fp8=MIXED, optim=replace(ZERO, storage=O2), model=ODD
     ),
     "O3, zero": case(ParallelSpec(), fp8=IN_FP8, optim=replace(ZERO, storage=O2)),
+    "O3, tp x pp": case(replace(SEQUENCE, pp=2), 4, fp8=IN_FP8, optim=optim_spec(storage=O2)),
 }
 OF_MATRIX = [name for name in LAYOUTS if not name.endswith(ON_LLAMA)]
 CASES |= {f"{name}, BF16": of_matrix(name, None) for name in OF_MATRIX}
@@ -173,6 +174,18 @@ def test_a_plan_has_the_bytes_that_ranks_send_and_hold(num_ranks: int) -> None:
     for rank in range(num_ranks):
         for name in cases:
             check(name, rank, measured)
+
+
+@pytest.mark.slow
+def test_ranks_at_o3_hold_what_the_plan_says() -> None:
+    """2 tensor-parallel ranks, 2 stages, 2 replicas; to the byte for each stage's fullest rank."""
+    layout = replace(SEQUENCE, pp=2)
+    _, real = case(layout, 8, fp8=IN_FP8, optim=replace(ZERO, storage=O2))
+    work = "tests.parallel.plan_traffic_work:measure"
+    measured = run_ranks(work, 8, {"cases": {"O3": real}}, timeout=600)
+    for stage in range(2):
+        held = [found["O3"].held for found in measured[4 * stage : 4 * stage + 4]]
+        assert rank_memory(spec_of(real), stage).held.total == max(held)
 
 
 def sent_by(name: str, pipeline_rank: int, axis: str, what: str) -> int:

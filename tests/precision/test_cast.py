@@ -23,7 +23,8 @@ from megafp8.precision.cast import (
     quantize_torch,
 )
 from megafp8.precision.formats import Fp8Format
-from megafp8.precision.kernels.compile import Library, library
+from megafp8.precision.kernels.compile import Library
+from tests.c_kernels import need_kernels
 from tests.spec import delayed
 from tests.spec import formats as spec
 
@@ -41,13 +42,6 @@ def quantize_path(request: pytest.FixtureRequest) -> Quantize:
         return quantize_torch
     need_kernels()
     return quantize
-
-
-def need_kernels() -> None:
-    """A machine may have no compiler; one that has it and no kernels is a failure."""
-    if library().lib is None and "no C compiler" in library().note:
-        pytest.skip(library().note)
-    assert library().lib is not None, library().note
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from megafp8.files import cache_folder
 from megafp8.precision import formats
 from megafp8.precision.cast import decode, quantize
 from megafp8.precision.kernels.compile import Library, library
+from megafp8.train import compile as compile_train
+from tests import c_kernels
+from tests.c_kernels import need_kernels
 from tests.spec import delayed
 from tests.spec import formats as spec
 
@@ -140,6 +145,28 @@ def test_another_compiler_version_is_another_file(
 
 
 @needs_compiler
+def test_gcc_s_code_runs_on_the_threads_that_torch_has_started() -> None:
+    version = subprocess.run(["cc", "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" not in version or not torch.backends.openmp.is_available():
+        pytest.skip("not GCC, or a torch without OpenMP")
+    need_kernels()
+    assert library().lib.megafp8_has_threads() == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("note", ["cc's code rounds differently", "cc failed (line 1)"])
+def test_tests_of_kernels_that_cannot_be_used_fail(
+    note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no compiler at all they are skipped."""
+    monkeypatch.setattr(c_kernels, "library", lambda: Library(None, note))
+    with pytest.raises(AssertionError, match=re.escape(note)):
+        need_kernels()
+    monkeypatch.setattr(c_kernels, "library", lambda: Library(None, "no C compiler found (cc)"))
+    with pytest.raises(pytest.skip.Exception):
+        need_kernels()
+
+
+@needs_compiler
 def test_compiler_without_optional_flags_still_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,3 +174,84 @@ def test_compiler_without_optional_flags_still_serves(
     use_compiler(monkeypatch, tmp_path, refuse)
     assert library().lib is not None, library().note
     assert_casts_follow_specification()
+
+
+@needs_compiler
+def test_the_cache_is_not_writable_by_others_under_any_umask(empty_cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert library().lib is not None, library().note
+    finally:
+        os.umask(before)
+    for path in (empty_cache, *empty_cache.iterdir(), empty_cache.parent):
+        assert not path.stat().st_mode & 0o022, path
+
+
+@needs_compiler
+def test_a_library_that_others_could_write_is_built_again(empty_cache: Path) -> None:
+    assert library().lib is not None
+    (built,) = empty_cache.iterdir()
+    number = built.stat().st_ino
+    built.chmod(0o777)
+    empty_cache.chmod(0o777)
+    library.cache_clear()
+    assert library().lib is not None
+    assert built.stat().st_ino != number and not built.stat().st_mode & 0o022
+    assert not empty_cache.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize("whose", ["another user's", "a link", "below a folder of all"])
+@needs_compiler
+def test_a_library_of_another_user_is_not_loaded(
+    whose: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library().lib is not None
+    (built,) = empty_cache.iterdir()
+    library.cache_clear()
+    if whose == "a link":
+        built.rename(tmp_path / "elsewhere.so")
+        built.symlink_to(tmp_path / "elsewhere.so")
+        assert library().lib is not None and not built.is_symlink()  # a new one is built
+        return
+    if whose == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        if built.stat().st_uid == 0:  # root's folders are trusted, so they are given away
+            os.chown(empty_cache, 54321, -1)
+        assert_torch_path(str(empty_cache), "belongs to another user", "not loaded")
+    else:
+        (tmp_path / "cache").chmod(0o777)
+        assert_torch_path(str(tmp_path / "cache"), "anybody may replace")
+        (tmp_path / "cache").chmod(0o1777)  # as /tmp: nobody may replace what is others'
+        library.cache_clear()
+        assert library().lib is not None
+
+
+@needs_compiler
+def test_a_library_that_lacks_a_function_leaves_torch(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert library().lib is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    (cache_folder() / "kernels").mkdir(parents=True, mode=0o700)
+    built = cache_folder() / "kernels" / next(empty_cache.iterdir()).name
+    (tmp_path / "other.c").write_text("int other(void) { return 1; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, tmp_path / "other.c"], check=True)
+    built.chmod(0o755)
+    library.cache_clear()
+    assert_torch_path("lacks megafp8_quantize", "delete it")
+
+
+def test_the_folders_of_torch_and_triton_are_this_users(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert compile_train._unsafe_cache() is None
+    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        assert os.environ[name] == str(cache_folder() / folder)
+        assert (cache_folder() / folder).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "all" / "x"))
+    found = compile_train._unsafe_cache()
+    assert found is not None and "anybody may replace" in found and str(tmp_path / "all") in found

@@ -122,6 +122,76 @@ def test_a_product_for_a_sum_is_not_rounded_to_the_work(
     assert total.item() == value + (0 if is_first else 0.25)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_power_2", [True, False])
+def test_values_are_rounded_once(dtype: torch.dtype, is_power_2: bool) -> None:
+    """A scale that is no power of two is never rounded to BF16."""
+    scale = torch.tensor(2.0**-7 if is_power_2 else 0.7e-2)
+    x = Fp8Tensor.quantize(noise(64, 16) * 40, torch.tensor(1.0), E4M3)
+    x.dequant_scale, x.is_power_2 = scale, is_power_2
+    assert torch.equal(x.dequantize(dtype), (x.payload.float() * scale).to(dtype))
+
+
+SCALES = {
+    "their product is subnormal": (3e-30, 7e-12),
+    "their product is 0": (3e-30, 7e-19),
+    "one is subnormal": (3e-39, 0.7),
+    "both are tiny, and their product is normal": (3e-19, 7e-19),
+    "their product overflows": (3e30, 7e9),
+    "their product overflows by far": (7e35, 7e35),
+    "one is tiny and one is huge": (3e-30, 7e30),
+}
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scales", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("use", ["output", "bias", "first", "added"])
+def test_two_scales_of_any_size_lead_to_the_product_in_float64(
+    work: torch.dtype,
+    scales: tuple[float, float],
+    use: str,
+    bf16_products: bool,
+    counter: GemmCounter,
+) -> None:
+    """The bound has the terms of FP32 sums, of the result's dtype, and of subnormal results. Rows
+    of zeros stay zeros, and a small number beside large ones stays finite."""
+    numbers = noise(6, 40) * torch.tensor([0.0, 2e-2, 1.0, 30.0, 300.0, 1e-1])[:, None]
+    numbers[1, 1:] = 0.0
+    a = Fp8Tensor.quantize(numbers, torch.tensor(1.0), E4M3)
+    b = Fp8Tensor.quantize(noise(40, 5, seed=1) * 50, torch.tensor(1.0), E5M2)
+    a.dequant_scale, b.dequant_scale = (torch.tensor(scale) for scale in scales)
+    scale = a.dequant_scale.double() * b.dequant_scale.double()
+    left, right = (x.numbers(torch.float32).double() for x in (a, b))
+    exact, magnitude = left @ right * scale, left.abs() @ right.abs() * scale
+    bias = total = None
+    if use == "bias":
+        bias = (noise(5, seed=2) * scale.clamp(max=1e30)).to(work)
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    if use in ("first", "added"):
+        total = noise(6, 5, seed=3) * scale.clamp(max=1e30).float()
+        if use == "added":
+            exact, magnitude = exact + total.double(), magnitude + total.double().abs()
+    into = None if total is None else GradSum(total, use == "first")
+    got = gemm(a, b, work=work, counter=counter, place="x", bias=bias, into=into)
+    if into is not None:
+        into.add(got)
+        got = into.total
+    bound = (40 + 6) * 2.0**-24 * magnitude + 40 * 2.0**-149
+    if work == torch.bfloat16:
+        bound = bound + 2.0**-8 * (exact.abs() + bound) + 2.0**-134
+    assert_within(got, exact, bound)
+    if use in ("output", "first"):
+        assert (got[0] == 0).all()
+
+
+def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
+    """What is certainly beyond the dtype's largest number is infinite."""
+    top = torch.finfo(got.dtype).max
+    is_finite, is_infinite = exact.abs() + bound <= top, exact.abs() - bound > top * 1.01
+    assert ((got.double() - exact).abs() <= bound)[is_finite].all()
+    assert got[is_infinite].isinf().all()
+
+
 def test_one_fp8_operand_alone_is_refused(counter: GemmCounter) -> None:
     a = Fp8Tensor.quantize(noise(2, 2), torch.tensor(1.0), E4M3)
     with pytest.raises(AssertionError, match="mixed"):

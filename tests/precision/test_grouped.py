@@ -13,9 +13,9 @@ from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors
 from megafp8.precision.formats import STORAGE_FORMATS
 from megafp8.precision.grouped import GroupedTensor, groups_shape, range_of
-from megafp8.precision.kernels.compile import library
 from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs.optim import StorageName
+from tests.c_kernels import need_kernels
 from tests.spec import grouped as spec
 
 FP8: tuple[StorageName, ...] = ("fp8", "fp8_e5m2")
@@ -155,8 +155,7 @@ def test_c_has_torchs_bits(names: Any, grouped: Any, stochastic: bool) -> None:
     The gradients shrink, so that the parameter's scale changes in some steps and its update is
     computed again from the moments of before.
     """
-    if library().lib is None:
-        pytest.skip(library().note)
+    need_kernels()
     threads = torch.get_num_threads()
     for shape, is_l2 in itertools.product(((9, 300), (200, 512), (9, 1), (9, 128)), (False, True)):
         found = []

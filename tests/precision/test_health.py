@@ -12,7 +12,8 @@ from megafp8.precision.health import HealthProbe, num_nonfinite
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, TensorHealth
-from megafp8.specs.precision import RECIPES, RecipeName
+from megafp8.specs.precision import RecipeName
+from megafp8.specs.recipes import RECIPES
 from tests.spec import formats as spec_formats
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.hardware import cpu
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.precision.linear import Linear, NoComm
@@ -21,7 +22,8 @@ from megafp8.precision.recipes.scales import scale_of_amax, scale_of_amax_torcha
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, spread
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GEMMS, GemmName, ModuleRule, RecipeName
+from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
+from megafp8.specs.traits import GemmName
 from tests.spec import current
 from tests.spec import formats as spec_formats
 
@@ -82,7 +84,7 @@ def assert_specified(ours: Fp8Tensor, specified: current.Scaled) -> None:
 @recipes
 @roles
 @dtypes
-@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (0, 4)])
+@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (0, 4), (4, 0)])
 def test_casts_are_the_specification(
     name: RecipeName, role: Role, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -148,15 +150,22 @@ def make(recipe: Fp8Recipe, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("name", CURRENT)
 @pytest.mark.parametrize("shape", [(48, 80, 33), (1, 5, 7), (130, 256, 129)])
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["BF16 products", "FP32 products"])
 def test_linear_is_the_specification(
-    name: RecipeName, power_2: bool, work: torch.dtype, shape: tuple[int, int, int]
+    name: RecipeName,
+    power_2: bool,
+    work: torch.dtype,
+    shape: tuple[int, int, int],
+    has_bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Products of the specified operands, in FP64.
+    """Products of the specified operands, in FP64, as CPUs with BF16 products and without compute.
 
     Bound: K products accumulated in FP32 err by K * 2**-24 of the product of magnitudes; operands
     whose scales are no powers of two are rounded to FP32 (2 * 2**-24 more); then one rounding to
     the work's dtype.
     """
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: has_bf16)
     tokens, outs, ins = shape
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, ins, generator=generator).to(work)

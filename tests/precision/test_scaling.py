@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.precision.formats import E4M3
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import AutogradSink
 from megafp8.precision.linear import Linear, NoComm
@@ -232,6 +233,22 @@ def test_scales_by_hand() -> None:
 def test_amax_too_small_for_a_scale_gives_flt_max() -> None:
     _, scales = run_inputs(Fp8Recipe(), [1e-45])
     assert scales == [FLT_MAX]
+
+
+def test_reciprocals_follow_what_is_written_into_scales() -> None:
+    """What is written in place (a loaded checkpoint), an update, and a new tensor of scales."""
+    table = ScaleTable(Fp8Recipe(), E4M3)
+    slot = table.register("x")
+    assert table.dequant_scale.tolist() == [1.0]
+    kept = table.dequant_scale
+    assert table.dequant_scale is kept, "one tensor serves until scales change"
+    table.quant_scale[0] = 4.0
+    assert table.dequant_scale.tolist() == [0.25] and slot.dequant_scale.item() == 0.25
+    slot.amax.fill_(7.0)
+    table.update(None)
+    assert slot.quant_scale.item() == 64.0 and slot.dequant_scale.item() == 1 / 64
+    table.quant_scale = torch.tensor([8.0])
+    assert slot.dequant_scale.item() == 0.125
 
 
 def test_nonfinite_amax_is_counted_and_otherwise_ignored() -> None:

@@ -93,6 +93,7 @@ def make_run(path: Path, *, steps: int = 100, every: int = 10, **changes: Any) -
         "total_steps": steps,
         "val_loss": 2.2345,
         "val_bits_per_byte": 1.011,
+        "unigram_bits_per_byte": 2.685,
         "xz_bits_per_byte": 1.635,
         "train_loss": 2.2789,
         "train_loss_steps": 10,

@@ -33,7 +33,6 @@ JOB = [
     "model.ffn_hidden_size=128",
     "model.num_attention_heads=2",
     "model.hidden_dropout=0.1",
-    "model.tokenizer.vocab_size=300",
     "model.fp8=True",
     "model.fp8_amax_history_len=8",
     "model.optim.sched.warmup_steps=2",

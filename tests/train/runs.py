@@ -47,7 +47,6 @@ JOB = [
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.1",
     "model.ffn_dropout=0.1",
-    "model.tokenizer.vocab_size=300",
     "model.fp8=True",
     "model.fp8_amax_history_len=8",
     "model.optim.sched.warmup_steps=2",
@@ -147,9 +146,9 @@ class Place:
     cwd: Path
 
     def argv(self, *more: str) -> list[str]:
-        argv = [*JOB, f"model.data.data_prefix={self.data}", "exp_manager.name=job"]
-        given = {word.partition("=")[0] for word in more}
-        return [word for word in argv if word.partition("=")[0] not in given] + list(more)
+        argv = [*JOB, f"model.data.data_prefix={self.data}", "exp_manager.name=job", *more]
+        last = {word.partition("=")[0]: word for word in argv}  # a key may be given once
+        return list(last.values())
 
     def start(self, *more: str, fault: Sequence[object] | None = None) -> Child:
         log = self.cwd / "log.txt"

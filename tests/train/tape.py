@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megafp8.hardware.addmm import Scales, times_scales
 from megafp8.precision import cast, gemm, grad_sink, scaled
 from megafp8.precision.kernels.compile import Library
 from megafp8.train import graphs
@@ -123,9 +124,9 @@ def use_tapes(replace: Callable[[Any, str, Any], None]) -> TapeRecorder:
     """
 
     def scaled_product(
-        a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+        a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        product = torch.mm(a, b).float() * scale
+        product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
 
     replace(gemm, "_scaled_product", scaled_product)

@@ -15,7 +15,8 @@ from megafp8.precision.health import HealthProbe
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.precision import RECIPES, RecipeName
+from megafp8.specs.precision import RecipeName
+from megafp8.specs.recipes import RECIPES
 from megafp8.train import compile as compile_module
 from megafp8.train.compile import CompileCounter, cannot_trace, unavailable
 from megafp8.train.generate import sample

@@ -72,6 +72,7 @@ Effect = Trains | Runs | Refused | ShownBy
 
 MODEL_KEYS = "tests/train/test_model_keys.py"
 OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_weights_elsewhere")
+WANDB_KEYS = ShownBy("tests/observe/test_trackers.py::test_wandb_gets_what_the_settings_say")
 ROPE = ("model.position_embedding_type=rope",)
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
@@ -229,6 +230,10 @@ EFFECTS: dict[str, Effect] = {
     "exp_manager.wandb_logger_kwargs.name": ShownBy(
         "tests/observe/test_trackers.py::test_wandb_offline"
     ),
+    "exp_manager.wandb_logger_kwargs.entity": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.group": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.tags": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.mode": WANDB_KEYS,
     f"{CALLBACK}.every_n_train_steps": Runs(1),
     f"{CALLBACK}.train_time_interval": ShownBy(
         "tests/train/test_continuing.py::test_train_time_interval"
@@ -329,10 +334,11 @@ EFFECTS: dict[str, Effect] = {
     "model.data.data_prefix": Runs("{other}", sees="metrics"),
     "model.data.index_mapping_dir": ShownBy("tests/data/test_prepare.py::test_cache_folder"),
     "model.data.splits_string": Trains([500, 500, 0]),
-    "model.data.seq_length": Refused(16),
+    "model.data.seq_length": Trains(16),
     "model.optim.name": Trains("adam"),
     "model.optim.lr": Trains(0.01),
     "model.optim.weight_decay": Trains(0.5),
+    "model.do_layer_norm_weight_decay": Trains(True),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
     "model.optim.sched.name": Trains(

@@ -26,7 +26,8 @@ SMALL = [
 ]
 ROPE = "model.position_embedding_type=rope"
 SWIGLU = "model.activation=swiglu"
-STEEP = ["trainer.precision=bf16", "model.num_layers=3", "model.init_method_std=0.3"]
+STEEP = ["trainer.precision=16", "model.native_amp_init_scale=1024", "model.num_layers=3",
+         "model.init_method_std=0.3"]  # fmt: skip
 CHECKPOINT = "model.activations_checkpoint"
 LLAMA = [
     "model.normalization=rmsnorm",

@@ -29,8 +29,9 @@ def test_a_new_run_continues_from_a_checkpoint(place: Place) -> None:
             assert file.read_bytes() == (place.checkpoint(4, name) / file.name).read_bytes()
 
     # The run now has a checkpoint of its own. Another shape or a missing file is refused by name.
-    again = place.run(*STEPS, "exp_manager.name=one", "model.resume_from_checkpoint=gone")
-    assert again.code == 0 and "continuing from" in again.output
+    more = ("trainer.max_steps=6", STEPS[1], "exp_manager.name=one")
+    again = place.run(*more, "model.resume_from_checkpoint=gone")
+    assert again.code == 0 and "continuing from" in again.output, again.output
     resume = f"model.resume_from_checkpoint={middle.parent.parent}"
     refused = place.run(*STEPS, "exp_manager.name=new", resume, "model.num_layers=1")
     assert refused.code == 2 and "was made with 2" in refused.output, refused.output

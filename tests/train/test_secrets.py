@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megafp8.cli import import_hf
 from tests.train.runs import ENVIRONMENT, ROOT, Place
 
 PLANTED = "hf_pLaNtEd0123456789"
@@ -51,3 +54,86 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
     assert set_by["trainer.max_steps"] == {
         "key": "trainer.max_steps", "value": 2, "origin": "command line", "default": 900
     }  # fmt: skip
+
+
+MINE = f"""\
+defaults: [pretrain_gpt, _self_]
+env_vars: {{WANDB_API_KEY: {PLANTED[::-1]}, HF_TOKEN: {PLANTED}}}
+name: a-${{oc.env:HF_TOKEN}}
+run: {{results_dir: "${{env_vars.WANDB_API_KEY}}/x"}}
+hydra: {{job: {{env_set: {{HF_TOKEN: {PLANTED}}}}}}}
+"""
+"""A file as NeMo's launcher has it: keys without effect hold secrets, and are accepted."""
+
+
+def found_in(folder: Path) -> list[Path]:
+    """Return the files below a folder that hold a planted secret, in their bytes or names."""
+    return [
+        path
+        for path in folder.rglob("*")
+        for secret in (PLANTED.encode(), PLANTED[::-1].encode())
+        if secret in str(path).encode() or (path.is_file() and secret in path.read_bytes())
+    ]
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweeps: bool) -> None:
+    conf = place.cwd.with_name(f"{place.cwd.name}-conf")
+    conf.mkdir()
+    text = MINE if not sweeps else MINE.partition("hydra:")[0]  # which a sweep refuses
+    (conf / "mine.yaml").write_text(text)
+    argv = place.argv("trainer.max_steps=1", "model.optim.sched.warmup_steps=0")
+    argv += ["--config-dir", str(conf), "--config-name", "mine"]
+    if sweeps:
+        argv = [word for word in argv if not word.startswith("exp_manager.name")]
+        argv += ["-m", "model.seed=1,2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv],
+        cwd=place.cwd,
+        env=ENVIRONMENT | SECRETS,
+        capture_output=True,
+        timeout=300,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output.decode()
+    assert b"env_vars" in output and b"***" in output
+    assert PLANTED.encode() not in output and PLANTED[::-1].encode() not in output
+    names = {path.name for path in place.cwd.rglob("*") if path.is_file()}
+    assert {"summary.json", "events.jsonl", "report.html", "manifest.json"} <= names
+    assert ("multirun.yaml" in names) == sweeps and not found_in(place.cwd)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", f'{{"auth_token": "{PLANTED[::-1]}"}}'),
+        ("tokenizer_config.json", f'{{"eos_token": "{PLANTED}"}}'),
+        ("chat_template.jinja", f"a template with {PLANTED}"),
+        ("config.json", None),
+    ],
+)
+def test_an_import_copies_no_secret(
+    file: str,
+    content: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 32}
+    theirs = tmp_path / "theirs"
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(theirs)
+    (theirs / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    if content is None:  # the model's own description is read, and not copied
+        config = json.loads((theirs / file).read_text()) | {"use_auth_token": PLANTED}
+        content = json.dumps(config)
+    (theirs / file).write_text(content)
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    ours = tmp_path / "ours"
+    code = import_hf.main([str(theirs), str(ours)])
+    shown = capsys.readouterr()
+    assert code == (0 if file == "config.json" else 2)
+    assert not found_in(ours) and PLANTED not in shown.out + shown.err
+    assert file in shown.err or code == 0
+    assert import_hf.main([str(theirs), str(tmp_path / PLANTED)]) == 2
+    assert PLANTED not in capsys.readouterr().err and not (tmp_path / PLANTED).exists()

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import subprocess
 
 import numpy as np
 import pytest
 
+from megafp8.cli.sweep_results import Job, result_of
+from megafp8.data.prepare import prepare
+from megafp8.observe.units import format_count
+from megafp8.report.page import typical_speed
+from megafp8.report.record import read_run, typical
 from megafp8.train.report.summary import unigram_bits_per_byte, xz_bits_per_byte
+from tests.config.helpers import run_spec
+from tests.train.runs import Place
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -42,3 +50,35 @@ def test_xz_equals_the_program() -> None:
     out = subprocess.run(["xz", "-9", "-c"], input=text, capture_output=True, check=True).stdout
     # Newer programs compress in threads by default, which adds a few bytes of block headers.
     assert abs(got * len(text) / 8 - len(out)) <= 32
+
+
+def test_a_run_has_the_unigram_of_the_batches_that_it_validated(place: Place) -> None:
+    """Two batches of 4 samples of 32 tokens, evenly spread over the whole samples of the text."""
+    words = ("trainer.max_steps=3", "trainer.limit_val_batches=2")
+    assert place.run(*words).code == 0
+    summary = place.summary()
+    opened = prepare(run_spec(*place.argv(*words)).data, print)
+    tokens = opened.validation_tokens().tolist()  # the token before the first is not in the list
+    num_samples = len(tokens) // 32
+    begins = [32 * (n * num_samples // 8) for n in range(8)]
+    targets = [token for begin in begins for token in tokens[begin : begin + 32]]
+    counts, vocab = opened.train_token_counts(), opened.vocab_size
+    seen = float(counts.sum())
+    bits = -sum(math.log2((int(counts[token]) + 1) / (seen + vocab)) for token in targets)
+    expected = bits / len(targets) / summary["bytes_per_token"]
+    assert summary["unigram_bits_per_byte"] == pytest.approx(expected, rel=1e-9)
+    assert summary["val_bits_per_byte"] > expected, "three steps learn nothing"
+
+
+def test_the_speed_of_a_run_is_one_figure_wherever_it_is_shown(place: Place) -> None:
+    """The summary, from which tables of sweeps are made, has the page's median of logged steps."""
+    done = place.run("trainer.max_steps=6", "trainer.limit_val_batches=0")
+    assert done.code == 0
+    run, summary = read_run(place.dir()), place.summary()
+    lines = [line["tokens_per_second"] for line in run.metrics]
+    assert summary["tokens_per_second"] == statistics.median(lines[1:]) == typical_speed(run)
+    assert f"{format_count(summary['tokens_per_second'])} tokens/s" in done.output
+    for key in ("mfu_causal", "tflops_full"):
+        assert summary[key] == typical(run.metrics, key)
+    job = Job(num=0, overrides=(), directory=place.dir())
+    assert result_of(job, 0).tokens_per_second == typical_speed(run)

@@ -119,7 +119,7 @@ def test_a_damaged_record_counts_from_zero(tmp_path: Path, text: str) -> None:
 
 
 def test_a_run_that_gets_nowhere_is_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.dir().mkdir(parents=True)
+    assert place.run(fault=["killed_in_microbatch", 1, 0]).code == -9
     starts = [{"restart": n} for n in range(3)]
     record = {"job": "5", "step": 0, "starts": starts}
     (place.dir() / "restarts.json").write_text(json.dumps(record))

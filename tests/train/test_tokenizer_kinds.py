@@ -20,7 +20,7 @@ from tests.train.runs import Place
 TEXTS = [
     f"def function_{n}(x):\n    return x * {n * 7} + {n % 13}\n" * (n % 5 + 1) for n in range(90)
 ]
-SHORT = ["trainer.precision=32", "model.tokenizer.vocab_size=1000"]
+SHORT = ["trainer.precision=32"]
 END = "<stop>"  # end of a document: for SentencePiece, another piece than its end of a sentence
 
 

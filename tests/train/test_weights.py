@@ -104,7 +104,10 @@ def test_run_to_transformers_and_back(
         assert first.read(staged) == before["model/layers.1.mlp.fc2.weight"].abs().max()
     last = Reader(place.checkpoint(2, "second"))
     assert not torch.equal(last.read("model/final_norm.weight"), before["model/final_norm.weight"])
-    own_yaml = resolve(load(config_dir=ours, config_name="model"), lambda: False)
+    tree = load(config_dir=ours, config_name="model")
+    assert (tree.model.optim.lr, tree.model.optim.sched.min_lr) == (2e-5, 2e-6), "not the toy's"
+    assert "model.yaml sets the learning rate to 2e-05, for continued" in capsys.readouterr().out
+    own_yaml = resolve(tree, lambda: False)
     assert own_yaml.restore_from_path == str(ours)
     assert check_fits(replace(own_yaml.model, vocab_size=384), back) == []
 
@@ -164,13 +167,13 @@ def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert'"),
-        ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"model_type": "bert"}, 'model_type is "bert"'),
+        ({"hidden_act": "mish"}, 'hidden_act is "mish"'),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"'),
         ({"num_hidden_layers": None}, "config.json"),
         ({"num_hidden_layers": 2}, "lacks model.layers.1"),
-        ({"num_hidden_layers": 0}, "has model.layers.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"intermediate_size": 65}, "model.layers.0.mlp.gate_proj.weight"),
     ],
 )

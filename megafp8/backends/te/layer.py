@@ -19,7 +19,8 @@ from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.grad_sink import GradSum
-from megafp8.specs.precision import GEMMS, GemmName, PlannedGemms
+from megafp8.specs.precision import GEMMS, PlannedGemms
+from megafp8.specs.traits import GemmName
 
 
 class TeLayer(nn.Module):

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from megafp8.errors import ConfigError
+from megafp8.specs.te_versions import NEWEST_TRIED, numbers_of, why_not_version
 
-OLDEST = (2, 4)
-"""The oldest version that works; 2.2 and 2.3 keep the gradient quantizers of the MLP in other
-columns of the scaling tensors."""
-NEWEST_TRIED = (2, 20)
 INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
 
 
@@ -143,6 +140,20 @@ def load() -> TeNames:
 
 def why_not(device: torch.device, *, fp8: bool) -> str | None:
     """Return why Transformer Engine cannot run here, or None where it can."""
+    if (reason := why_not_installed(device)) is not None:
+        return reason
+    try:
+        load()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        version = importlib.metadata.version("transformer-engine")
+        return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
+    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
+    return None
+
+
+def why_not_installed(device: torch.device) -> str | None:
+    """Return why Transformer Engine cannot run here, as far as it is known without importing it."""
     if device.type != "cuda":
         return "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
     try:
@@ -151,27 +162,6 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
         return f"the package transformer-engine is not installed. {INSTALL}"
     if (reason := why_not_version(version)) is not None:
         return f"transformer-engine {reason}. {INSTALL}"
-    try:
-        load()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
-    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
-        return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
-    return None
-
-
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: "2.12.0" -> (2, 12)."""
-    return tuple(int(number) for number in version.split(".")[:2])
-
-
-def why_not_version(version: str) -> str | None:
-    """Return why a version is too old, or too new to be known, or None."""
-    if numbers_of(version) < OLDEST:
-        return f"{version} is too old: it must be {'.'.join(map(str, OLDEST))} or later"
-    if numbers_of(version)[0] > NEWEST_TRIED[0]:
-        newest = ".".join(map(str, NEWEST_TRIED))
-        return f"{version} is too new to be known here: versions up to {newest} were tried"
     return None
 
 

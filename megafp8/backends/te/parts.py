@@ -26,7 +26,8 @@ from megafp8.parallel.parts import Given, NativeParts, both
 from megafp8.precision.scaling import Direction
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
-from megafp8.specs.precision import HIGH_PRECISION, AttentionInFp8
+from megafp8.specs.precision import AttentionInFp8
+from megafp8.specs.recipes import HIGH_PRECISION
 
 Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 
@@ -87,40 +88,12 @@ ATTENTION_TENSORS: dict[AttentionInFp8, tuple[Part, ...]] = {
 WEIGHTS = ("weight", "weight", "fc1_weight", "fc2_weight")  # of these linears, in their modules
 ACTIVATIONS: dict[Activation, str] = {
     "gelu-tanh": "gelu",
+    "geglu-tanh": "geglu",
     "squared-relu": "srelu",
     "swiglu": "swiglu",
     "reglu": "reglu",
 }
 NORMALIZATIONS: dict[Normalization, str] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-
-
-def why_not(spec: GPTSpec, recipe: Fp8Recipe | None) -> str | None:
-    """Return what of a model Transformer Engine's layers cannot do as ours do, or None."""
-    if spec.activation == "gelu":
-        return "its GELU is the tanh form: ask for that one (model.openai_gelu=True)"
-    if spec.activation not in ACTIVATIONS:
-        return f"its {spec.activation} is not ours (model.activation={spec.activation})"
-    if spec.transformer_block_type != "pre_ln":
-        return (
-            f"its layers are pre-norm: model.transformer_block_type={spec.transformer_block_type}"
-        )
-    if spec.apply_query_key_layer_scaling or spec.fp32_residual_connection:
-        return (
-            "query-key layer scaling and an FP32 residual stream are not in its layers "
-            "(model.apply_query_key_layer_scaling, model.fp32_residual_connection)"
-        )
-    if spec.zero_centered_gamma:
-        return (
-            "with model.layernorm_zero_centered_gamma=True it adds 1 to a norm's weight in FP32, "
-            "which rounds in another way than ours"
-        )
-    if spec.ffn_dropout:
-        return "its layers have no dropout inside the MLP"
-    if recipe is not None:
-        for index in range(spec.num_layers):
-            if len({is_high_precision(recipe, name) for name in names_in_layer(index)}) > 1:
-                return f"layer {index} is in FP8 in part; it can be so as a whole or not at all"
-    return None
 
 
 def casts_gathered_weights_always(layer: nn.Module) -> bool:
@@ -308,6 +281,7 @@ class TransformerEngineParts(NativeParts):
             "ub_tp_comm_overlap": self.user_buffers,
             "activation": ACTIVATIONS[spec.activation],
             "normalization": NORMALIZATIONS[spec.normalization],
+            "zero_centered_gamma": spec.layernorm_zero_centered_gamma,
             # It compares this with the text "meta", and then makes no values.
             "device": "meta" if self.device.type == "meta" else self.device,
             # Its linears gather and scatter along the first dim, so parts of sequences lead there.

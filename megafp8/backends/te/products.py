@@ -13,7 +13,7 @@ from typing import Any
 from megafp8.backends.te.tensors import bytes_of
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
-from megafp8.specs.precision import GemmName
+from megafp8.specs.traits import GemmName
 
 # By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
 # input.

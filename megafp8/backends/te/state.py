@@ -141,7 +141,7 @@ class TeEvents(NoScaling):
     def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool) -> None:
         self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
 
-    def begin_microbatch(self, index: int) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
         """Open the region for microbatch `index`."""
         self.region.begin(index)
 
@@ -246,7 +246,7 @@ class TeScaling(ScalingState):
         super().forget_staged()
         self.push()
 
-    def begin_microbatch(self, index: int) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
         """Open the region for microbatch `index`."""
         self.region.begin(index)
 

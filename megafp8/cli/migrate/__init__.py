@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped,unused-ignore]
-
 from megafp8.cli import job
 from megafp8.cli.migrate import accelerate, nemo
-from megafp8.cli.migrate.report import Migration, check_written, rewrite, write_beside
+from megafp8.cli.migrate.report import (
+    Migration,
+    check_written,
+    leave_out_secrets,
+    rewrite,
+    write_beside,
+)
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
 from megafp8.errors import ExitCode
+from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, read_bytes
+from megafp8.secrets import say
 
 
 @job.reports_errors
@@ -31,18 +37,19 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     migration = migrate(_read(options.file), options.file.name)
+    leave_out_secrets(migration)
     target = write_beside(options.file, migration.text(options.file.name), options.output)
     if not migration.undecided and (problems := _problems_of(target)):
         for problem in problems:
             migration.decide(problem.key, problem.value, problem.reason, problem.hint)
         rewrite(target, migration.text(options.file.name))
-    print(migration.report(), end="")
-    print(f"written: {target}")
+    say(migration.report().rstrip("\n"))
+    say(f"written: {target}")
     if migration.undecided:
-        print("A run refuses the file until what is listed first is decided")
+        say("A run refuses the file until what is listed first is decided")
         return ExitCode.USER_ERROR
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
-    print(f"run it with: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
+    say(f"run it with: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
     return ExitCode.FINISHED
 
 
@@ -53,10 +60,9 @@ def migrate(text: str, source: str) -> Migration:
         SettingError: The text is not a YAML of settings.
     """
     try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = str(error).replace("\n", " ")[:200]
-        raise SettingError(source, None, f"is not YAML: {line}", "Correct the file") from error
+        tree = parse_yaml(text)
+    except ForeignFileError as error:
+        raise SettingError(source, None, str(error), "Correct the file") from error
     if not isinstance(tree, dict) or not tree:
         raise SettingError(source, None, "has no settings", "Give a NeMo or Accelerate YAML")
     migration = Migration()
@@ -81,8 +87,8 @@ def _problems_of(file: Path) -> list[SettingError]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(file, MAX_YAML_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
         raise SettingError(
             str(file), None, f"cannot be read ({error})", "Give a YAML file"
         ) from error

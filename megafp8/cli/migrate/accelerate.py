@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megafp8.cli.migrate import sections
+from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.values import plain
 
@@ -199,7 +200,8 @@ def _msamp_block(given: dict[str, tuple[str, Any]], m: Migration) -> None:
 def _backend(path: str, value: Any, m: Migration) -> None:
     m.change(
         path, value, {"model.fp8_backend": "auto"},
-        note="megafp8's own backend computes what Transformer Engine does",
+        note="on a GPU Transformer Engine where it can run the job, else megafp8's own engine, "
+        "which follows the same rules",
     )  # fmt: skip
 
 
@@ -216,7 +218,8 @@ def _format(path: str, value: Any, m: Migration) -> None:
 def _to(key: str) -> Callable[[str, Any, Migration], None]:
     def change(path: str, value: Any, m: Migration) -> None:
         spelling = path.removeprefix("fp8_config.").removeprefix("fp8_")
-        m.change(path, value, {key: value}, note=_UNREAD if spelling in _SPELLINGS else "")
+        note = _UNREAD if spelling in _SPELLINGS else note_of(key, value)
+        m.change(path, value, {key: value}, note=note)
 
     return change
 
@@ -235,7 +238,8 @@ def _override_linear_precision(path: str, value: Any, m: Migration) -> None:
     elif not any(wanted):
         m.drop(path, value, "all three products run in FP8")
     else:
-        m.change(path, value, {"model.override_linear_precision": wanted})
+        key = "model.override_linear_precision"
+        m.change(path, value, {key: wanted}, note=note_of(key, wanted))
 
 
 def _is_row(value: Any) -> bool:

@@ -6,15 +6,19 @@ A configuration of megafp8 may be given too.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.report import Migration, set_in
 from megafp8.config import spellings
 from megafp8.config.checks import check_values
 from megafp8.config.errors import Origin, SettingError
-from megafp8.config.load import tree_with_nemo_keys
+from megafp8.config.gelu import FUSION, GELU, asks_for_tanh
+from megafp8.config.layers import DEFAULT_CONFIG
+from megafp8.config.load import MASK_FUSION, tree_with_nemo_keys
 from megafp8.config.nemo import LAUNCHER_GIVES, launcher_paths_once, nemo_keys
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
@@ -22,6 +26,11 @@ from megafp8.config.settings import Setting, flatten, put_in, read_value, read_v
 from megafp8.config.values import plain
 
 _KEPT_AS_THEY_ARE = ("defaults", "hydra")
+_ACT_IF_FALSE = {
+    MASK_FUSION: "a mask of documents acts",
+    FUSION: "NeMo's default is the tanh form of GELU",
+}
+"""NeMo's keys whose absence means True."""
 _NAME = re.compile(r"[\w.]+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -52,12 +61,23 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
         if problem.key in given:
             wrong.setdefault(problem.key, problem)
     idle = {found.key: found.setting for found in unused(values) if found.key not in wrong}
+    ours_is_below = DEFAULT_CONFIG in (tree.get("defaults") or ())
+    is_nemos = bool(given & nemo_keys().keys()) and not ours_is_below
+    fused = asks_for_tanh(partial(_value, whole), origins, Origin("file") if is_nemos else None)
+    if fused is not None:
+        default = "" if fused.key in given else ", by NeMo's default"
+        m.change(fused.key, fused.value, {GELU: True}, f"the tanh form of GELU{default}")
     for setting in settings:
+        if fused is not None and setting.key in (FUSION, GELU):
+            continue
         problem = wrong.get(setting.key)
         if problem is not None:
             m.decide(setting.key, setting.value, problem.reason, problem.hint)
         elif setting.key in nemo_keys():
-            if _is_referred_to(setting.key, settings):
+            if setting.key in _ACT_IF_FALSE and setting.value is False:
+                set_in(m.out, setting.key, setting.value)
+                m.kept.append(f"{setting.key}: False ({_ACT_IF_FALSE[setting.key]})")
+            elif _is_referred_to(setting.key, settings):
                 set_in(m.out, setting.key, setting.value)
                 m.kept.append(f"{setting.key}: {plain(setting.value)} (other keys refer to it)")
             else:
@@ -69,12 +89,22 @@ def translate(tree: dict[Any, Any], m: Migration) -> None:
             if setting.key in new_names:
                 m.change(setting.key, new_names[setting.key].setting.value,
                          {setting.key: setting.value})  # fmt: skip
+            elif note := note_of(setting.key, setting.value):
+                m.change(setting.key, setting.value, {setting.key: setting.value}, note)
             else:
                 m.kept.append(f"{setting.key}: {plain(setting.value)}")
     if "defaults" not in tree:
         for path, key in all_keys().items():
             if key.required and path not in given:
                 m.decide(path, "???", "must be given", f"Give {key.valid_text}")
+
+
+def _value(whole: Any, path: str) -> Any:
+    """Return the value of a key; None if it cannot be read."""
+    try:
+        return read_value(whole, path)
+    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
+        return None
 
 
 def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[SettingError]:

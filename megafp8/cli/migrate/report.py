@@ -14,6 +14,7 @@ from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.settings import UNDECIDED, flatten, put_in, read_value
 from megafp8.config.values import plain
+from megafp8.secrets import redacted
 
 
 @dataclass
@@ -43,11 +44,11 @@ class Migration:
 
     def drop(self, key: str, value: Any, reason: str) -> None:
         """Record that a key is dropped, since it has no effect for `reason`."""
-        self.inert.append(f"{key}: {plain(value)}: {reason}")
+        self.inert.append(f"{key}: {plain(redacted(value, key))}: {reason}")
 
     def decide(self, key: str, value: Any, reason: str, hint: str) -> None:
         """Record that the user must decide about a key, which the new file does not have."""
-        self.undecided.append(f"{key}: {plain(value)}: {reason}. {hint}")
+        self.undecided.append(f"{key}: {plain(redacted(value, key))}: {reason}. {hint}")
 
     def report(self) -> str:
         """Return the report that the command prints."""
@@ -68,7 +69,7 @@ class Migration:
 
         `undecided` at the top lists what must be decided; a run refuses the file until then.
         """
-        lines = [f"# Made from {source} by `python -m megafp8.cli.migrate`."]
+        lines = [f"# Made from {_printable(source)} by `python -m megafp8.cli.migrate`."]
         tree: dict[str, Any] = {}
         if self.undecided:
             lines.append("# The file is refused while `undecided` has lines. Write each decision")
@@ -132,6 +133,15 @@ def check_written(m: Migration) -> None:
     for problem in [*problems, *check_values(values)]:
         remove_from(m.out, problem.key)
         m.decide(problem.key, problem.value, problem.reason, problem.hint)
+
+
+def leave_out_secrets(m: Migration) -> None:
+    """Leave settings that contain a secret out of the new file; the user must decide about them."""
+    for setting in list(flatten("", m.out, "")):
+        if redacted(setting.value, setting.key) != setting.value:
+            remove_from(m.out, setting.key)
+            reason, hint = "contains a secret", "Write it without, or give it on the command line"
+            m.decide(setting.key, setting.value, reason, hint)
 
 
 def _printable(text: str) -> str:

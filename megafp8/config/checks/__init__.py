@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from megafp8.config import together
 from megafp8.config.checks import finetuning, model, optim, parallel, precision, run
 from megafp8.config.errors import DEFAULT, SettingError
-from megafp8.config.keys import NOT_IN_NEMO, Key, Values
+from megafp8.config.keys import NOT_IN_NEMO, Key, Valid, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
 from megafp8.config.schema import all_keys
 from megafp8.config.values import plain
@@ -61,9 +61,17 @@ def _findings_together(values: Values) -> Iterator[Finding]:
     yield from together.findings(values)
 
 
+def _accepts(valid: Valid, value: Any) -> bool:
+    """Whether a value is valid; what cannot be compared or counted at all is not."""
+    try:
+        return bool(valid.accepts(value))
+    except (TypeError, ValueError, ArithmeticError, RecursionError):
+        return False
+
+
 def _range_finding(key: Key, value: Any) -> Finding | None:
     valid = key.valid
-    if valid is None or valid.accepts(value):
+    if valid is None or _accepts(valid, value):
         return None
     if value in valid.later:
         return Finding(key.path, "is not supported", valid.suggestion)
@@ -72,4 +80,5 @@ def _range_finding(key: Key, value: Any) -> Finding | None:
         hint = f"The default is {plain(key.default)}"
     elif key.nemo not in (NOT_IN_NEMO, MISSING):
         hint = f"NeMo's default is {plain(key.nemo)}"
-    return Finding(key.path, f"must be {valid.text}", hint)
+    why = valid.why(value)
+    return Finding(key.path, f"must be {valid.text}" if why is None else why, hint)

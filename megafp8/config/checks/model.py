@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
 from megafp8.config.values import NEMO_TOKENIZER_TYPE, prefixes_in, size_multiple
-from megafp8.specs.data import BUILTIN_CORPUS
+from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 rule = Rules()
 
@@ -177,11 +177,11 @@ def _recomputation_fits(v: Values) -> Iterator[Finding]:
 @rule("model.encoder_seq_length", "model.data.seq_length")
 def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
     length = v["model.encoder_seq_length"]
-    if v["model.data.seq_length"] != length:
+    if v["model.data.seq_length"] != length:  # `load` gives sequences a shorter length
         yield Finding(
             "model.data.seq_length",
             f"differs from model.encoder_seq_length={length}",
-            f"Leave it out, or give {length}",
+            f"Leave it out, or give at most {length}",
         )
 
 
@@ -231,6 +231,17 @@ def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
             "model.tokenizer.type",
             "has no effect with model.tokenizer.library=megatron",
             f"Leave it out, or give {NEMO_TOKENIZER_TYPE}",
+        )
+
+
+@rule("model.data.data_prefix")
+def _mock_data_stand_alone(v: Values) -> Iterator[Finding]:
+    prefixes = prefixes_in(v["model.data.data_prefix"])
+    if MOCK_DATA in prefixes and len(prefixes) > 1:
+        yield Finding(
+            "model.data.data_prefix",
+            f"{MOCK_DATA} stands for random tokens, which cannot be mixed with other data",
+            f"Give {MOCK_DATA} alone",
         )
 
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, counted, nearest_multiples
-from megafp8.config.values import SCHEDULES, SIZES, WORLD, model_ranks, steps_or_ratio, world_size
+from megafp8.config.values import (
+    MAX_RAMP_SIZES,
+    SIZES,
+    WORLD,
+    model_ranks,
+    steps_or_ratio,
+    world_size,
+)
 
 rule = Rules()
 
@@ -20,36 +27,6 @@ def _lr_falls(v: Values) -> Iterator[Finding]:
             "model.optim.sched.min_lr",
             f"is above model.optim.lr={v['model.optim.lr']}",
             f"Give at most {v['model.optim.lr']}",
-        )
-
-
-@rule(
-    "trainer.max_steps",
-    "model.optim.sched.name",
-    "model.optim.sched.warmup_steps",
-    "model.optim.sched.warmup_ratio",
-    "model.optim.sched.constant_steps",
-    "model.optim.sched.constant_ratio",
-    "model.optim.sched.hold_steps",
-    "model.optim.sched.hold_ratio",
-)
-def _schedule_fits(v: Values) -> Iterator[Finding]:
-    steps, name = v["trainer.max_steps"], v["model.optim.sched.name"]
-    lengths: dict[str, int] = {}
-    for part in ("warmup", "constant", "hold"):
-        if f"{part}_steps" in SCHEDULES[name]:
-            lengths[f"{_SCHED}.{part}_steps"] = _given(v, part) or 0
-    if sum(lengths.values()) > steps:
-        others = {
-            key: length for key, length in lengths.items() if not key.endswith("warmup_steps")
-        }
-        left = steps - sum(others.values())
-        hint = f"Give at most {left}" if left >= 0 else f"Shorten {' or '.join(others)}"
-        yield Finding(
-            f"{_SCHED}.warmup_steps",
-            "".join(f"plus {key}={length} " for key, length in others.items())
-            + f"is more than trainer.max_steps={steps}",
-            f"{hint}, or train longer",
         )
 
 
@@ -118,6 +95,13 @@ def _rampup_fits(v: Values) -> Iterator[Finding]:
             f"steps of {increment} do not lead from {start} to model.global_batch_size={end}",
             "Give [start, increment, samples] with start below the global batch size and the "
             "difference a multiple of increment",
+        )
+    elif (end - start) // increment > MAX_RAMP_SIZES:
+        yield Finding(
+            key,
+            f"steps of {increment} from {start} to {end} are {(end - start) // increment} sizes of "
+            f"the batch; at most {MAX_RAMP_SIZES} are checked",
+            "Give a larger increment",
         )
     elif start % unit or increment % unit:
         wrong = start if start % unit else increment

@@ -15,6 +15,7 @@ from megafp8.config.rules import (
     nearest_multiples,
 )
 from megafp8.config.values import (
+    MAX_RAMP_SIZES,
     SIZES,
     WORLD,
     model_ranks,
@@ -213,7 +214,7 @@ def _batches(v: Values) -> Iterator[tuple[str, int]]:
     last, ramp = v["model.global_batch_size"], v["model.rampup_batch_size"]
     yield "model.global_batch_size", last
     if ramp is not None:
-        for batch in range(ramp[0], last, ramp[1]):
+        for batch in range(ramp[0], last, ramp[1])[:MAX_RAMP_SIZES]:
             yield "model.rampup_batch_size", batch
 
 

@@ -12,29 +12,21 @@ from collections.abc import Iterator
 from megafp8.config.checks.model import hidden_step
 from megafp8.config.errors import COMMAND_LINE
 from megafp8.config.keys import Values
+from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
-from megafp8.config.together import NATIVE
 from megafp8.config.values import (
-    E4M3_RECIPES,
     TENSOR_CORE_MULTIPLE,
     recipes_in,
     size_multiple,
     without_match,
 )
 from megafp8.specs.model import LINEARS, linear_names
-from megafp8.specs.precision import BLOCK, RecipeName
+from megafp8.specs.recipes import find_recipe, names_where, some
+from megafp8.specs.traits import Traits
 
 rule = Rules()
 
 BACKEND = "model.fp8_backend"
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-TE_RECIPES = ("delayed", "tensorwise", "blockwise")
-
-ONE_COPY_RECIPES: tuple[RecipeName, ...] = ("delayed", "tensorwise", "blockwise")
-"""The recipes that quantize a weight once for both of its products.
-
-Only with them, weights may be kept in FP8 without a copy in higher precision.
-"""
 
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
@@ -74,18 +66,26 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
 
 def _products_of(v: Values) -> str:
     """Return the subject of a refusal of a size: it names the recipe if others need less."""
-    if size_multiple(v) != BLOCK:
+    found = _large(v)
+    if not found:
         return "FP8 GEMMs"
-    key = "recipe" if v["model.fp8_recipe"] == "blockwise" else "modules"
-    return f"FP8 GEMMs of blockwise (model.fp8_{key})"
+    key = "recipe" if v["model.fp8_recipe"] in found else "modules"
+    return f"FP8 GEMMs of {found[0]} (model.fp8_{key})"
+
+
+def _large(v: Values) -> tuple[str, ...]:
+    """Return the recipes that need larger multiples than tensor cores do, the largest first."""
+    found = some(recipes_in(v), lambda traits: traits.multiple > TENSOR_CORE_MULTIPLE)
+    return tuple(sorted(found, key=lambda name: -find_recipe(name).traits.multiple))
 
 
 def _other_recipe(v: Values, size: int, ranks: int) -> str:
     """Return the part of a hint that names another recipe, where that accepts the size."""
-    if size_multiple(v) != BLOCK or size % (TENSOR_CORE_MULTIPLE * ranks):
+    found = _large(v)
+    if not found or size % (TENSOR_CORE_MULTIPLE * ranks):
         return ""
     return (
-        f"; or another recipe than blockwise: the others need multiples of {TENSOR_CORE_MULTIPLE}"
+        f"; or another recipe than {found[0]}: the others need multiples of {TENSOR_CORE_MULTIPLE}"
     )
 
 
@@ -115,13 +115,12 @@ def _fp8_tokens(v: Values) -> Iterator[Finding]:
 def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
     if not v["model.fp8_params"]:
         return
-    two_copies = sorted(recipes_in(v) - set(ONE_COPY_RECIPES))
+    two_copies = some(recipes_in(v), lambda traits: not traits.keeps_weight)
     if two_copies:
         yield Finding(
             "model.fp8_params",
-            f"{two_copies[0]} quantizes a weight twice from high precision, once for each of its "
-            "two products",
-            f"Leave it out, or use one of {', '.join(ONE_COPY_RECIPES)}",
+            f"{two_copies[0]} gives no FP8 bytes of a weight that serve both of its products",
+            f"Leave it out, or use one of {', '.join(names_where(_one_weight))}",
         )
     if any(v["model.override_linear_precision"][:2]):
         yield Finding(
@@ -130,6 +129,10 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
             "and the weight would exist in FP8 only",
             "Leave one of the two out",
         )
+
+
+def _one_weight(traits: Traits) -> bool:
+    return traits.keeps_weight
 
 
 @rule("model.fp8_params", "model.reduce_amax", "trainer.devices", "trainer.num_nodes")
@@ -147,14 +150,16 @@ def _replicas_share_scales(v: Values) -> Iterator[Finding]:
 def _products_in_fp8(v: Values) -> Iterator[Finding]:
     high = list(v["model.override_linear_precision"])
     high[2] = high[2] or not v["model.fp8_wgrad"]
-    if v["model.fp8_recipe"] == "rowwise_with_gw_hp" and high[2]:
+    name = v["model.fp8_recipe"]
+    keeps_wgrad = bool(some((name,), lambda traits: "grad_weight" in traits.high_precision))
+    if keeps_wgrad and high[2]:
         key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
         yield Finding(
             key,
-            "model.fp8_recipe=rowwise_with_gw_hp keeps weight gradients in high precision already",
+            f"model.fp8_recipe={name} keeps weight gradients in high precision already",
             "Leave one of the two out",
         )
-    elif all(high):
+    elif all(high[:2]) and (high[2] or keeps_wgrad):
         yield Finding(
             "model.override_linear_precision",
             "leaves no product in FP8",
@@ -201,7 +206,7 @@ def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
 def _padding_pads(v: Values) -> Iterator[Finding]:
     if v["model.fp8_backend"] not in ("auto", "native"):  # torchao gets the flag unchanged
         return
-    if not v["model.pad_inner_dim"] or "blockwise" in recipes_in(v):
+    if not v["model.pad_inner_dim"] or some(recipes_in(v), lambda traits: not traits.pads):
         return
     tp = v["model.tensor_model_parallel_size"]
     tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
@@ -217,15 +222,15 @@ def _padding_pads(v: Values) -> Iterator[Finding]:
 
 
 @rule(BACKEND, "model.fp8", "model.fp8_recipe", "model.fp8_modules")
-def _recipe_is_there(v: Values) -> Iterator[Finding]:
-    known = {"te": TE_RECIPES, "torchao": TORCHAO_RECIPES}.get(v[BACKEND])
-    if not v["model.fp8"] or known is None:
+def _torchao_has_the_recipe(v: Values) -> Iterator[Finding]:
+    if not v["model.fp8"] or v[BACKEND] != "torchao":
         return
-    foreign = sorted(recipes_in(v) - set(known))
+    known = names_where(lambda traits: "torchao" in traits.backends)
+    foreign = list(some(recipes_in(v), lambda traits: "torchao" not in traits.backends))
     if foreign:
         yield Finding(
             "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
-            f"model.fp8_backend={v[BACKEND]} has no {foreign[0]} recipe",
+            f"model.fp8_backend=torchao has no {foreign[0]} recipe",
             f"Use one of {', '.join(known)}, {NATIVE}",
         )
 
@@ -236,7 +241,7 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     if not v["model.fp8"]:
         return
     for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
-        names, pattern = linear_names(v["model.num_layers"]), entry.rpartition(":")[0]
+        names, pattern = linear_names(v["model.num_layers"]), entry.partition(":")[0]
         short = [name.partition(".")[2] for name in LINEARS]
         known = [*names, *(f"*.{name}" for name in LINEARS), *short, *(f"*.{n}" for n in short)]
         known += [f"*{name}" for name in short]
@@ -250,17 +255,35 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
         )
 
 
+@rule("model.fp8", "model.fp8_recipe", "model.fp8_modules", "model.enable_cuda_graph")
+def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
+    known = some(recipes_in(v), lambda _: True)
+    in_torch = [name for name in known if not find_recipe(name).has_kernels()]
+    if v["model.fp8"] and v["model.enable_cuda_graph"] and in_torch:
+        yield Finding(
+            "model.enable_cuda_graph",
+            f"the rule of {in_torch[0]} is in torch operations, and nothing says that a graph can "
+            "repeat them",
+            "Leave it out, or use a built-in recipe",
+        )
+
+
+def _has_hybrid(traits: Traits) -> bool:
+    return not traits.is_e4m3
+
+
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
     """Yield `fp8_hybrid` if the command line asks for it and a key or the recipe rules it out."""
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
     if origins.get("model.fp8_hybrid") != COMMAND_LINE:
         return
-    if v.get("model.fp8_recipe") in E4M3_RECIPES:
+    name = v.get("model.fp8_recipe")
+    if name is not None and some((name,), lambda traits: traits.is_e4m3):
         yield Finding(
             "model.fp8_hybrid",
-            f"model.fp8_recipe={v['model.fp8_recipe']} uses E4M3 for all tensors",
-            "Leave it out, or use model.fp8_recipe=delayed or tensorwise",
+            f"model.fp8_recipe={name} uses E4M3 for all tensors",
+            f"Leave it out, or use model.fp8_recipe={' or '.join(names_where(_has_hybrid))}",
         )
     if v.get("model.fp8_e4m3"):
         yield Finding(

@@ -13,7 +13,7 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.keys import PATH, Key, at_least, between, key, keys_of, or_null
+from megafp8.config.keys import PATH, Key, at_least, between, key, keys_of, needs_above, or_null
 from megafp8.config.schema.data import OF_EXAMPLES, Data, Tokenizer
 from megafp8.config.schema.exp_manager import ExpManager, NsysProfile
 from megafp8.config.schema.model import Architecture
@@ -69,6 +69,13 @@ class Model(Precision, Architecture, Parallel):
         nemo=0,
         kind="layout",
         valid=at_least(0),
+    )
+    do_layer_norm_weight_decay: bool = key(
+        False,
+        "Norms and biases have weight decay too.",
+        nemo=False,
+        kind="optim",
+        needs=needs_above("model.optim.weight_decay", 0),
     )
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)

@@ -7,22 +7,49 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import PATH, Need, Valid, at_least, between, key, needs, one_of, or_null
+from megafp8.config.keys import (
+    MAX_VOCABULARY,
+    PATH,
+    Need,
+    Valid,
+    at_least,
+    between,
+    both,
+    key,
+    needs,
+    one_of,
+    or_null,
+)
 from megafp8.config.values import (
     PREFIX_TEXT,
+    are_shares,
     file_list,
     parse_data_prefix,
     parse_splits,
     plain_data_prefix,
+    prefixes_in,
     spell_files,
     spell_splits,
     spell_tokenizer_type,
 )
+from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 
 def _is_splits(value: object) -> bool:
     splits = parse_splits(value)
     return splits is not None and len(splits) == 3 and min(splits[:2]) > 0 and splits[2] >= 0
+
+
+_DATA = "model.data.data_prefix"
+_OF_BUILTIN = both(
+    Need(
+        _DATA,
+        f"{_DATA}={MOCK_DATA} or {BUILTIN_CORPUS}",
+        lambda v: not {BUILTIN_CORPUS, MOCK_DATA}.isdisjoint(prefixes_in(v[_DATA])),
+        "Leave it out: your own data have a tokenizer already, and its vocabulary",
+    ),
+    needs("model.tokenizer.library", "builtin"),
+)
 
 
 @dataclass
@@ -77,11 +104,13 @@ class Tokenizer:
         "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
         "bytes, and one ends a document.",
         kind="data",
-        valid=at_least(257),
+        valid=at_least(257, MAX_VOCABULARY),
+        needs=_OF_BUILTIN,
     )
 
 
 FILES = "model.data.train_ds.file_names"
+_READ = Need(_DATA, f"{_DATA} other than {MOCK_DATA}", lambda v: v[_DATA] != MOCK_DATA)
 _OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
 OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
 _FILES = Valid(
@@ -108,7 +137,7 @@ class TrainDs:
         None,
         "Share of the samples that each file gives. `null`: the files are read as one.",
         kind="data",
-        valid=Valid("numbers above 0, or null", lambda v: v is None or (v and min(v) > 0)),
+        valid=Valid("numbers above 0, or null", lambda v: v is None or are_shares(v)),
         needs=OF_EXAMPLES,
     )
     shuffle: bool = key(
@@ -176,7 +205,8 @@ class Data:
 
     data_prefix: Any = key(
         MISSING,
-        "The data. `builtin`: the corpus that is included. A path: an indexed dataset, without "
+        "The data. `builtin`: the corpus that is included. `mock`: random tokens of the "
+        "tokenizer's vocabulary, to measure time and memory. A path: an indexed dataset, without "
         "`.bin` or `.idx`. `[0.3, path, 0.7, path]`: a blend, whose weights hold within one sample "
         "at every point of training. `{train: [...], validation: [...], test: [...]}`: data for "
         "each split; `splits_string` is then not used. `null`: the run fine-tunes on "
@@ -205,11 +235,13 @@ class Data:
             '"900,50,50" or [900,50,50]',
             _is_splits,
         ),
+        needs=_READ,
         spelling=spell_splits,
     )
     seq_length: int = key(
         "${model.encoder_seq_length}",
-        "Tokens of one sample; must be equal to `model.encoder_seq_length`.",
+        "Tokens of one sample, at most `model.encoder_seq_length`. With fewer, the run has "
+        "sequences of that length, and the model keeps its number of positions.",
         nemo="${model.encoder_seq_length}",
         kind="data",
         valid=at_least(1),
@@ -229,7 +261,7 @@ class Data:
         nemo="single",
         kind="data",
         valid=one_of("single", "cyclic"),
-        needs=_OF_TEXT,
+        needs=both(_OF_TEXT, _READ),
     )
     reset_position_ids: bool = key(
         False,
@@ -264,7 +296,7 @@ class Data:
         "shuffled.",
         nemo=True,
         kind="data",
-        needs=_OF_TEXT,
+        needs=both(_OF_TEXT, _READ),
     )
     train_ds: TrainDs = field(default_factory=TrainDs)
     validation_ds: ValidationDs = field(default_factory=ValidationDs)

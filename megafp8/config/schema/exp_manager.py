@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from megafp8.config.keys import PATH, Need, Valid, at_least, key, needs, one_of, or_null
-from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp_dir
+from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp_dir, why_no_name
 
 _BEST = "exp_manager.checkpoint_callback_params.save_top_k"
 CHECKPOINTS = needs("exp_manager.create_checkpoint_callback", True)
@@ -14,8 +15,24 @@ WANDB = needs("exp_manager.create_wandb_logger", True)
 PROFILES = needs("model.nsys_profile.enabled", True)
 
 
-def _is_directory_name(value: str | None) -> bool:
-    return value is None or (value not in ("", ".", "..") and not set(value) & set("/\\\0"))
+def _why_no_name(value: str | None) -> str | None:
+    return None if value is None else why_no_name(value)
+
+
+def _is_folder(value: str) -> bool:
+    return bool(value) and value.isprintable()
+
+
+def _is_own_folder(value: str) -> bool:
+    """Whether a path can be that of one run; the root of the file system holds everything else."""
+    return _is_folder(value) and os.path.normpath(value).strip("/") != ""
+
+
+_PROJECT = Valid(
+    "a text of at most 128 letters without / \\ # ? % and :, or null",
+    lambda value: value is None or (0 < len(value) <= 128 and not set(value) & set("/\\#?%:")),
+)
+"""The names of projects that Weights & Biases takes."""
 
 
 @dataclass
@@ -27,10 +44,27 @@ class WandbLogger:
         "Project of the run in Weights & Biases.",
         nemo=None,
         kind="logging",
+        valid=_PROJECT,
         needs=WANDB,
     )
     name: str | None = key(
         None, "Name of the run in Weights & Biases.", nemo=None, kind="logging", needs=WANDB
+    )
+    entity: str | None = key(
+        None,
+        "User or team of the run in Weights & Biases. `null`: the account's own.",
+        kind="logging",
+        needs=WANDB,
+    )
+    group: str | None = key(None, "Group of runs in Weights & Biases.", kind="logging", needs=WANDB)
+    tags: list[str] = key([], "Tags of the run in Weights & Biases.", kind="logging", needs=WANDB)
+    mode: str | None = key(
+        None,
+        "`online`, `offline` (upload later with `wandb sync`), or `disabled`. `null`: as the "
+        "environment's `WANDB_MODE` says, otherwise `online`.",
+        kind="logging",
+        valid=or_null(one_of("online", "offline", "disabled")),
+        needs=WANDB,
     )
 
 
@@ -119,14 +153,24 @@ class ExpManager:
         "same configuration does.",
         nemo="megatron_gpt",
         kind="logging",
-        valid=Valid("a directory's name without / and \\, or null", _is_directory_name),
+        valid=Valid(
+            "a directory's name without / and \\, or null",
+            lambda name: _why_no_name(name) is None,
+            why=_why_no_name,
+        ),
     )
     explicit_log_dir: str | None = key(
         None,
         "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
         kind="logging",
-        valid=or_null(PATH),
+        valid=or_null(
+            Valid(
+                "a folder for this run alone, and not the root of the file system, without control "
+                "characters",
+                _is_own_folder,
+            )
+        ),
     )
     resume_if_exists: bool = key(
         True,

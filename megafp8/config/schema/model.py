@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from megafp8.config.keys import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
     Valid,
     above,
     at_least,
@@ -17,7 +22,8 @@ from megafp8.config.keys import (
     one_of,
     or_null,
 )
-from megafp8.config.values import spell_activation
+from megafp8.config.schema.precision import FP16
+from megafp8.config.values import GELUS, spell_activation
 
 ROPE = needs("model.position_embedding_type", "rope")
 
@@ -27,7 +33,11 @@ class Architecture:
     """Define the keys about the sizes and functions of the GPT."""
 
     encoder_seq_length: int = key(
-        MISSING, "Number of tokens in a sequence.", nemo=512, kind="model", valid=at_least(1)
+        MISSING,
+        "Number of tokens in a sequence.",
+        nemo=512,
+        kind="model",
+        valid=at_least(1, MAX_POSITIONS),
     )
     max_position_embeddings: int = key(
         "${.encoder_seq_length}",
@@ -35,26 +45,48 @@ class Architecture:
         "row for each.",
         nemo="${.encoder_seq_length}",
         kind="model",
-        valid=at_least(1),
+        defines_function=True,
+        valid=at_least(1, MAX_POSITIONS),
     )
     num_layers: int = key(
-        MISSING, "Number of transformer layers.", nemo=12, kind="model", valid=at_least(1)
+        MISSING,
+        "Number of transformer layers.",
+        nemo=12,
+        kind="model",
+        defines_function=True,
+        valid=at_least(1, MAX_LAYERS),
     )
     hidden_size: int = key(
-        MISSING, "Width of the residual stream.", nemo=768, kind="model", valid=at_least(1)
+        MISSING,
+        "Width of the residual stream.",
+        nemo=768,
+        kind="model",
+        defines_function=True,
+        valid=at_least(1, MAX_WIDTH),
     )
     ffn_hidden_size: int = key(
-        MISSING, "Width of the MLP's inner layer.", nemo=3072, kind="model", valid=at_least(1)
+        MISSING,
+        "Width of the MLP's inner layer.",
+        nemo=3072,
+        kind="model",
+        defines_function=True,
+        valid=at_least(1, MAX_WIDTH),
     )
     num_attention_heads: int = key(
-        MISSING, "Number of attention heads.", nemo=12, kind="model", valid=at_least(1)
+        MISSING,
+        "Number of attention heads.",
+        nemo=12,
+        kind="model",
+        defines_function=True,
+        valid=at_least(1, MAX_HEADS),
     )
     kv_channels: int | None = key(
         None,
         "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
         kind="model",
-        valid=or_null(at_least(1)),
+        defines_function=True,
+        valid=or_null(at_least(1, MAX_WIDTH)),
     )
     num_query_groups: int | None = key(
         None,
@@ -62,7 +94,8 @@ class Architecture:
         "each query head.",
         nemo=None,
         kind="model",
-        valid=or_null(at_least(1)),
+        defines_function=True,
+        valid=or_null(at_least(1, MAX_HEADS)),
     )
     init_method_std: float = key(
         0.02,
@@ -104,6 +137,7 @@ class Architecture:
         "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
         kind="model",
+        defines_function=True,
         valid=one_of(
             "layernorm",
             "rmsnorm",
@@ -116,12 +150,14 @@ class Architecture:
         "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
         "`normalization=layernorm1p` is `layernorm` with this key.",
         kind="model",
+        defines_function=True,
     )
     layernorm_epsilon: float = key(
         1e-5,
         "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
         kind="model",
+        defines_function=True,
         valid=above(0),
     )
     bias: bool = key(
@@ -129,6 +165,7 @@ class Architecture:
         "Whether linears have biases. It does not change norms.",
         nemo=True,
         kind="model",
+        defines_function=True,
     )
     activation: str = key(
         "gelu",
@@ -137,6 +174,7 @@ class Architecture:
         "instead of two, and megafp8 always runs one.",
         nemo="gelu",
         kind="model",
+        defines_function=True,
         valid=one_of(
             "gelu",
             "geglu",
@@ -151,10 +189,16 @@ class Architecture:
     )
     openai_gelu: bool = key(
         False,
-        "Compute GELU with tanh, as GPT-2 does, instead of erf.",
+        "Compute GELU with tanh, as GPT-2 and Transformer Engine do, instead of erf; with `geglu` "
+        "the GELU of the gate.",
         nemo=False,
         kind="model",
-        needs=needs("model.activation", "gelu"),
+        defines_function=True,
+        needs=needs(
+            "model.activation",
+            *GELUS,
+            reads=lambda v: [spell_activation(v["model.activation"])],
+        ),
     )
     transformer_block_type: str = key(
         "pre_ln",
@@ -162,6 +206,7 @@ class Architecture:
         "(`post_ln`).",
         nemo="pre_ln",
         kind="model",
+        defines_function=True,
         valid=one_of(
             "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
         ),
@@ -171,6 +216,7 @@ class Architecture:
         "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
         kind="model",
+        defines_function=True,
         valid=one_of(
             "learned_absolute",
             "rope",
@@ -185,6 +231,7 @@ class Architecture:
         "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
         kind="model",
+        defines_function=True,
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
         needs=ROPE,
     )
@@ -192,6 +239,7 @@ class Architecture:
         10000.0,
         "Base of RoPE's angles; with a larger base, features rotate more slowly.",
         kind="model",
+        defines_function=True,
         valid=above(1),
         needs=ROPE,
     )
@@ -200,6 +248,7 @@ class Architecture:
         "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
         kind="model",
+        defines_function=True,
         valid=or_null(at_least(1)),
         needs=ROPE,
     )
@@ -208,13 +257,15 @@ class Architecture:
         "Use the embedding's weights as the output layer's too.",
         nemo=True,
         kind="model",
+        defines_function=True,
     )
     apply_query_key_layer_scaling: bool = key(
         False,
         "Divide queries by the layer's number, and multiply scores by it in the softmax. Only the "
-        "rounding changes; NeMo has the key for a softmax in FP16, and here it is in FP32.",
+        "rounding changes. NeMo has the key for FP16, and turns it off elsewhere.",
         nemo=False,
         kind="model",
+        needs=FP16,
     )
     fp32_residual_connection: bool = key(
         False,
@@ -230,5 +281,5 @@ class Architecture:
         "Pad the vocabulary to a multiple of this number.",
         nemo=128,
         kind="model",
-        valid=at_least(1),
+        valid=at_least(1, MAX_VOCABULARY),
     )

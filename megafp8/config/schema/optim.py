@@ -185,7 +185,7 @@ class Sched:
         0.5,
         "With NoamHoldAnnealing: the exponent of the decay.",
         kind="optim",
-        valid=above(0),
+        valid=above(0, 16),
         needs=read_by("decay_rate"),
     )
     d_model: int | None = key(
@@ -226,7 +226,8 @@ class Optim:
     lr: float = key(MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", valid=above(0))
     weight_decay: float = key(
         0.01,
-        "Weight decay of matrices; norms and biases have none.",
+        "Weight decay of matrices; norms and biases have none, unless "
+        "`model.do_layer_norm_weight_decay` is set.",
         nemo=0.01,
         kind="optim",
         valid=at_least(0),

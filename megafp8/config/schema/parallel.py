@@ -7,7 +7,20 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, at_least, both, key, needs, needs_above, one_of, or_null
+from megafp8.config.keys import (
+    MAX_BATCH,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_STAGES,
+    Valid,
+    at_least,
+    both,
+    key,
+    needs,
+    needs_above,
+    one_of,
+    or_null,
+)
 from megafp8.config.schema.optim import SUMMED
 from megafp8.config.values import PRECISIONS, is_rampup, parse_layout, spell_precision
 from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
@@ -26,14 +39,14 @@ class Parallel:
         "Number of samples in a forward pass of one replica.",
         nemo=4,
         kind="layout",
-        valid=at_least(1),
+        valid=at_least(1, MAX_BATCH),
     )
     global_batch_size: int = key(
         MISSING,
         "Number of samples in an optimizer step, over all ranks.",
         nemo=8,
         kind="optim",
-        valid=at_least(1),
+        valid=at_least(1, MAX_BATCH),
     )
     rampup_batch_size: Any = key(
         None,
@@ -49,14 +62,14 @@ class Parallel:
         "Number of ranks over which each matrix is sharded.",
         nemo=1,
         kind="layout",
-        valid=at_least(1),
+        valid=at_least(1, MAX_RANKS),
     )
     context_parallel_size: int = key(
         1,
         "Number of ranks over which each sequence is sharded. Each rank has two chunks of it, and "
         "keys and values are sent from rank to rank (ring attention).",
         kind="layout",
-        valid=at_least(1),
+        valid=at_least(1, MAX_RANKS),
     )
     sequence_parallel: bool = key(
         False,
@@ -97,14 +110,14 @@ class Parallel:
         "Number of ranks over which the layers are divided (pipeline parallelism).",
         nemo=1,
         kind="layout",
-        valid=at_least(1),
+        valid=at_least(1, MAX_STAGES),
     )
     virtual_pipeline_model_parallel_size: int | None = key(
         None,
         "Number of pipeline stages on each rank. `null`: one.",
         nemo=None,
         kind="layout",
-        valid=or_null(at_least(1)),
+        valid=or_null(at_least(1, MAX_LAYERS)),
         needs=PIPELINE,
     )
     pipeline_schedule: str | None = key(

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from megafp8.config.keys import Need, Valid, Values, at_least, between, both, key, needs, one_of
+from megafp8.config.keys import (
+    Need,
+    Valid,
+    Values,
+    at_least,
+    between,
+    both,
+    key,
+    needs,
+    one_of,
+    or_null,
+)
 from megafp8.config.values import (
     SIZES,
     compute_dtypes,
-    parse_modules,
+    modules_problem,
     ranks_beside,
     recipes_in,
 )
-from megafp8.specs.precision import HISTORY_RECIPES, MARGINS, RECIPES, UPDATES
+from megafp8.specs.precision import MARGINS, UPDATES
+from megafp8.specs.recipes import (
+    DEFAULT_RECIPE,
+    RECIPES,
+    find_recipe,
+    names_code,
+    names_where,
+    problem,
+    some,
+)
+from megafp8.specs.traits import Traits
 
-_CURRENT_RECIPES = [name for name in RECIPES if name not in HISTORY_RECIPES]
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
 HALF = needs("trainer.precision", "bf16", 16, reads=compute_dtypes)
 
@@ -27,8 +48,26 @@ def _has_te_layers(v: Values) -> bool:
 ON_GPUS = needs("trainer.accelerator", "gpu", "auto")
 TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 FP8 = needs("model.fp8", True)
-WITH_HISTORY = needs("model.fp8_recipe", *HISTORY_RECIPES, reads=recipes_in)
-CURRENT = needs("model.fp8_recipe", *_CURRENT_RECIPES, reads=recipes_in)
+
+
+def _needs_recipe(holds: Callable[[Traits], bool]) -> Need:
+    """Return the need for a linear whose recipe has a trait; the text names the built-in ones."""
+    need = needs("model.fp8_recipe", *names_where(holds))
+    return replace(need, holds=lambda v: bool(some(recipes_in(v), holds)))
+
+
+def _explained() -> str:
+    """Return what the scales of each built-in recipe follow from."""
+    return ", ".join(f"{find_recipe(name).traits.help} (`{name}`)" for name in RECIPES)
+
+
+def _quoted(holds: Callable[[Traits], bool]) -> str:
+    """Return the names of built-in recipes with a trait: `a`, `b` and `c`."""
+    return " and ".join(", ".join(f"`{name}`" for name in names_where(holds)).rsplit(", ", 1))
+
+
+WITH_HISTORY = _needs_recipe(lambda traits: traits.has_history)
+CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 AMAX_RANKS = Need(
     "trainer.devices",
     "several ranks in a pipeline stage",
@@ -163,22 +202,26 @@ class Precision:
         needs=both(needs("model.reduce_amax", True), REPLICAS),
     )
     fp8_recipe: str = key(
-        "delayed",
-        "What scales are computed from: earlier amaxes of the tensor (`delayed`), its own amax "
-        "(`tensorwise`), the amaxes of its rows and columns (`rowwise`), or those of its blocks "
-        "(`blockwise`). `rowwise_with_gw_hp` is `rowwise` with weight gradients in high precision.",
+        DEFAULT_RECIPE,
+        f"What scales are computed from: {_explained()}. A recipe of your own is named by its file "
+        "or module.",
         kind="model",
-        valid=one_of(
-            *RECIPES,
+        valid=Valid(
+            f"{', '.join(RECIPES)}, or a recipe of your own: path/to/file.py:Class or "
+            "package.module:Class",
+            lambda v: names_code(v) or problem(v) is None,
             later=("mxfp8", "nvfp4", "custom"),
-            suggestion="The recipe nearest to mxfp8 is blockwise",
+            suggestion="A recipe of your own is named by its file (docs/recipes.md)",
+            why=problem,
         ),
         needs=FP8,
     )
     fp8_power_2_scale: bool | None = key(
         None,
-        "Round scales down to powers of two. `null`: True for `rowwise`, `rowwise_with_gw_hp` and "
-        "`blockwise`, False for `tensorwise`, as in the libraries that define these recipes.",
+        "Round scales down to powers of two. `null`: True for "
+        f"{_quoted(lambda traits: traits.power_2 == 'on')}, False for "
+        f"{_quoted(lambda traits: traits.power_2 == 'off')}, as in the libraries that define these "
+        "recipes.",
         kind="model",
         needs=CURRENT,
     )
@@ -198,13 +241,14 @@ class Precision:
         valid=Valid("three of True and False", lambda v: len(v) == 3),
         needs=FP8,
     )
-    fp8_split_accumulator: list[bool] = key(
-        [False, True, True],
+    fp8_split_accumulator: list[bool] | None = key(
+        None,
         "Which products accumulate precisely on FP8 tensor cores, which can be slower: `[output, "
-        "input gradient, weight gradient]`. On other hardware all products do.",
+        "input gradient, weight gradient]`. On other hardware all products do. `null`: `[False, "
+        "True, True]`, and all three with Transformer Engine's `blockwise`, which has no choice.",
         kind="model",
-        valid=Valid("three of True and False", lambda v: len(v) == 3),
-        needs=FP8,
+        valid=or_null(Valid("three of True and False", lambda v: len(v) == 3)),
+        needs=both(FP8, ON_GPUS),
     )
     first_last_layers_bf16: bool = key(
         False,
@@ -233,7 +277,9 @@ class Precision:
         "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`; a pattern that matches none is "
         "refused. Example: `*.mlp.fc2:high_precision`.",
         kind="model",
-        valid=Valid("a list of PATTERN:CHOICE", lambda v: parse_modules(v) is not None),
+        valid=Valid(
+            "a list of PATTERN:CHOICE", lambda v: modules_problem(v) is None, why=modules_problem
+        ),
         needs=FP8,
     )
     use_autocast_during_eval: bool = key(

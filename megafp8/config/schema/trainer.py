@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import Valid, above, at_least, key, needs_above, one_of, or_null
+from megafp8.config.keys import (
+    MAX_RANKS,
+    Valid,
+    above,
+    at_least,
+    key,
+    needs,
+    needs_above,
+    one_of,
+    or_null,
+)
 from megafp8.config.values import (
     PRECISIONS,
     is_interval,
@@ -14,15 +24,21 @@ from megafp8.config.values import (
     spell_precision,
 )
 
+MOST_BATCHES = 2**53
+
 
 @dataclass
 class Trainer:
     """Define the keys below `trainer`: devices, precision, length, logging and restarts."""
 
     devices: int = key(
-        1, "Number of ranks (processes) on each node.", nemo=1, kind="layout", valid=at_least(1)
+        1,
+        "Number of ranks (processes) on each node.",
+        nemo=1,
+        kind="layout",
+        valid=at_least(1, MAX_RANKS),
     )
-    num_nodes: int = key(1, "Number of nodes.", nemo=1, kind="layout", valid=at_least(1))
+    num_nodes: int = key(1, "Number of nodes.", nemo=1, kind="layout", valid=at_least(1, MAX_RANKS))
     accelerator: str = key(
         "auto",
         "Device of the run. `auto`: the GPU if there is one, otherwise the CPU.",
@@ -61,13 +77,18 @@ class Trainer:
     val_check_interval: int = key(
         MISSING, "Steps between two validations.", nemo=100, kind="logging", valid=at_least(1)
     )
-    limit_val_batches: int | None = key(
+    limit_val_batches: int | float | None = key(
         None,
-        "Number of global batches in each validation. `null`: 8 during training, and the whole "
-        "split at the end of the run. 0: no validation at all.",
+        "Number of global batches in each validation, or with a decimal point the share of the "
+        "validation split's, as in Lightning: 1.0 is all of them. `null`: 8 during training, and "
+        "the whole split at the end of the run. 0: no validation at all.",
         nemo=50,
         kind="logging",
-        valid=or_null(at_least(0)),
+        valid=Valid(
+            "a whole number from 0, a share from 0.0 to 1.0, or null",
+            lambda v: v is None or 0 <= v <= (1.0 if isinstance(v, float) else MOST_BATCHES),
+        ),
+        spelling=lambda v: 0 if v == 0 else v,
     )
     gradient_clip_val: float | None = key(
         1.0,
@@ -91,7 +112,7 @@ class Trainer:
         "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
         "more than the longest step, validation or save takes. `null`: no limit.",
         kind="policy",
-        valid=or_null(above(0)),
+        valid=or_null(above(0, 10**9)),
     )
     gradient_clip_algorithm: str = key(
         "norm",
@@ -150,4 +171,5 @@ class Trainer:
         False,
         "On a GPU: if memory runs out, write a snapshot of its use into the run's directory.",
         kind="logging",
+        needs=needs("trainer.accelerator", "gpu", "auto"),
     )

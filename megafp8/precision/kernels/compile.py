@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from megafp8.files import cache_folder, put
+from megafp8.files import cache_folder, check_own_file, own_folder, put
 from megafp8.precision.formats import E4M3, E5M2
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
@@ -70,17 +71,42 @@ def library() -> Library:
     if compiler is None:
         return Library(None, "no C compiler found (cc, gcc or $CC): casts run as torch operations")
     try:
-        path = cache_folder() / "kernels" / f"fp8_cpu-{_key(compiler)}.so"
+        path = own_folder(cache_folder() / "kernels") / f"fp8_cpu-{_key(compiler)}.so"
         _share_torch_threads()
-        if not path.exists():
+        if not _is_ours(path):
             _compile(compiler, path)
+        check_own_file(path)
         lib = ctypes.CDLL(str(path))
+    except PermissionError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        return Library(None, f"{reason}; it is not loaded: casts run as torch operations")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return Library(None, f"{compiler} failed ({error}): casts run as torch operations")
+    if missing := [name for name in _functions() if not hasattr(lib, name)]:
+        return Library(None, f"{path} lacks {missing[0]}; delete it: casts run as torch operations")
     if not _reproduces_torch(lib):
         return Library(None, f"{compiler}'s code rounds differently: casts run as torch operations")
     threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
     return Library(lib, f"compiled C ({path.name}{threads})")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the cached library is there and only this user could have written it.
+
+    One that others could write, as under a loose umask, is built again. One of another user
+    cannot be replaced in a folder that is this user's, but by this user.
+    """
+    try:
+        check_own_file(path)
+    except (FileNotFoundError, PermissionError):
+        return False
+    return True
+
+
+def _functions() -> list[str]:
+    """Return the names of the functions that the sources define."""
+    text = "".join(path.read_text(encoding="utf-8") for path in (SOURCE, *INCLUDED))
+    return re.findall(r"^(?:void|int) (megafp8_\w+)\(", text, re.MULTILINE)
 
 
 def _key(compiler: str) -> str:
@@ -98,10 +124,10 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Build beside `path` and rename, so that processes that start together cannot collide."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [flag for flag in OPTIONAL_FLAGS if _serves(compiler, flag, Path(folder))]
         built = _build(compiler, [*COMPILE_FLAGS, *flags], SOURCE, Path(folder, "kernels.so"))
+        built.chmod(0o755)  # whatever the umask is
         put(built, path)
 
 

@@ -30,7 +30,7 @@ ALIGNMENT = 16  # K and N must be multiples of it
 BLOCK_ROWS = 4  # M too, if a has block scales: cuBLASLt reads 16 bytes of them at a time
 SQUARE_ALIGNMENT = 4 * BLOCK  # K too, if scales of square blocks need strides of 16 bytes
 
-Layout = Literal["tensor", "row", "block", "square"]
+Layout = Literal["tensor", "row", "block", "square", "other"]
 ScaledMatmul = Callable[..., torch.Tensor]
 
 

@@ -28,8 +28,8 @@ from megafp8.precision.kernels.triton_tile import (
     tiles,
 )
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
-GATED = ("swiglu", "geglu")
+Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
+GATED = ("swiglu", "geglu", "geglu_tanh")
 
 # The tile of an (activation, backward) is narrower by this factor where an element takes so many
 # registers that an SM would hold fewer than 24 warps. A program of a gated gradient has two tiles.
@@ -38,6 +38,7 @@ _NARROWER: dict[tuple[Activation | None, bool], int] = {
     ("geglu", False): 2,
     ("swiglu", True): 4,
     ("geglu", True): 4,
+    ("geglu_tanh", True): 4,
 }
 
 
@@ -160,7 +161,10 @@ def _cast_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLS: tl.constexpr,
 ):
-    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    TANH: tl.constexpr = ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh"
+    GATED: tl.constexpr = (
+        ACTIVATION == "swiglu" or ACTIVATION == "geglu" or ACTIVATION == "geglu_tanh"
+    )
     # The matrix itself is not rounded: every number has the dtype in which it was read.
     DTYPE: tl.constexpr = tl.float32 if ACTIVATION == "none" else x.dtype.element_ty
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -177,7 +181,7 @@ def _cast_kernel(
         slope = share * (1.0 + value * (1.0 - share))
         value = value * share
     elif ACTIVATION != "none":
-        value, slope = gelu(value, ACTIVATION == "gelu_tanh")
+        value, slope = gelu(value, TANH)
     out_cols = num_cols
     if BACKWARD:
         out_cols = width

@@ -5,11 +5,13 @@ This module does not import the kernels, so `unavailable` answers on machines wi
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 
 import torch
 
+from megafp8.files import private_cache
 from megafp8.precision.formats import Fp8Format
 
 FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware
@@ -31,6 +33,16 @@ def unavailable(device: torch.device) -> str | None:
         return "on a CPU Triton's kernels run in its interpreter only (TRITON_INTERPRET=1)"
     if device.type not in ("cpu", "cuda"):
         return f"Triton's kernels are not tested on {device.type}"
+    return None if interpreting() else _unsafe_cache()
+
+
+@functools.cache
+def _unsafe_cache() -> str | None:
+    """Return why Triton must not load compiled code here; None if its folder is this user's."""
+    try:
+        private_cache("TRITON_CACHE_DIR", "triton")
+    except (OSError, RuntimeError) as error:
+        return f"Triton's folder of compiled code is not safe: {error}"
     return None
 
 

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.fused import Make, Produced
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.precision import BLOCK, GemmName
+from megafp8.specs.traits import GemmName, Scales
+from megafp8.specs.traits import Role as Role
+
+if TYPE_CHECKING:
+    from megafp8.precision.scaling import ReduceMax, ScalingState
 
 Operand = torch.Tensor | Fp8Tensor
-Role = Literal["input", "weight", "grad_output"]
 
 # (the product that sums along the last dim, the one that sums along the first)
 READERS: dict[Role, tuple[GemmName, GemmName]] = {
@@ -63,12 +66,11 @@ class Need(NamedTuple):
 class SavedForm:
     """Say how an input [T, I] is kept for the product for `grad_weight`.
 
-    `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with one scale,
-    one for each column, or one for each 128 elements of a column. `is_transposed` says that its
-    bytes lie in memory as [I, T].
+    `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with such scales
+    along T. `is_transposed` says that its bytes lie in memory as [I, T].
     """
 
-    scales: Literal["tensor", "row", "block"] | None = None
+    scales: Scales | None = None
     dtype: torch.dtype = torch.uint8
     is_transposed: bool = False
 
@@ -82,9 +84,25 @@ class SavedForm:
         """Return the shape of the scales; [0] where the input itself is kept."""
         if self.scales is None:
             return [0]
-        if self.scales == "tensor":
+        if self.scales.is_one:
             return []
-        return [1 if self.scales == "row" else -(-tokens // BLOCK), features]
+        along, across = self.scales.along or tokens, self.scales.across or features
+        return [-(-tokens // along), -(-features // across)]
+
+
+class Quantizing(NamedTuple):
+    """Say what a recipe makes a quantizer for: the tensor `role` of the linear `name`.
+
+    `reduce_max` takes the maximum over the ranks that hold parts of the tensor, in place; None says
+    that this rank has all of it.
+    """
+
+    state: ScalingState
+    name: str
+    role: Role
+    fmt: Fp8Format
+    power_2: bool
+    reduce_max: ReduceMax | None
 
 
 class TensorQuantizer(ABC):

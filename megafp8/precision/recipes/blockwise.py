@@ -25,7 +25,7 @@ from megafp8.precision.recipes.base import (
 from megafp8.precision.recipes.scales import finite_or_inf, scale_of_amax
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, times_scale
-from megafp8.specs.precision import BLOCK
+from megafp8.specs.traits import BLOCK, blocks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BlockwiseQuantizer(TensorQuantizer):
 
     def saved_form(self) -> SavedForm:
         """Return FP8 with one scale for each 128 elements of a column."""
-        return SavedForm("block", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
+        return SavedForm(blocks(BLOCK), self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _blocks(self, x_MN: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
         amax = amax_of_blocks(x_MN, block)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megafp8.precision.formats import FORMATS, Fp8Format
+from megafp8.precision.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.precision.quantizer import LinearQuantizer
-from megafp8.precision.recipes.base import Role, TensorQuantizer
-from megafp8.precision.recipes.blockwise import BlockwiseQuantizer
-from megafp8.precision.recipes.delayed import DelayedQuantizer
-from megafp8.precision.recipes.rowwise import RowwiseQuantizer
-from megafp8.precision.recipes.tensorwise import TensorwiseQuantizer
+from megafp8.precision.recipes.base import Quantizing, Role, TensorQuantizer
+from megafp8.precision.recipes.rule import RuleQuantizer
 from megafp8.precision.scaling import ReduceMax, ScalingState
-from megafp8.specs.precision import HIGH_PRECISION, RecipeName
-
-ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
+from megafp8.specs.traits import ROLES, Traits
 
 
 def whole(role: Role) -> ReduceMax | None:
@@ -29,40 +27,39 @@ def linear_quantizer(
 
     `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
     """
-    recipe = state.recipe
-    precision = recipe.precision_of(name)
+    precision = state.recipe.precision_of(name)
     if precision == HIGH_PRECISION:
         return None
-    tensors = {role: _tensor_quantizer(state, precision, name, role, reduce_max) for role in ROLES}
-    high_precision = recipe.high_precision_gemms
-    if precision == "rowwise_with_gw_hp":
-        high_precision = high_precision | {"grad_weight"}
-    return LinearQuantizer(name, state, tensors, high_precision)
+    chosen = find_recipe(precision)
+    tensors = {role: _tensor_quantizer(state, chosen, name, role, reduce_max) for role in ROLES}
+    return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision))
 
 
 def _tensor_quantizer(
     state: ScalingState,
-    precision: RecipeName,
+    chosen: Recipe,
     name: str,
     role: Role,
     reduce_max: Callable[[Role], ReduceMax | None],
 ) -> TensorQuantizer:
-    fmt = _format(state, role)
-    power_2 = state.recipe.power_2_scale
-    match precision:
-        case "delayed":
-            table = state.backward if role == "grad_output" else state.forward
-            return DelayedQuantizer(state, table.register(f"{name}.{role}"))
-        case "tensorwise":
-            return TensorwiseQuantizer(state, fmt, power_2, reduce_max(role))
-        case "rowwise" | "rowwise_with_gw_hp":
-            is_whole = precision == "rowwise_with_gw_hp" and role == "weight"
-            return RowwiseQuantizer(state, fmt, power_2, tensorwise_first=is_whole)
-        case "blockwise":
-            return BlockwiseQuantizer(state, fmt, power_2, is_square=role == "weight")
+    settings, traits = state.recipe, chosen.traits
+    given = Quantizing(
+        state,
+        name,
+        role,
+        _format(settings, traits, role),
+        settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default,
+        reduce_max(role) if traits.agrees else None,
+    )
+    own: TensorQuantizer | None = chosen.quantizer(given)
+    return RuleQuantizer(chosen, given) if own is None else own
 
 
-def _format(state: ScalingState, role: Role) -> Fp8Format:
-    recipe = state.recipe
-    name = recipe.backward_format if role == "grad_output" else recipe.forward_format
-    return FORMATS[name]
+def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:
+    if traits.is_simulated:
+        return SIMULATED
+    if traits.numbers == "e2m1":
+        return E2M1
+    if role != "grad_output":
+        return FORMATS[settings.forward_format]
+    return E4M3 if traits.is_e4m3 else FORMATS[settings.backward_format]

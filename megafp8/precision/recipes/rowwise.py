@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.cast import amax_along, quantize_scaled
+from megafp8.precision.cast import amax_along, amax_of, quantize_scaled
 from megafp8.precision.formats import Fp8Format
 from megafp8.precision.recipes.base import (
     Need,
@@ -22,6 +22,7 @@ from megafp8.precision.recipes.base import (
 from megafp8.precision.recipes.scales import scale_of_amax_torchao
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.traits import ROW
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,12 @@ class RowwiseQuantizer(TensorQuantizer):
 
     def saved_form(self) -> SavedForm:
         """Return FP8 with one scale for each column."""
-        return SavedForm("row", self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
+        return SavedForm(ROW, self.fmt.dtype, is_transposed=self.state.engine.uses_triton)
 
     def _along(self, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
         """Quantize with one scale for all elements along `dim`."""
-        amax = amax_along(x_MN, dim)
-        if dim == 0 and self.tensorwise_first:
-            amax = amax.amax().view(1, 1)
+        is_whole = dim == 0 and self.tensorwise_first
+        amax = amax_of(x_MN).view(1, 1) if is_whole else amax_along(x_MN, dim)
         quant_scale = scale_of_amax_torchao(amax, self.fmt, power_2=self.power_2)
         payload = quantize_scaled(x_MN.float() * quant_scale, self.fmt)
         return self._scaled(payload, quant_scale.reciprocal(), dim)

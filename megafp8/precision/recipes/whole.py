@@ -9,6 +9,7 @@ from megafp8.precision.formats import Fp8Format
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.recipes.base import Need, Operands, SavedForm, operands_of, serving_both
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.specs.traits import TENSOR
 
 
 def cast_whole(
@@ -45,7 +46,7 @@ def cast_whole(
 
 def saved_form(fmt: Fp8Format, engine: Engine) -> SavedForm:
     """Return the form of an input in FP8: one cast for both products, or a transposed one."""
-    return SavedForm("tensor", fmt.dtype, is_transposed=engine.orients("tensor"))
+    return SavedForm(TENSOR, fmt.dtype, is_transposed=engine.orients("tensor"))
 
 
 def _cast_by_triton(

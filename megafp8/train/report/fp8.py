@@ -30,11 +30,11 @@ from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
 from megafp8.precision.kernels.compile import library
-from megafp8.precision.kernels.scaled_mm import Layout
 from megafp8.precision.linear import Linear
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
-from megafp8.specs.precision import GEMMS, HIGH_PRECISION, PlannedGemms, RecipeName
+from megafp8.specs.precision import GEMMS, PlannedGemms
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of, traits_of
 from megafp8.train.state import TrainState
 
 
@@ -116,8 +116,8 @@ def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:
         fp8 += flops * len(linear.quantizer.fp8_gemms)
         for gemm in GEMMS:
             if not linear.quantizer.is_fp8(gemm):
-                own = recipe.precision_of(linear.name) == "rowwise_with_gw_hp"
-                why = "model.fp8_recipe" if own and gemm == "grad_weight" else "chosen by product"
+                own = find_recipe(recipe.precision_of(linear.name)).traits.high_precision
+                why = "model.fp8_recipe" if gemm in own else "chosen by product"
                 reasons[f"{gemm}, {why}"].append(linear.name)
     for planned in _planned(model):
         total += planned.flops * len(GEMMS)
@@ -156,15 +156,6 @@ def _names(names: list[str]) -> str:
     return f"{len(names)} linears, {names[0]} to {names[-1]}"
 
 
-LAYOUTS_OF: dict[RecipeName, tuple[Layout, ...]] = {
-    "delayed": ("tensor",),
-    "tensorwise": ("tensor",),
-    "rowwise": ("row",),
-    "rowwise_with_gw_hp": ("tensor", "row"),
-    "blockwise": ("block", "square"),
-}
-
-
 def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:
     """Return a description of the kernels that run the recipe's products and casts on `device`.
 
@@ -173,19 +164,35 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
     named = [recipe.name, *(rule.precision for rule in recipe.modules)]
     recipes = [name for name in dict.fromkeys(named) if name != HIGH_PRECISION]
     in_hardware = [
-        all(engine.multiplies(layout, work) for layout in LAYOUTS_OF[name]) for name in recipes
+        all(
+            layout is not None and engine.multiplies(layout, work)
+            for layout in find_recipe(name).traits.layouts
+        )
+        for name in recipes
     ]
     wide = DTYPE_NAMES[wide_dtype(device, work)].upper()
-    cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over FP8 bytes"
+    kinds = " and ".join(dict.fromkeys(find_recipe(name).traits.kind for name in recipes))
+    over = f"{kinds} bytes"
+    if kinds == "simulated":
+        wide, over = "FP32", "the values of the rule"
+    cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over {over}"
     if all(in_hardware):
         products = cores
     elif not any(in_hardware):
         products = emulated
     else:
         mixed = zip(recipes, in_hardware, strict=True)
-        products = ", ".join(f"{name} on {cores}" for name, runs in mixed if runs)
+        products = ", ".join(f"{label_of(name)} on {cores}" for name, runs in mixed if runs)
         products += f", the others {emulated}"
-    return f"{products}, casts in {_caster(engine, device)}"
+    casts = _caster(engine, device)
+    in_torch = [name for name in recipes if not find_recipe(name).has_kernels()]
+    if in_torch and casts != "torch":
+        casts = (
+            "torch"
+            if len(in_torch) == len(recipes)
+            else f"{casts}, of {label_of(in_torch[0])} in torch"
+        )
+    return f"{products}, casts in {casts}"
 
 
 def _caster(engine: Engine, device: torch.device) -> str:
@@ -276,7 +283,15 @@ class HealthLog:
 
     def _complain(self, record: HealthRecord) -> None:
         """Warn of each bad tensor once, and again only after it has been good in between."""
-        found = complaints(record, self._spec)
+        scaling = self._state.scaling
+        assert isinstance(scaling, ScalingState)
+        recipe = scaling.recipe
+
+        def normally_saturated(name: str) -> float:
+            traits = traits_of(recipe.precision_of(name.rpartition(".")[0]))
+            return 0.0 if traits is None else traits.max_saturated
+
+        found = complaints(record, self._spec, normally_saturated)
         new = [name for name in found if name not in self._warned]
         for name in new[:MOST_WARNINGS]:
             self._warn(f"step {record.step}: {name} in FP8: {found[name]}")

@@ -25,8 +25,9 @@ from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.precision.formats import DTYPE_NAMES, DTYPES
 from megafp8.precision.gemm import wide_dtype
 from megafp8.runs.data import RunData
-from megafp8.specs import RunSpec, TrainSpec
+from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.optim import MOMENT_GROUP
+from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.report.fp8 import PrecisionShare, kernels_of
 from megafp8.train.state import TrainState
@@ -130,8 +131,10 @@ def _tokens(count: int) -> str:
 def _fp8_share(spec: RunSpec, state: TrainState, share: PrecisionShare | None) -> list[str]:
     if share is None:
         return []
+    assert spec.precision.fp8 is not None
+    kind = find_recipe(spec.precision.fp8.name).traits.kind
     return [
-        f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention "
+        f"{kind}: {share.share:.1%} of the GEMM FLOPs of a step without attention "
         f"({fp8_kernel(spec, state)}); in higher precision: {'; '.join(share.higher)}"
     ]
 
@@ -267,16 +270,27 @@ def _formats_of(spec: RunSpec, state: TrainState) -> str:
         if spec.precision.backend == "te":
             return f"{compute}; {choose.describe(spec, state.mesh.device)}"
         return compute
-    formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    numbers = numbers_of(recipe)
     device = state.mesh.device
     if spec.precision.backend != "native":
-        what = f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}"
+        what = f"{numbers}, in QKV, projection, FC1, FC2; the rest {compute}"
         return f"{what}; {choose.describe(spec, device)}"
     work = DTYPES[spec.precision.compute]
     return (
-        f"FP8 {recipe.name}, {formats}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
+        f"{numbers}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
         f"{kernels_of(recipe, state.scaling.engine, device, work)}"
     )
+
+
+def numbers_of(recipe: Fp8Recipe) -> str:
+    """Return the recipe of a run and its numbers: `FP8 delayed, hybrid E4M3/E5M2`."""
+    name, traits = label_of(recipe.name), find_recipe(recipe.name).traits
+    if traits.is_simulated:
+        return f"simulated {name}, values of its rule"
+    if traits.numbers == "e2m1":
+        return f"{traits.kind} {name}, E2M1"
+    formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    return f"{traits.kind} {name}, {formats}"
 
 
 def fp8_kernel(spec: RunSpec, state: TrainState) -> str:

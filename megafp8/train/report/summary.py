@@ -16,6 +16,8 @@ from megafp8.data.tokenize import continuation
 from megafp8.observe.curve import sparkline
 from megafp8.observe.summary import RunSummary
 from megafp8.optim.schedules import learning_rate
+from megafp8.precision.scaling import ScalingState
+from megafp8.report.record import logged_steps, typical
 from megafp8.report.writer import REPORT_FILE
 from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec
@@ -23,7 +25,7 @@ from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
 from megafp8.train.report.header import fp8_kernel, precision_of
 from megafp8.train.run import Run
-from megafp8.train.validate import validate
+from megafp8.train.validate import validate, validated_tokens
 
 PROMPT_TOKENS = 8  # the beginning of a validation document that a sample continues
 SAMPLE_TOKENS = 64
@@ -32,7 +34,7 @@ SPEED = (
     "tokens_per_second", "tflops_causal", "tflops_full",
     "mfu_causal", "mfu_full", "hfu_causal", "hfu_full",
 )  # fmt: skip
-"""Fields that the summary takes from the last report of a step, if there was one."""
+"""Fields of the summary that are typical values of the logged steps, as on the run's page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +90,10 @@ def summarize(
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         wall_seconds=time.monotonic() - began,
-        **{field: getattr(run.last_report, field, None) for field in SPEED},
+        **_speed(run, path),
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
         peak_memory_bytes=run.memory.bytes(),
-        precision=precision_of(spec, state),
+        precision=precision_of(spec, state) + _time_of_rule(run),
         metrics_file=str(path / "metrics.jsonl"),
         report_file=str(path / REPORT_FILE),
         checkpoint=_newest_checkpoint(run),
@@ -100,10 +102,27 @@ def summarize(
     )
 
 
+def _time_of_rule(run: Run) -> str:
+    """Return which share of the steps' time a recipe's rule took, if it is in torch operations."""
+    scaling = run.state.scaling
+    if not isinstance(scaling, ScalingState) or not scaling.rule_seconds:
+        return ""
+    share = scaling.rule_seconds / max(run.pace.total_seconds, scaling.rule_seconds)
+    return f"; the rule took {share:.0%} of the steps' time on the host"
+
+
+def _speed(run: Run, path: Path) -> dict[str, Any]:
+    """Return typical figures of the logged steps; those of the last step where none was logged."""
+    lines = logged_steps(path) if run.metrics is not None else []  # other ranks write no file
+    last = {field: getattr(run.last_report, field, None) for field in SPEED}
+    return {field: typical(lines, field) or last[field] for field in SPEED}
+
+
 def _validation_at_the_end(run: Run) -> dict[str, Any]:
     """Validate, and return the fields of the summary that say what was found.
 
-    Two simpler models predict the same text, if the whole of it is validated.
+    A model of token frequencies predicts the same tokens; `xz` predicts the same text, if the whole
+    of it is validated.
     """
     data, is_whole = run.data, run.spec.train.last_validation_is_whole
     found: dict[str, Any] = {
@@ -111,7 +130,12 @@ def _validation_at_the_end(run: Run) -> dict[str, Any]:
         "val_tokens_in_all": data.num_validation_tokens,
     }
     if not is_whole:
-        return found | {"val_loss": validate(run, is_last=True)}
+        found["val_loss"] = validate(run, is_last=True)
+        tokens = validated_tokens(run)
+        found["unigram_bits_per_byte"] = unigram_bits_per_byte(
+            data.train_token_counts(), tokens, len(tokens) * run.bytes_per_token, data.vocab_size
+        )
+        return found
     run.console.event(f"validating on {_coverage(data)}")
     found["val_loss"] = validate(run, whole=True, is_last=True)
     text, counts = data.validation_text(), data.train_token_counts()
@@ -165,7 +189,7 @@ def _num_validated(run: Run) -> int:
     if train.last_validation_is_whole:
         return data.num_final_tokens
     samples = train.limit_val_batches * train.global_batch_size
-    return min(samples * run.spec.data.seq_length, data.num_final_tokens)
+    return min(samples * run.spec.data.seq_length, data.num_validation_tokens)
 
 
 def continue_command(
@@ -239,7 +263,7 @@ def _newest_checkpoint(run: Run) -> str | None:
 def unigram_bits_per_byte(
     train_counts_V: NDArray[np.int64],
     validation_tokens: NDArray[np.int64],
-    num_bytes: int,
+    num_bytes: float,
     vocab: int,
 ) -> float:
     """Return the bits per byte of a model that knows only how often each token occurs.
@@ -250,7 +274,7 @@ def unigram_bits_per_byte(
     Args:
         train_counts_V: How often each token occurs in the training text, [vocab].
         validation_tokens: The tokens to predict, including ends of documents, as for the model.
-        num_bytes: The bytes of the validation text.
+        num_bytes: The bytes of the validation text, or of as many tokens on average.
         vocab: The number of tokens of the vocabulary, before padding.
     """
     assert train_counts_V.shape == (vocab,), f"{train_counts_V.shape} counts of {vocab} tokens"

@@ -132,6 +132,11 @@ def _alone(
     return found
 
 
+def _rows_of_all(mesh: Mesh, state: TrainState) -> list[dict[str, torch.Tensor]]:
+    own = {name: row.tolist() for name, row in rows_of(state).items()}
+    return [{n: torch.tensor(row) for n, row in rows.items()} for rows in gather(mesh, own)]
+
+
 def rows_of(state: TrainState) -> dict[str, torch.Tensor]:
     """Scale, number of updates and history of each tensor, by its name."""
     return {
@@ -304,7 +309,7 @@ def continued(rank: Rank, root: str) -> tuple[float, dict[str, Any]]:
     for _ in range(2):
         one_step(state, mesh)
     path, saved = save(state, "begun"), {}
-    for rows in gather(mesh, rows_of(state)):
+    for rows in _rows_of_all(mesh, state):
         saved |= rows
     loss, found = one_step(state, mesh), {}
     for name in LAYOUTS:

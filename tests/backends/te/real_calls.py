@@ -17,9 +17,9 @@ from benchmarks.te_trace import RecordedTeScaling
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
-from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.backends.te.tensors import is_quantized
+from megafp8.config.te_environment import UNFUSED_UPDATE
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -30,7 +30,8 @@ from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
@@ -383,9 +384,9 @@ def test_the_unfused_update_is_refused(
 ) -> None:
     """It is another rule: two microbatches, of which the second casts no weight. It is refused with
     delayed scaling alone: other recipes have no update."""
-    monkeypatch.delenv(te_recipe.UNFUSED_UPDATE, raising=False)
+    monkeypatch.delenv(UNFUSED_UPDATE, raising=False)
     if asked is not None:
-        monkeypatch.setenv(te_recipe.UNFUSED_UPDATE, asked)
+        monkeypatch.setenv(UNFUSED_UPDATE, asked)
     state = te_run(DELAYED)
     step(state, 0)
     table = state.scaling.tables["forward"]

@@ -31,7 +31,8 @@ from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.precision import HIGH_PRECISION, ModuleRule
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.dryrun import held_bytes, simulated

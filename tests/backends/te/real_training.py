@@ -27,7 +27,8 @@ from megafp8.parallel.mesh import Mesh, simulated_rank, single_rank
 from megafp8.precision.formats import E4M3
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.precision import HIGH_PRECISION, AutoBackend, ModuleRule
+from megafp8.specs.precision import AutoBackend, ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.generate import sample
@@ -73,6 +74,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"position_embedding_type": "alibi"},
     "alibi, six heads": {"position_embedding_type": "alibi", "num_attention_heads": 6,
                          "kv_channels": 8},
+    "layernorm1p": {"layernorm_zero_centered_gamma": True},
+    "zero-centered rmsnorm": {"layernorm_zero_centered_gamma": True, "normalization": "rmsnorm"},
+    "geglu": {"activation": "geglu-tanh"},
     "squared relu, wide heads": {"activation": "squared-relu", "kv_channels": 16},
 }  # fmt: skip
 
@@ -319,7 +323,7 @@ def test_the_share_that_is_planned_is_counted() -> None:
 def test_what_does_not_run_in_fp8_is_not_counted_as_such() -> None:
     """A region that is closed although FP8 was asked for: the products tell."""
     state = run_of("te", DELAYED)
-    state.scaling.begin_microbatch = lambda index: None  # type: ignore[method-assign]
+    state.scaling.begin_microbatch = lambda *numbers: None  # type: ignore[method-assign]
     step(state, 0)
     assert {precision for precision, _ in state.counter.flops} == {"fp32"}
 
@@ -487,8 +491,11 @@ def test_auto_takes_it_where_it_can_run(
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (auto_spec(None, activation="gelu"), "its GELU is the tanh form"),
-        (auto_spec(Fp8Recipe(name="rowwise")), "Transformer Engine has no rowwise recipe"),
+        (auto_spec(None, activation="gelu"), "model.openai_gelu=False: Transformer Engine's GELU"),
+        (
+            auto_spec(Fp8Recipe(name="rowwise")),
+            "model.fp8_recipe=rowwise: Transformer Engine has no",
+        ),
         (auto_spec(DELAYED, "model.fp8_interval=4 scales"), "model.fp8_interval=4 scales"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from megafp8.backends.te.recipe import VARIABLES, why_not_environment
+from megafp8.config.te_environment import VARIABLES, findings
+from megafp8.config.te_settings import of_recipe
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import AttentionInFp8
 
@@ -13,6 +16,14 @@ TENSORWISE, POWERS = (
     Fp8Recipe(name="tensorwise", power_2_scale=is_power_2) for is_power_2 in (False, True)
 )
 NAMES = [variable.name for variable in VARIABLES]
+
+
+def why_not_environment(recipe: Fp8Recipe | None, attention: AttentionInFp8 = "none") -> str | None:
+    """What the environment asks for that a recipe does not, with the hint."""
+    values = {"model.fp8": False} if recipe is None else of_recipe(recipe)
+    values |= {"model.fp8_dot_product_attention": attention != "none"}
+    found = [f"{f.reason}. {f.hint}" for f in findings(values, os.environ)]
+    return found[0] if found else None
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,8 @@ VERSIONS = [
         "real_calls.py",
         "real_layers.py",
         "real_levels.py",
+        "real_nemo.py",
+        "real_options.py",
         "real_training.py",
     ],
 )

@@ -11,12 +11,13 @@ import torch
 
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
-from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te.layer import HeadDropout
 from megafp8.errors import ConfigError
 from megafp8.models.random import RandomStreams
+from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec
-from megafp8.specs.precision import HIGH_PRECISION, BackendName, ModuleRule
+from megafp8.specs.precision import AutoBackend, BackendName, ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
 from tests.tiny import gpt_spec, run_spec
 
 MODEL = gpt_spec(activation="gelu-tanh")
@@ -29,22 +30,6 @@ def spec_of(backend: BackendName, fp8: Fp8Recipe | None, **changes: Any) -> RunS
     return dataclasses.replace(spec, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"activation": "gelu"}, "tanh"),
-        ({"activation": "geglu"}, "model.activation=geglu"),
-        ({"transformer_block_type": "post_ln"}, "pre-norm: model.transformer_block_type=post_ln"),
-        ({"fp32_residual_connection": True}, "model.fp32_residual_connection"),
-        ({"apply_query_key_layer_scaling": True}, "model.apply_query_key_layer_scaling"),
-        ({"zero_centered_gamma": True}, "model.layernorm_zero_centered_gamma=True"),
-        ({"ffn_dropout": 0.1}, "dropout"),
-    ],
-)
-def test_models_that_its_layers_do_not_make(changes: dict[str, Any], word: str) -> None:
-    assert word in str(te_parts.why_not(dataclasses.replace(MODEL, **changes), DELAYED))
-
-
 def test_rotary_positions_that_begin_again_are_refused() -> None:
     """It has one position for each place of a sequence, and this is told before it is loaded."""
     spec = spec_of("te", DELAYED, position_embedding_type="rope")
@@ -53,10 +38,29 @@ def test_rotary_positions_that_begin_again_are_refused() -> None:
         choose.check(spec, torch.device("cpu"))
 
 
-def test_a_layer_is_in_fp8_as_a_whole_or_not_at_all() -> None:
+def test_a_program_s_own_spec_meets_all_refusals_at_once() -> None:
+    """The checks of settings never saw it."""
     part = dataclasses.replace(DELAYED, modules=(ModuleRule("*.mlp.fc2", HIGH_PRECISION),))
-    assert "layer 0 is in FP8 in part" in str(te_parts.why_not(MODEL, part))
-    assert te_parts.why_not(MODEL, DELAYED) is None
+    spec = spec_of("te", part, activation="gelu", transformer_block_type="post_ln")
+    with pytest.raises(ConfigError) as caught:
+        choose.check(spec, torch.device("cpu"))
+    text = str(caught.value)
+    assert "3 settings cannot be used" in text
+    for word in ("model.openai_gelu=False: ", "are pre-norm", "keeps a part of a layer out of FP8"):
+        assert word in text, text
+
+
+def test_auto_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the settings, of the environment and of the machine, in one line."""
+    spec = spec_of("native", DELAYED, activation="gelu", transformer_block_type="post_ln")
+    precision = dataclasses.replace(spec.precision, auto=AutoBackend())
+    monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
+    mesh = single_rank(torch.device("cuda"))
+    settled = choose.settle(dataclasses.replace(spec, precision=precision), mesh)
+    line = choose.describe_choice(settled)
+    assert settled.precision.backend == "native" and line.startswith("not Transformer Engine: ")
+    for word in ("tanh form", "pre-norm", "NVTE_UNFUSED_FP8_UPDATE=1", "is not installed"):
+        assert word in line, line
 
 
 @pytest.mark.parametrize(("version", "reason"), [

@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block, CUDA C guide
 NORMS = ("layernorm", "rmsnorm")
-ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh")
 _ARITHMETIC = r"\b((?:cvt|div|rcp|sqrt|rsqrt|fma)\.[\w.]+|\w+(?:\.\w+)*\.ftz\.[\w.]+)"
 _SCALAR = re.compile(r"\b((?:LDG|STG)(?:\.\w+)*\.[US](?:8|16)(?:\.\w+)*)")
 

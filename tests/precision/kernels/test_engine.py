@@ -24,7 +24,8 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.precision import GEMMS, RECIPES, RecipeName
+from megafp8.specs.precision import GEMMS, RecipeName
+from megafp8.specs.recipes import RECIPES
 from megafp8.train.report.fp8 import kernels_of
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix

@@ -70,7 +70,7 @@ class Fusions:
 @pytest.mark.parametrize(
     "model",
     [
-        gpt_spec(num_layers=1, zero_centered_gamma=True),
+        gpt_spec(num_layers=1, layernorm_zero_centered_gamma=True),
         GATED,
         pytest.param(
             gpt_spec(num_layers=1, activation="geglu", fp32_residual_connection=True),

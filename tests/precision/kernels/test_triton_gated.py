@@ -1,7 +1,8 @@
-"""SwiGLU and GEGLU and their gradients against float64; the cast of them, bit for bit."""
+"""SwiGLU, both forms of GEGLU and their gradients against float64; their cast, bit for bit."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,13 +19,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(67, 131), (2, 128)])
 def test_values_and_their_cast(
     device: torch.device,
     shape: tuple[int, int],
-    kind: Literal["swiglu", "geglu"],
+    kind: Literal["swiglu", "geglu", "geglu_tanh"],
     dtype: torch.dtype,
     backward: bool,
 ) -> None:
@@ -42,7 +43,10 @@ def test_values_and_their_cast(
     assert partial_sums is not None and plain is not None and plain.dtype == dtype
     x64 = x.double().requires_grad_()
     gate, up = x64.chunk(2, dim=-1)
-    expected = (F.silu if kind == "swiglu" else F.gelu)(gate) * up
+    functions = {
+        "swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": partial(F.gelu, approximate="tanh")
+    }  # fmt: skip
+    expected = functions[kind](gate) * up
     if backward:
         (expected,) = torch.autograd.grad(expected, x64, grad.double())
     size = (x64.detach().abs().amax() + 1) ** 2 * (grad.double().abs().amax() + 1)

@@ -10,6 +10,7 @@ the compiled extension `transformer_engine_torch` with the arithmetic of an H100
 """
 
 from megafp8.backends.te.cpu.loading import describe, load, loaded
-from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION, Sources
+from megafp8.backends.te.cpu.wheel import Sources
+from megafp8.specs.te_versions import DEFAULT_VERSION
 
 __all__ = ["DEFAULT_VERSION", "Sources", "describe", "load", "loaded"]

@@ -70,6 +70,10 @@ SoftmaxType = _counted(
 )
 CommOverlapType = _counted("CommOverlapType", "RS AG")
 ScaleFormat = _counted("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
+# Formats of a router's map, and ways to balance experts: later versions read the members when
+# `router` is imported. The kernels that take them are not here.
+RoutingMapFormat = _counted("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
+HistogramMode = _counted("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 ScalingMode: type[IntEnum] = IntEnum(  # type: ignore[misc]
     "NVTEScalingMode",
     {
@@ -109,6 +113,8 @@ def enumerations(version: tuple[int, ...]) -> dict[str, object]:
         CommOverlapType,
         ScaleFormat,
         ScalingMode,
+        RoutingMapFormat,
+        HistogramMode,
         fused_attention_backends(version),
     )
     return {cls.__name__: cls for cls in made}

@@ -19,8 +19,9 @@ from megafp8 import torch_private
 from megafp8.backends.te.cpu import cuda, wheel
 from megafp8.backends.te.cpu.extension import make_extension
 from megafp8.backends.te.cpu.missing import FromAbsentPackage, ImportPhase
-from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION, PACKAGE, Sources
+from megafp8.backends.te.cpu.wheel import PACKAGE, Sources
 from megafp8.errors import ConfigError
+from megafp8.specs.te_versions import DEFAULT_VERSION
 
 EXTENSION = "transformer_engine_torch"
 NEEDED = ("einops", "packaging", "pydantic")

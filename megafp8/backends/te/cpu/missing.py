@@ -33,6 +33,7 @@ SETTINGS = {
     "clamped_": "the clamped SwiGLU activation",
     "dropout_": "dropout in FP8 attention",
     "init_nvshmem": "NVSHMEM",
+    "Float8BlockScaleTensorFormat.COMPACT": "sequence parallelism with the blockwise recipe",
 }
 
 

@@ -29,7 +29,7 @@ from megafp8.precision import cast
 from megafp8.precision.recipes.blockwise import amax_of_blocks
 from megafp8.precision.recipes.scales import scale_of_amax
 from megafp8.precision.tensor import times_scale
-from megafp8.specs.precision import BLOCK
+from megafp8.specs.traits import BLOCK
 
 
 def quantize(tensor: Any, quantizer: Quantizer, output: Any = None, noop: Any = None) -> Any:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu.enums import FORMATS
+from megafp8.backends.te.cpu.enums import FORMATS, ScaleFormat
+from megafp8.backends.te.cpu.missing import missing
 from megafp8.backends.te.tensors import is_quantized
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.precision import BLOCK
+from megafp8.specs.traits import BLOCK
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
 
@@ -90,7 +91,20 @@ def _block_arguments(
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
         "is_2D_scaled": quantizer.block_scaling_dim == 2,
+        **_data_format(quantizer),
     }
+
+
+def _data_format(quantizer: Quantizer) -> dict[str, Any]:
+    """Return the argument that says whether blocks lie as products read them, in 2.5 to 2.11.
+
+    They could lie as ranks gather them too, which sequence parallelism asks for.
+    """
+    if not hasattr(quantizer, "all_gather_usage"):
+        return {}
+    if quantizer.all_gather_usage:
+        raise missing("Float8BlockScaleTensorFormat.COMPACT")
+    return {"data_format": ScaleFormat["GEMM_READY"]}
 
 
 def block_scale_shapes(

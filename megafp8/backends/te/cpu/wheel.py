@@ -16,7 +16,6 @@ import csv
 import hashlib
 import io
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,18 +25,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.backends.te.names import why_not_version
 from megafp8.errors import ConfigError
-from megafp8.files import built_beside, cache_folder, locked, move_away
+from megafp8.files import built_beside, cache_folder, locked, move_away, own_folder
+from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, why_not_on_cpu
 
 PACKAGE = "transformer-engine"
-DEFAULT_VERSION = "2.12.0"
-# SHA-256 of PyPI's wheels, by version. Only these versions are tried by the tests.
-KNOWN_HASHES = {
-    "2.4.0": "c2a845e433fcf81497cbc53334c99725bd2faa361e7548342e95398acb06e8ce",
-    "2.12.0": "5d0539c520c39445c62feab9d1fab774ed2e27a576d0feac2086ce86e0bff7c4",
-    "2.20.2": "7dcfad943a1a55b2612db9a0e43697fe98c70f4c42ec391ba3a0f872f6ce2094",
-}
+KNOWN_HASHES = HASHES
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
         ConfigError: The version is malformed or too old, cannot be fetched, or has another hash.
     """
     _check_version(version)
-    folder = te_folder() / version
+    folder = _own(te_folder(), version) / version
     if (wheel := _wheel_in(folder)) is None or not _is_intact(folder / "sources", wheel):
         with _filling(folder, version):
             wheel = _wheel_in(folder)  # another process may have brought it meanwhile
@@ -83,6 +76,21 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
     return Sources(version, folder / "sources", version in KNOWN_HASHES)
 
 
+def _own(folder: Path, version: str) -> Path:
+    """Return the folder if no other user can write it, since its Python is run.
+
+    A folder that the user has named is the user's own decision.
+    """
+    if os.environ.get("MEGAFP8_TE_SOURCES"):
+        return folder
+    try:
+        return own_folder(folder)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        hint = "Name a folder of your own with XDG_CACHE_HOME or MEGAFP8_TE_SOURCES"
+        raise ConfigError(PACKAGE, version, reason, hint) from error
+
+
 def is_cached(version: str = DEFAULT_VERSION) -> bool:
     """Whether `sources` would need no network."""
     return _wheel_in(te_folder() / version) is not None
@@ -95,11 +103,8 @@ def fill_command(version: str = DEFAULT_VERSION) -> str:
 
 
 def _check_version(version: str) -> None:
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version):
-        reason = "is no whole version, such as 2.12.0"
+    if (reason := why_not_on_cpu(version)) is not None:
         raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}, or leave it out")
-    if (unfit := why_not_version(version)) is not None:
-        raise ConfigError(PACKAGE, version, unfit, f"Use {DEFAULT_VERSION}")
 
 
 def _wheel_in(folder: Path) -> Path | None:

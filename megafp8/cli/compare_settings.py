@@ -1,0 +1,383 @@
+"""Say which configurations a comparison has: those that are compared, and their baseline."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+
+from megafp8.config.errors import SettingError, raise_if_any
+from megafp8.config.layers import DEFAULT_CONFIG, find_source
+from megafp8.config.load import Loaded, load_all
+from megafp8.config.overrides import parse_overrides
+from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
+from megafp8.config.rules import unused
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import read_value
+from megafp8.config.values import parse_modules, plain
+from megafp8.errors import RunError, UserError
+from megafp8.files import to_json
+from megafp8.specs.recipes import (
+    HIGH_PRECISION,
+    find_recipe,
+    label_of,
+    names_code,
+    names_where,
+    source_of,
+)
+
+BASELINE, GIVEN = "baseline", "given"
+STORED = tuple(
+    f"model.optim.{name}"
+    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+)
+"""Settings of FP8-LM that the baseline has at their defaults, though they work without FP8."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Say which YAML the settings of a comparison are added to, and whether recipes of files run.
+
+    Attributes:
+        config_dir: The directory of the user's own YAML files.
+        config_name: The YAML's name.
+        trusts_recipes: Whether recipes that YAML files name as code may be imported.
+    """
+
+    config_dir: Path | None = None
+    config_name: str = DEFAULT_CONFIG
+    trusts_recipes: bool = False
+
+    def load(self, overrides: Sequence[str], *, on_this_device: bool = False) -> Loaded:
+        """Return the checked settings; `on_this_device` also refuses what this device lacks."""
+        return load_all(
+            overrides,
+            self.config_dir,
+            self.config_name,
+            _gpu_available if on_this_device else None,
+            trusts_recipes=self.trusts_recipes,
+        )
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return the options that give a run the same source."""
+        found = []
+        if self.config_dir is not None:
+            found.append(f"--config-dir={self.config_dir.absolute()}")
+        if self.config_name != DEFAULT_CONFIG:
+            found.append(f"--config-name={self.config_name}")
+        if self.trusts_recipes:
+            found.append(TRUST)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Hold one configuration of a comparison.
+
+    Attributes:
+        label: What its runs' directories are called.
+        name: What reports call it.
+        overrides: Its settings, as on a command line.
+        values: Every setting, by its dotted path.
+    """
+
+    label: str
+    name: str
+    overrides: tuple[str, ...]
+    values: Mapping[str, object]
+
+    def recipe_files(self) -> dict[str, str]:
+        """Return the SHA-256 of the file of each recipe that is not built in, as it is now."""
+        found = ((name, source_of(name)) for name in sorted(_recipes(self.values)))
+        return {name: source[1] for name, source in found if source is not None}
+
+    def changed_from(self, base: Configuration) -> list[str]:
+        """Return lines that say in which settings this configuration is not the baseline."""
+        return [
+            f"{key}: {base.values[key]} and {value}"
+            for key, value in self.values.items()
+            if base.values[key] != value
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hold the baseline and the configurations that are compared with it."""
+
+    base: Configuration
+    others: tuple[Configuration, ...]
+
+    @property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """Return the baseline and the others."""
+        return (self.base, *self.others)
+
+    def recipe_files(self) -> dict[str, str]:
+        """Return the SHA-256 of the file of each recipe that is not built in, as it is now."""
+        return {name: sha for c in self.configurations for name, sha in c.recipe_files().items()}
+
+    @cached_property
+    def files_at_start(self) -> dict[str, str]:
+        """Return what `recipe_files` returned when the comparison began."""
+        return self.recipe_files()
+
+    def refuse_changed_files(self) -> None:
+        """Raise if a recipe's file is not the one that the comparison began with.
+
+        Raises:
+            RunError: It changed, so that the next run would have another rule.
+        """
+        before = self.files_at_start
+        try:
+            now = self.recipe_files()
+        except OSError as error:
+            reason = f"{error.filename}: cannot be read any more ({error.strerror})"
+            raise RunError(f"{reason}. The comparison needs this recipe until its end") from error
+        for name, sha in before.items():
+            if now[name] != sha:
+                raise RunError(
+                    f"{name}: its file changed after the comparison began, and the runs that are "
+                    "left would have another rule. Give the same command again for a new comparison"
+                )
+
+    @cached_property
+    def identity(self) -> str:
+        """Return a hash of all settings and of the recipes' files, as hexadecimal digits."""
+        trees = [dict(c.values) for c in (*self.others, self.base)]
+        files = self.files_at_start
+        return hashlib.sha256(to_json([*trees, files] if files else trees).encode()).hexdigest()
+
+
+def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) -> Comparison:
+    """Return what a command line compares.
+
+    Args:
+        given: Settings. One with several values (`KEY=A,B`) stands for several configurations.
+        replaced: What the baseline has instead.
+        source: Where the other settings come from.
+
+    Raises:
+        UserError: Settings are refused, one configuration is the baseline or another one, or the
+            configurations have different baselines.
+    """
+    choices = _choices(given, source)
+    others = []
+    for choice, label in zip(choices, _labels(choices), strict=True):
+        overrides = _chosen(given, choice)
+        values = _values(source.load(overrides, on_this_device=True))
+        measured = (*overrides, *_with_health(overrides, source))
+        others.append(Configuration(label, _name(values, GIVEN), measured, values))
+    bases = [_baseline(_chosen(given, choice), replaced, source) for choice in choices]
+    of_base = [_values(source.load(base, on_this_device=True)) for base in bases]
+    for other in of_base[1:]:
+        _refuse_other_baseline(of_base[0], other)
+    _refuse_equals(of_base[0], others, choices)
+    base = bases[0]
+    if of_base[0]["model.fp8"]:
+        base = (*base, *_with_health(base, source))
+    baseline = Configuration(BASELINE, _name(of_base[0], BASELINE), base, of_base[0])
+    return _with_different_names(baseline, others, choices)
+
+
+# ---- several configurations
+
+
+def _choices(given: Sequence[str], source: Source) -> list[dict[str, str]]:
+    """Return the values of each configuration for the settings that have several, as typed."""
+    directories = find_source(source.config_dir, source.config_name).directories
+    parsed, problems = parse_overrides(given, directories, multirun=True)
+    swept = {p.text: p.sweep for p in parsed if p.sweep is not None}
+    if not swept:
+        return [{}]
+    raise_if_any(problems)
+    for text, sweep in swept.items():
+        if not sweep.is_discrete_sweep():
+            key, _, value = text.partition("=")
+            raise SettingError(key, value, "is no list of values", "Write KEY=A,B,C")
+    values = [[str(v) for v in sweep.sweep_string_iterator()] for sweep in swept.values()]
+    keys = [sweep.get_key_element().lstrip("+") for sweep in swept.values()]
+    return [dict(zip(keys, found, strict=True)) for found in itertools.product(*values)]
+
+
+def _chosen(given: Sequence[str], choice: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the overrides of one configuration."""
+    keys = (text.partition("=")[0].lstrip("+") for text in given)
+    return tuple(
+        f"{key}={choice[key]}" if key in choice else text
+        for key, text in zip(keys, given, strict=True)
+    )
+
+
+def _labels(choices: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a short name for the directories of each configuration's runs."""
+    if len(choices) == 1:
+        return [GIVEN]
+    found: list[str] = []
+    for choice in choices:
+        words = "-".join(_short(value) for value in choice.values())
+        plain_words = re.sub(r"[^A-Za-z0-9_.]+", "-", words).strip("-.")[:60] or GIVEN
+        label, number = plain_words, 2
+        while label in (*found, BASELINE):
+            label, number = f"{plain_words}-{number}", number + 1
+        found.append(label)
+    return found
+
+
+def _unescaped(value: str) -> str:
+    """Return a value without the backslash that Hydra writes before a colon."""
+    return value.replace("\\:", ":")
+
+
+def _short(value: str) -> str:
+    """Return a value, or the class and not the path of a recipe that names code."""
+    value = _unescaped(value)
+    if not names_code(value):
+        return value
+    return value.rpartition(":")[2] if ":" in value else Path(value).stem
+
+
+def _refuse_other_baseline(base: Mapping[str, object], other: Mapping[str, object]) -> None:
+    for key, value in other.items():
+        if base[key] != value:
+            raise RunError(
+                f"{key}: the baseline would have {base[key]} and {value}, and all configurations "
+                "of a comparison have one baseline. Compare them in a command for each value"
+            )
+
+
+def _refuse_equals(
+    base: Mapping[str, object],
+    others: Sequence[Configuration],
+    choices: Sequence[Mapping[str, str]],
+) -> None:
+    for index, other in enumerate(others):
+        which = " ".join(f"{key}={_unescaped(v)}" for key, v in choices[index].items())
+        if other.values == base:
+            recipe = str(base[RECIPE]) if base["model.fp8"] else None
+            of = f"the configuration {which}" if which else "the configuration"
+            raise RunError(f"{of} is its own baseline. {_other_base(recipe)}")
+        if any(other.values == earlier.values for earlier in others[:index]):
+            raise RunError(f"the configuration {which} is given twice. Leave one out")
+
+
+def _other_base(recipe: str | None) -> str:
+    """Return the hint where a configuration is its own baseline; None is one without FP8."""
+    if recipe is None:
+        return "Give model.fp8=True, or another --base"
+    traits = find_recipe(recipe).traits
+    others = names_where(lambda other: other != traits)
+    return f"Give another --base, such as --base {RECIPE}={others[0]}"
+
+
+# ---- names
+
+
+def _name(values: Mapping[str, object], otherwise: str) -> str:
+    """Return what a configuration is called: its precision, if that says enough."""
+    if values["model.fp8"]:
+        recipe = str(values[RECIPE])
+        return f"{find_recipe(recipe).traits.kind} {label_of(recipe)}"
+    precision = str(values["trainer.precision"])
+    return {"bf16": "BF16", "16": "FP16", "32": "FP32"}.get(precision, otherwise)
+
+
+def _with_different_names(
+    base: Configuration,
+    others: Sequence[Configuration],
+    choices: Sequence[Mapping[str, str]],
+) -> Comparison:
+    """Return the comparison, with other names where two configurations have the same one."""
+    count = Counter(c.name for c in (base, *others))
+    if max(count.values()) == 1:
+        return Comparison(base, tuple(others))
+    if len(others) == 1:
+        names = [GIVEN]
+    else:
+        names = [
+            ", ".join(f"{key.removeprefix('model.')}={_short(value)}" for key, value in c.items())
+            for c in choices
+        ]
+    return Comparison(
+        Configuration(BASELINE, BASELINE, base.overrides, base.values),
+        tuple(
+            Configuration(c.label, name, c.overrides, c.values)
+            for c, name in zip(others, names, strict=True)
+        ),
+    )
+
+
+# ---- settings of each
+
+
+def _values(loaded: Loaded) -> dict[str, object]:
+    return {key: read_value(loaded.cfg, key) for key in all_keys()}
+
+
+def _recipes(values: Mapping[str, object]) -> set[str]:
+    """Return the recipes that settings name."""
+    if not values["model.fp8"]:
+        return set()
+    rules = parse_modules(values[MODULES]) or ()
+    return {str(values[RECIPE]), *(rule.precision for rule in rules)} - {HIGH_PRECISION}
+
+
+def _baseline(given: Sequence[str], replaced: Sequence[str], source: Source) -> tuple[str, ...]:
+    """Return the overrides of the baseline: without presets and settings that only FP8 has."""
+    changes = {text.partition("=")[0]: text for text in replaced}
+    loaded = source.load(given)
+    values = _values(loaded)
+    values |= {
+        key: yaml.safe_load(text.partition("=")[2])
+        for key, text in changes.items()
+        if key in values
+    }
+    # These work without FP8 too, and with them the keys that need states in few bits.
+    stored = [] if values["model.fp8"] else [key for key in STORED if key not in changes]
+    values |= dict.fromkeys(stored)
+    idle = {found.key for found in unused(values)}
+    kept = [
+        "precision=bf16" if text.startswith("precision=fp8") else text
+        for text in given
+        if (key := text.partition("=")[0].lstrip("+")) not in changes
+        and key not in idle
+        and key not in stored
+    ]
+    # A file may set the same, also what the command line has set again: there it would stay on, or
+    # be a mistake without what is left out.
+    origins = loaded.origins
+    reset = [f"{key}=null" for key in stored if key in origins]
+    reset += [
+        f"{key}={plain(all_keys()[key].default)}"
+        for key in sorted(idle)
+        if key in origins and origins[key].is_users
+    ]
+    return (*kept, *replaced, *reset)
+
+
+def _gpu_available() -> bool:
+    """Whether PyTorch finds a GPU; torch is imported only where a setting depends on it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _with_health(given: Sequence[str], source: Source) -> tuple[str, ...]:
+    """Return the setting that measures what each tensor loses, if the run can have it.
+
+    With CUDA graphs logged steps would then not be replayed, and take another time.
+    """
+    if any(text.startswith("model.fp8_health=") for text in given):
+        return ()
+    try:
+        cfg = source.load((*given, "model.fp8_health=full")).cfg
+    except UserError:
+        return ()
+    return () if read_value(cfg, "model.enable_cuda_graph") else ("model.fp8_health=full",)

@@ -1,0 +1,114 @@
+"""Import the recipes of others that settings name, if the user has named or trusted them.
+
+Settings name no code to run, with this one exception: a recipe's file or module, given on the
+command line, or in a YAML file if the command line also has `--trust-recipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+
+from hydra.core.override_parser.types import Transformer
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
+from megafp8.config.keys import Values
+from megafp8.config.overrides import ParsedOverride, parse_overrides
+from megafp8.config.rules import Origins
+from megafp8.config.settings import Setting, read_value
+from megafp8.config.values import parse_modules
+from megafp8.specs.recipes import RecipeError, load_recipe, names_code
+
+TRUST = "--trust-recipe"
+RECIPE, MODULES = "model.fp8_recipe", "model.fp8_modules"
+_MOST_VALUES = 10_000  # a sweep has no more jobs
+
+
+def load_own_recipes(
+    values: Values,
+    origins: Origins,
+    *,
+    trusts_files: bool = False,
+    given: Collection[str] | None = None,
+) -> list[SettingError]:
+    """Import the code that recipes' names choose, and return what is wrong with them.
+
+    Args:
+        values: Settings by their dotted paths.
+        origins: The layers that set them.
+        trusts_files: Whether the command line trusts the recipes that YAML files name.
+        given: The names that the user has typed. The overrides of a sweep's job are not all typed,
+            since a YAML file may choose values in `hydra.sweeper.params`. None stands for a single
+            run, whose overrides are the command line.
+    """
+    found = []
+    for key, name in _named(values):
+        origin = origins.get(key, DEFAULT)
+        is_typed = origin == COMMAND_LINE and (given is None or name in given)
+        if not is_typed and not trusts_files:
+            where = "hydra.sweeper" if origin == COMMAND_LINE else origin
+            found.append(_untrusted(key, name, where))
+            continue
+        try:
+            load_recipe(name)
+        except RecipeError as error:
+            reason = str(error).removeprefix(f"{name}: ")
+            hint = f"Correct the file, and test it: python -m megafp8.cli.recipe check {name}"
+            found.append(SettingError(key, name, reason, hint, origin=origin))
+    return found
+
+
+def names_given(overrides: Sequence[ParsedOverride]) -> frozenset[str]:
+    """Return the names of code that the command line of a sweep has."""
+    settings = [s for override in overrides for s in (*override.settings, *_each(override))]
+    found = (_named({"model.fp8": True, s.key: s.value}) for s in settings)
+    return frozenset(name for names in found for _, name in names)
+
+
+def _each(override: ParsedOverride) -> list[Setting]:
+    """Return the settings of all values of an override that may choose recipes."""
+    key = override.text.partition("=")[0].lstrip("+")
+    if override.sweep is None or key not in (RECIPE, MODULES):
+        return []
+    texts: list[str] = []
+    with suppress(HydraException, ValueError):  # an interval; the sweep reports what is wrong
+        values = override.sweep.sweep_iterator(transformer=Transformer.encode)
+        texts = [f"{key}={value}" for value in islice(values, _MOST_VALUES)]
+    return [s for parsed in parse_overrides(texts, ())[0] for s in parsed.settings]
+
+
+def load_recipes_of(cfg: DictConfig) -> None:
+    """Import the recipes of a tree whose names another process has checked and trusts.
+
+    Raises:
+        SettingError: A recipe cannot be imported here.
+    """
+    values = {key: read_value(cfg, key) for key in ("model.fp8", RECIPE, MODULES)}
+    origins = dict.fromkeys(values, COMMAND_LINE)
+    raise_if_any(load_own_recipes(values, origins))
+
+
+def _named(values: Values) -> Iterator[tuple[str, str]]:
+    """Yield each key with a name of code that it has; none where FP8 is off."""
+    if not values.get("model.fp8"):
+        return
+    recipe = values.get(RECIPE)
+    if isinstance(recipe, str) and names_code(recipe):
+        yield RECIPE, recipe
+    for rule in parse_modules(values.get(MODULES)) or ():
+        if names_code(rule.precision):
+            yield MODULES, rule.precision
+
+
+def _untrusted(key: str, name: str, origin: str) -> SettingError:
+    given = f"{key}={name}" if key == RECIPE else f"{key}=…"
+    return SettingError(
+        key,
+        name,
+        "names code to run, which a file may do only if the command line trusts it",
+        f"Read the code first. Then give {given} on the command line, or add {TRUST}",
+        origin=origin,
+    )

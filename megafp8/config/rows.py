@@ -1,0 +1,164 @@
+"""Define the rows of tables of settings that exclude each other, and find the rows that apply."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding
+from megafp8.config.values import compute_dtypes, recipes_in, schedule_of, storage_of
+from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.recipes import names_where, some
+from megafp8.specs.traits import Traits
+
+NATIVE = "or use model.fp8_backend=native, which has no such limit"
+
+
+class Condition(NamedTuple):
+    """Define a condition on a setting that is more than equality with one value."""
+
+    text: str  # is written after the key, as `=te or torchao`
+    holds: Callable[[Any, Values], bool]  # the arguments are the key's value and all values
+    reads: tuple[str, ...] = ()  # the other keys that `holds` reads
+    named: Callable[[Values], tuple[str, ...]] = lambda _: ()  # the recipes that meet it
+
+
+class Row(NamedTuple):
+    """Describe a combination of settings that is refused.
+
+    Attributes:
+        when: Keys with their values or conditions; the row applies if all of them hold.
+        excludes: The key that is then refused, with its value or condition.
+        reason: Why. `{model.a}` stands for the setting of that key, as `model.a=True`, and
+            `{recipe}` for the first recipe that meets one of the conditions.
+        hint: What to do instead.
+        unproven: Whether the only reason is that no test proves the combination right.
+    """
+
+    when: Mapping[str, Any]
+    excludes: Mapping[str, Any]
+    reason: str
+    hint: str
+    unproven: bool = False
+
+
+class Kind(NamedTuple):
+    """Define a kind of recipe by its traits, with the words that follow the key in messages."""
+
+    text: str
+    holds: Callable[[Traits], bool]
+
+    @property
+    def hint(self) -> str:
+        """Return the built-in recipes of this kind: `delayed, tensorwise or blockwise`."""
+        return " or ".join(", ".join(names_where(self.holds)).rsplit(", ", 1))
+
+
+HISTORY = Kind("with a history of amaxes", lambda traits: traits.has_history)
+CURRENT = Kind("without a history of amaxes", lambda traits: not traits.has_history)
+WHOLE_BLOCKS = Kind("that needs whole blocks", lambda traits: not traits.pads)
+GATHERED = Kind("whose casts ranks can gather", lambda traits: traits.gathers_tokens)
+NOT_GATHERED = Kind("whose casts ranks cannot gather", lambda traits: not traits.gathers_tokens)
+ONE_WEIGHT = Kind("that quantizes a weight once", lambda traits: traits.keeps_weight)
+TWO_WEIGHTS = Kind("that quantizes a weight twice", lambda traits: not traits.keeps_weight)
+SHARED_WEIGHT = Kind("with one scale for a weight", lambda traits: traits.shares_weight)
+OWN_WEIGHT = Kind(
+    "with several scales for a weight",
+    lambda traits: traits.keeps_weight and not traits.shares_weight,
+)
+SCALES_OF_PARTS = Kind(
+    "with several scales for a weight", lambda traits: not traits.weight.last.is_one
+)
+TWO_LEVELS = Kind(
+    "with scales of two levels", lambda traits: any(scales.has_outer for scales in traits.scales)
+)
+
+
+def one_of(*values: object) -> Condition:
+    """Return the condition that the value is one of several."""
+    return Condition(f"={' or '.join(map(str, values))}", lambda value, _: value in values)
+
+
+def not_(good: object) -> Condition:
+    """Return the condition that the value is not `good`."""
+    return Condition(f" other than {good}", lambda value, _: value != good)
+
+
+def above(low: int) -> Condition:
+    """Return the condition that the value is above a number."""
+    return Condition(f" above {low}", lambda value, _: value > low)
+
+
+def given() -> Condition:
+    """Return the condition that the value is neither False, null nor 0."""
+    return Condition(" given", lambda value, _: bool(value))
+
+
+def some_recipe(kind: Kind) -> Condition:
+    """Return the condition that the recipe of some linear is of a kind."""
+    return Condition(
+        f" {kind.text} for some linear",
+        lambda _, values: bool(some(recipes_in(values), kind.holds)),
+        ("model.fp8_modules",),
+        lambda values: some(recipes_in(values), kind.holds),
+    )
+
+
+def its_recipe(kind: Kind) -> Condition:
+    """Return the condition that the recipe of the run is of a kind."""
+    return Condition(
+        f" {kind.text}",
+        lambda name, _: bool(some((name,), kind.holds)),
+        named=lambda values: some((values["model.fp8_recipe"],), kind.holds),
+    )
+
+
+FP16 = Condition("=16", lambda _, values: compute_dtypes(values) == (16,))
+FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
+HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
+ZERO_BUBBLE = Condition(
+    f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
+    lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
+    ("model.virtual_pipeline_model_parallel_size",),
+)
+
+
+def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
+    return lambda _, values: any(storage_of(values)[part] != "fp32" for part in parts)
+
+
+_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
+FEW_BITS = Condition(
+    " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
+)
+FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
+FEW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
+
+
+def condition_text(key: str, test: Any) -> str:
+    """Return a key and its value or condition as a text: `model.fp8_backend=te`."""
+    if isinstance(test, Condition):
+        return f"{key}{test.text}"
+    return f"{key}={'null' if test is None else test}"
+
+
+def refusals(rows: Iterable[Row], values: Values) -> Iterator[Finding]:
+    """Yield what rows refuse. A row is skipped if a key that it reads is not in `values`."""
+    for row in rows:
+        tests = {**row.when, **row.excludes}
+        if all(_holds(key, test, values) for key, test in tests.items()):
+            (key,) = row.excludes
+            named = [n for t in tests.values() if isinstance(t, Condition) for n in t.named(values)]
+            reason = row.reason.replace("{recipe}", next(iter(named), ""))
+            reason = re.sub(r"\{([\w.]+)\}", lambda m: f"{m[1]}={values[m[1]]}", reason)
+            yield Finding(key, reason, row.hint)
+
+
+def _holds(key: str, test: Any, values: Values) -> bool:
+    reads = (key, *test.reads) if isinstance(test, Condition) else (key,)
+    if any(path not in values for path in reads):
+        return False
+    return test.holds(values[key], values) if isinstance(test, Condition) else values[key] == test

@@ -1,0 +1,248 @@
+"""List what Transformer Engine's layers cannot do, as a table that needs neither torch nor a GPU.
+
+The checks of settings (`--cfg job`, `plan`, the start of a run before its ranks) apply the table
+where `model.fp8_backend=te`, `auto` applies it to find every reason against Transformer Engine, and
+the backend applies it to a spec that a program made by itself (`te_settings`). So no two of them
+can disagree. Every row names a setting under NeMo's name. What the table cannot know, such as an
+installed package, is checked where a run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megafp8.config.keys import Values
+from megafp8.config.rows import (
+    CURRENT,
+    FEW_BITS,
+    FP32,
+    HALF,
+    NATIVE,
+    ZERO_BUBBLE,
+    Condition,
+    Kind,
+    Row,
+    above,
+    its_recipe,
+    not_,
+    refusals,
+)
+from megafp8.config.rules import Finding
+from megafp8.config.values import (
+    GELUS,
+    LAYERS_NAMED,
+    layers_in_bf16,
+    parse_modules,
+    spell_activation,
+    split_accumulator,
+)
+from megafp8.specs.model import LINEARS
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.specs.te_versions import DEFAULT_VERSION, why_not_on_cpu
+
+IN_TE = Kind("that Transformer Engine has", lambda traits: "te" in traits.backends)
+NOT_IN_TE = Kind("that Transformer Engine lacks", lambda traits: "te" not in traits.backends)
+
+BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_split_accumulator"
+VERSION, MODULES = "model.te_version", "model.fp8_modules"
+CP, PP = "model.context_parallel_size", "model.pipeline_model_parallel_size"
+ACTIVATION, POSITIONS = "model.activation", "model.position_embedding_type"
+FP8_ATTENTION = "model.fp8_dot_product_attention"
+LEVEL, PRECISION = "model.optim.fp8_opt_level", "trainer.precision"
+LEAVE = f"Leave it out, {NATIVE}"
+ALL_IN_FP8 = (
+    "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
+    "first forward pass"
+)
+_FIRST_LAST = (
+    "model.first_last_layers_bf16",
+    "model.num_layers_at_start_in_bf16",
+    "model.num_layers_at_end_in_bf16",
+)
+
+
+def _rules_of(values: Values) -> list[ModuleRule]:
+    """Return the rules about single linears, then those about the first and the last layers."""
+    kept = layers_in_bf16(values["model.num_layers"], *(values[key] for key in _FIRST_LAST))
+    rules = list(parse_modules(values[MODULES]) or ())
+    return rules + [ModuleRule(f"layers.{layer}.*", HIGH_PRECISION) for layer in kept]
+
+
+def _splits_a_layer(_: Any, values: Values) -> bool:
+    """Whether a layer has linears in FP8 and others out of it."""
+    rules = _rules_of(values) if values[MODULES] else []
+    if not rules:
+        return False
+    for layer in range(min(values["model.num_layers"], LAYERS_NAMED)):
+        names = [f"layers.{layer}.{linear}" for linear in LINEARS]
+        chosen = [next((r.precision for r in rules if r.matches(name)), "fp8") for name in names]
+        if 0 < chosen.count(HIGH_PRECISION) < len(chosen):
+            return True
+    return False
+
+
+def _has_other_recipe(value: Any, values: Values) -> bool:
+    chosen = {rule.precision for rule in parse_modules(value) or ()}
+    return bool(chosen - {HIGH_PRECISION, values[RECIPE]})
+
+
+def _differs_from_its_own(value: Any, values: Values) -> bool:
+    own = split_accumulator({**values, SPLIT: None, BACKEND: "te"})
+    return value is not None and list(value) != own
+
+
+def _of_class(name: str) -> Kind:
+    """Return the recipes for which Transformer Engine has the class of this name."""
+    return Kind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
+
+
+GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
+
+TABLE = (
+    # --- the model -----------------------------------------------------------------------------
+    Row(
+        {ACTIVATION: GELU}, {"model.openai_gelu": False},
+        "Transformer Engine's GELU is the tanh form alone",
+        f"Set model.openai_gelu=True, {NATIVE}",
+    ),
+    Row(
+        {}, {"model.transformer_block_type": not_("pre_ln")},
+        "Transformer Engine's layers are pre-norm",
+        f"Use model.transformer_block_type=pre_ln, {NATIVE}",
+    ),
+    *(
+        Row({}, {key: True}, f"Transformer Engine's layers have no {what}", LEAVE)
+        for key, what in (
+            ("model.apply_query_key_layer_scaling", "query-key layer scaling"),
+            ("model.fp32_residual_connection", "FP32 residual stream"),
+        )
+    ),
+    Row(
+        {}, {"model.ffn_dropout": above(0)},
+        "Transformer Engine's layer has no dropout inside the MLP",
+        f"Use model.ffn_dropout=0, {NATIVE}",
+    ),
+    Row(
+        {}, {"model.data.reset_attention_mask": True},
+        "Transformer Engine's layers attend over whole samples, across the ends of documents",
+        LEAVE,
+    ),
+    Row(
+        {POSITIONS: "rope"}, {"model.data.reset_position_ids": True},
+        "Transformer Engine's rotary positions do not begin again at 0 with a document",
+        f"Use {POSITIONS}=learned_absolute, leave it out, {NATIVE}",
+    ),
+    Row(
+        {PRECISION: HALF}, {"model.megatron_amp_O2": False},
+        "Transformer Engine's layers have one dtype, and {model.megatron_amp_O2} asks for norms in "
+        "FP32",
+        LEAVE,
+    ),
+    # --- FP8 -----------------------------------------------------------------------------------
+    Row(
+        {"model.fp8": True}, {RECIPE: its_recipe(NOT_IN_TE)},
+        "Transformer Engine has no {recipe} recipe",
+        f"Use {RECIPE}={IN_TE.hint}, {NATIVE}",
+    ),
+    Row(
+        {"model.fp8": True},
+        {MODULES: Condition(" with another recipe", _has_other_recipe, (RECIPE,))},
+        "Transformer Engine's layers run under one recipe, {model.fp8_recipe}",
+        f"Leave the rules for other recipes out, {NATIVE}",
+    ),
+    Row(
+        {"model.fp8": True},
+        {MODULES: Condition(
+            " for part of a layer", _splits_a_layer, ("model.num_layers", *_FIRST_LAST)
+        )},
+        "keeps a part of a layer out of FP8, and Transformer Engine's layers are in FP8 as a whole "
+        "or not at all",
+        f"Name whole layers, such as layers.0.*:high_precision, {NATIVE}",
+    ),
+    Row(
+        {}, {"model.fp8_interval": not_(1)},
+        "Transformer Engine computes new scales at every update",
+        f"Use model.fp8_interval=1, {NATIVE}",
+    ),
+    Row(
+        {}, {"model.pad_inner_dim": True},
+        "Transformer Engine's layers do not pad",
+        f"Leave it out, or use model.fp8_backend=torchao, {NATIVE}",
+    ),
+    *(
+        Row({}, {key: test}, ALL_IN_FP8, LEAVE)
+        for key, test in (("model.fp8_wgrad", False),
+                          ("model.override_linear_precision", not_([False, False, False])))
+    ),
+    *(
+        Row(
+            {"model.fp8": True, RECIPE: its_recipe(_of_class(name))},
+            {SPLIT: Condition(f" other than {own}", _differs_from_its_own, (RECIPE,))},
+            f"Transformer Engine's {name} has no such setting: it adds up precisely in {which}",
+            LEAVE,
+        )
+        for name, own, which in (
+            ("DelayedScaling", "[False, True, True]", "the two backward products alone"),
+            ("Float8BlockScaling", "[True, True, True]", "all products"),
+        )
+    ),
+    # --- attention in FP8 ----------------------------------------------------------------------
+    Row(
+        {FP8_ATTENTION: True}, {RECIPE: its_recipe(CURRENT)},
+        "Transformer Engine has no FP8 attention for blockwise, and for tensorwise it gives the "
+        "scores delayed scales, whose rule no setting describes",
+        f"Use {RECIPE}=delayed, or leave {FP8_ATTENTION} out",
+    ),
+    Row(
+        {FP8_ATTENTION: True}, {PRECISION: FP32},
+        "cuDNN's attention in FP8 hands over tensors in BF16 or FP16",
+        f"Use {PRECISION}=bf16, or leave {FP8_ATTENTION} out",
+    ),
+    Row(
+        {POSITIONS: "rope"}, {"model.fp8_multi_head_attention": True},
+        "changes nothing, as Transformer Engine rotates queries and keys in high precision",
+        f"Leave it out: {FP8_ATTENTION}=True computes the products of attention in FP8",
+    ),
+    # --- how it runs ---------------------------------------------------------------------------
+    Row(
+        {}, {"model.compile": not_("off")},
+        "Transformer Engine's layers are not compiled: they call its own kernels",
+        f"Use model.compile=off, {NATIVE}",
+    ),
+    Row(
+        {}, {"model.enable_cuda_graph": True},
+        "the layers of Transformer Engine have not been shown to be right in a graph",
+        LEAVE,
+    ),
+    Row(
+        {PP: above(1)}, {"model.pipeline_schedule": ZERO_BUBBLE},
+        "Transformer Engine's layers compute both gradients at once, and "
+        "{model.pipeline_schedule} needs them one after the other",
+        f"Use model.pipeline_schedule=1F1B, {NATIVE}",
+    ),
+    Row(
+        {}, {CP: above(1)},
+        "Transformer Engine's context parallelism needs cuDNN's or flash attention, which the "
+        "kernels on a CPU do not have, so that no test here has shown it to be right",
+        f"Use {CP}=1, {NATIVE}",
+    ),
+    Row(
+        {LEVEL: FEW_BITS}, {"model.ub_tp_comm_overlap": True},
+        "{model.ub_tp_comm_overlap} has not been shown to be right with states in few bits",
+        "Leave it out, or leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out",
+    ),
+)  # fmt: skip
+"""The rows apply to `model.fp8_backend=te`, which they do not repeat."""
+
+
+def findings(values: Values) -> Iterator[Finding]:
+    """Yield what Transformer Engine's layers cannot do of these settings, whatever their backend.
+
+    A row is skipped if a key that it reads is not in `values`.
+    """
+    yield from refusals(TABLE, values)
+    version = values.get(VERSION)
+    if version is not None and (reason := why_not_on_cpu(version)) is not None:
+        yield Finding(VERSION, reason, f"Use {DEFAULT_VERSION}, or leave it out")

@@ -1,0 +1,109 @@
+"""Read how much memory this process and this machine may use.
+
+The limits are those of the process (`ulimit -v`), of its control groups (containers, Slurm,
+systemd) and of the machine. A limit that cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # the first version of control groups writes a number near 2**63 for "none"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Hold a limit of memory in bytes: in all, what is free of it now, and its name in words."""
+
+    num_bytes: int
+    free: int
+    name: str
+
+
+def process_limits(proc: Path = _PROC) -> list[Limit]:
+    """Return the limits of this process alone.
+
+    Memory that the process has freed and keeps for itself does not count as free.
+    """
+    used = _fields(proc / "self/status")
+    kinds = (
+        (resource.RLIMIT_AS, "VmSize", "the limit of the address space, ulimit -v"),
+        (resource.RLIMIT_DATA, "VmData", "the limit of the data segment, ulimit -d"),
+    )
+    found = []
+    for kind, field, name in kinds:
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            found.append(Limit(limit, max(0, limit - used.get(field, 0)), name))
+    return found
+
+
+def machine_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Limit]:
+    """Return the limits that all processes of this job on this machine share, with swap space."""
+    have = _fields(proc / "meminfo")
+    swap = have.get("SwapTotal", 0)
+    found = []
+    if "MemTotal" in have:
+        free = have.get("MemAvailable", have["MemTotal"]) + have.get("SwapFree", 0)
+        found.append(Limit(have["MemTotal"] + swap, free, "the memory of this machine"))
+    return [*found, *_group_limits(proc, cgroups, swap)]
+
+
+def _group_limits(proc: Path, cgroups: Path, swap: int) -> Iterator[Limit]:
+    for line in _lines(proc / "self/cgroup"):
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers == "":
+            names = ("memory.max", "memory.current", "memory.swap.max")
+            yield from _along(cgroups, path, names, swap)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "")
+            yield from _along(cgroups / "memory", path, names, swap)
+
+
+def _along(root: Path, path: str, names: tuple[str, str, str], swap: int) -> Iterator[Limit]:
+    """Yield the limits of a control group and of those that it is in."""
+    inside = PurePosixPath(path.lstrip("/"))
+    for part in (inside, *inside.parents):
+        group = root / part
+        limit = _number(group / names[0])
+        if ".." in part.parts or limit is None or limit >= _UNLIMITED:
+            continue
+        of_swap = _number(group / names[2]) if names[2] else None
+        extra = swap if of_swap is None else min(swap, of_swap)
+        used = _number(group / names[1]) or 0
+        files = _statistic(group / "memory.stat", "inactive_file")  # freed when memory is needed
+        free = max(0, min(limit, limit - used + files)) + extra
+        yield Limit(limit + extra, free, f"the limit of the control group {group}")
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the lines `name: number kB` of a file of the kernel, in bytes."""
+    found = {}
+    for line in _lines(path):
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[0].isdigit() and words[1] == "kB":
+            found[name] = int(words[0]) * 1024
+    return found
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None for the word `max` and where there is no such file."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _statistic(path: Path, name: str) -> int:
+    pairs = (line.split() for line in _lines(path))
+    return next((int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] == name), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, ValueError):
+        return []

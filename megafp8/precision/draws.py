@@ -1,0 +1,45 @@
+"""Draw the random bytes of stochastic rounding, again the same ones after a resume."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from hashlib import sha256
+
+import torch
+
+
+class Draws:
+    """Draw bytes by a key.
+
+    The key is the seed, the step, the microbatch, the tensor and product, and how often the tensor
+    was cast in this step.
+    Nothing is kept from one step to the next, so a resumed run draws what an undisturbed one draws.
+    The ranks that hold parts of a tensor draw the same bytes for their parts.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._step = self._sample = 0
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def begin_microbatch(self, step: int, sample: int) -> None:
+        """Begin the microbatch `sample` of a step; both are counted over the whole run."""
+        if step != self._step:
+            self._counts.clear()
+        self._step, self._sample = step, sample
+
+    def bytes_of(self, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return random bytes (uint8) on the CPU for the next cast of a tensor for one product."""
+        self._counts[tensor] += 1
+        key = f"{self.seed} {self._step} {self._sample} {tensor} {self._counts[tensor]}"
+        seed = int.from_bytes(sha256(key.encode()).digest()[:7], "big")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    def snapshot(self) -> dict[str, int]:
+        """Return how often each tensor was cast in this step."""
+        return dict(self._counts)
+
+    def restore(self, counts: dict[str, int]) -> None:
+        """Go back to a snapshot: the casts that follow draw what those after it drew."""
+        self._counts = defaultdict(int, counts)

@@ -1,0 +1,295 @@
+"""Report a comparison: the verdict on each configuration, their table, and one page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from megafp8.report.curves import gap_chart
+from megafp8.report.page import runs_page
+from megafp8.report.record import RunRecord
+from megafp8.report.verdict import (
+    Pair,
+    Signal,
+    Verdict,
+    all_signals,
+    averaged_gap,
+    gaps_of,
+    judge,
+    ratio,
+    weakest_tensors,
+)
+
+WORDS = ("worse", "undecided", "same", "better")
+"""The verdicts: that on several configurations is the first of these which one of them has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Hold what came out of one configuration.
+
+    Attributes:
+        name: What reports call the configuration.
+        base_name: What they call the baseline.
+        word: The verdict.
+        sentence: The verdict in one line.
+        verdict: The figures that it follows from; None if no run finished.
+        pairs: The runs of each seed that both finished.
+        differs: Lines that say in which settings it is not the baseline.
+        signals: The tensors that lose most signal in FP8.
+        of_base: The signal-to-noise ratio in dB of the baseline's tensors, if it has FP8 too.
+    """
+
+    name: str
+    base_name: str
+    word: str
+    sentence: str
+    verdict: Verdict | None
+    pairs: tuple[Pair, ...]
+    differs: tuple[str, ...]
+    signals: tuple[Signal, ...]
+    of_base: Mapping[str, float]
+
+    @property
+    def costs(self) -> list[tuple[str, str]]:
+        """Return what the configuration took in relation to the baseline, in words."""
+        return costs_of(self.pairs)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the figures behind the verdict, and the costs, as lines."""
+        return [*_lines(self.verdict), *(f"{what}: {text}" for what, text in self.costs)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome for a JSON file."""
+        return {
+            "name": self.name,
+            "verdict": self.word,
+            "sentence": self.sentence,
+            "figures": None if self.verdict is None else asdict(self.verdict),
+            "differs": list(self.differs),
+            "costs": dict(self.costs),
+            "weakest_tensors": [
+                {**asdict(signal), "snr_db_of_baseline": self.of_base.get(signal.name)}
+                for signal in self.signals
+            ],
+        }
+
+
+def outcome(
+    name: str,
+    base_name: str,
+    pairs: Sequence[Pair],
+    *,
+    tolerance: float,
+    differs: Sequence[str],
+    failures: Mapping[int, int],
+) -> Outcome:
+    """Return the verdict on one configuration.
+
+    Args:
+        name: What the configuration is called.
+        base_name: What the baseline is called.
+        pairs: The runs of each seed, also those that did not finish.
+        tolerance: The largest relative gap that counts as the same loss.
+        differs: Lines that say in which settings it is not the baseline.
+        failures: The exit code of each seed whose run did not finish; such a configuration is
+            worse.
+    """
+    done = [pair for pair in pairs if pair.other.status == "finished"]
+    verdict = judge(done, tolerance, (base_name, name)) if done else None
+    word, sentence = ("worse", "") if verdict is None else (verdict.word, verdict.sentence)
+    if failures:
+        how = ", ".join(f"seed {seed} ended with exit code {c}" for seed, c in failures.items())
+        word, sentence = "worse", f"worse: {name} did not finish ({how}), and {base_name} did"
+    return Outcome(
+        name=name,
+        base_name=base_name,
+        word=word,
+        sentence=sentence,
+        verdict=verdict,
+        pairs=tuple(done),
+        differs=tuple(differs),
+        signals=tuple(weakest_tensors(pairs[0].other)) if pairs else (),
+        of_base={s.name: s.snr_db for s in all_signals(pairs[0].base)} if pairs else {},
+    )
+
+
+def worst(outcomes: Sequence[Outcome]) -> str:
+    """Return the verdict on all configurations together."""
+    return min((o.word for o in outcomes), key=WORDS.index)
+
+
+def costs_of(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+    """Return what the configuration took in relation to the baseline, in words."""
+    found = []
+    memory, wall = ratio(pairs, "peak_memory_bytes"), ratio(pairs, "wall_seconds")
+    if memory is not None:
+        found.append(("peak memory", f"{memory:.2f} of the baseline's"))
+    if wall is not None:
+        found.append(("time of whole runs", f"{wall:.2f} of the baseline's"))
+        if _measures(pairs[0].other) != _measures(pairs[0].base):
+            side = "the configuration" if _measures(pairs[0].other) else "the baseline"
+            note = f"logged steps of {side} alone also measure FP8 health, which its time includes"
+            found.append(("note", note))
+    precision = str(pairs[0].other.summary.get("precision", "")) if pairs else ""
+    if "emulated" in precision:
+        note = "FP8 is emulated on this device, so that its time says nothing about tensor cores"
+        found.append(("note", note))
+    share = pairs[0].other.figure("fp8_share_of_gemm_flops") if pairs else None
+    if share:
+        found.append(("share of FP8", f"{100 * share:.1f} % of the GEMM FLOPs without attention"))
+    return found
+
+
+def _measures(run: RunRecord) -> bool:
+    return bool(run.config.get("model.fp8")) and run.config.get("model.fp8_health") == "full"
+
+
+def _lines(verdict: Verdict | None) -> list[str]:
+    if verdict is None:
+        return []
+    gaps = ", ".join(f"seed {seed} {100 * gap:+.3f} %" for seed, gap in verdict.gaps.items())
+    lines = [f"gap of the final {verdict.measured}: {gaps}"]
+    if verdict.spread_between_seeds is not None:
+        spread = f"{100 * verdict.spread_between_seeds:.2f} %"
+        lines.append(
+            f"spread of the baseline between seeds: {spread} (the seed also draws the texts)"
+        )
+    if verdict.first_difference is None:
+        lines.append("the training losses are equal at every logged step")
+    else:
+        lines.append(f"the training losses differ from step {verdict.first_difference} on")
+    if verdict.largest is not None:
+        step, gap = verdict.largest
+        lines.append(f"the averaged gap is largest at step {step}: {100 * gap:+.2f} %")
+    if verdict.parts_at is not None:
+        lines.append(f"the curves part at step {verdict.parts_at}")
+    else:
+        lines.append("the curves do not part: the averaged gap ends within the tolerance")
+    return lines
+
+
+# ---- a table of several configurations
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a row for each configuration, below a row of titles, in columns of equal width."""
+    rows = [("configuration", "verdict", "gap", "95 % interval", "gaps of the seeds")]
+    rows += [(o.name, o.word, *_gaps(o.verdict)) for o in outcomes]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _gaps(verdict: Verdict | None) -> tuple[str, str, str]:
+    """Return the mean gap, its interval and the gap of each seed, in percent."""
+    if verdict is None:
+        return "", "", ""
+    mean, width = 100 * verdict.mean, verdict.half_width
+    around = "" if width is None else f"{mean - 100 * width:+.2f} to {mean + 100 * width:+.2f} %"
+    gaps = ", ".join(f"{100 * gap:+.2f}" for gap in verdict.gaps.values())
+    return f"{mean:+.2f} %", around, f"{gaps} %"
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(o.name)}<td>{o.word}"
+        f"<td class=number data-value='{_sorted_by(o.verdict)}'>{escape(mean)}"
+        f"<td class=number>{escape(around)}<td class=number>{escape(gaps)}"
+        for o in outcomes
+        for mean, around, gaps in [_gaps(o.verdict)]
+    )
+    measured = next((o.verdict.measured for o in outcomes if o.verdict is not None), "loss")
+    return (
+        f"<p class=dim>The gap is the final {measured} over that of "
+        f"{escape(outcomes[0].base_name)}, minus 1. All runs of a seed have the same weights at "
+        "the start and the same data. Each interval is of one configuration alone.</p>"
+        "<div class=scroll><table class=sortable><thead><tr><th>configuration<th>verdict<th>gap"
+        f"<th>95 % interval<th>gaps of the seeds</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _sorted_by(verdict: Verdict | None) -> str:
+    return repr(verdict.mean) if verdict is not None and math.isfinite(verdict.mean) else ""
+
+
+# ---- the page
+
+
+def comparison_page(
+    outcomes: Sequence[Outcome], runs: Sequence[RunRecord], labels: Sequence[str]
+) -> str:
+    """Return the page of a comparison, with the curves of its runs under their labels."""
+    base_name = outcomes[0].base_name
+    if len(outcomes) == 1:
+        (only,) = outcomes
+        gaps = [(f"seed {pair.seed}", *_in_percent(gaps_of(pair))) for pair in only.pairs]
+        title, more = f"{only.name} against {base_name}", _section(only, 2)
+        chart = gap_chart(f"training loss of {only.name} over {base_name}, %", gaps)
+    else:
+        gaps = [(o.name, *_in_percent(_averaged(o.pairs))) for o in outcomes if o.pairs]
+        title = f"{len(outcomes)} configurations against {base_name}"
+        more = _table(outcomes) + "".join(
+            f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes
+        )
+        chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
+    charts = [chart] if gaps else []
+    return runs_page(title, runs, labels=labels, more=more, more_charts=charts)
+
+
+def _section(outcome: Outcome, level: int) -> str:
+    """Return what the page says about one configuration, with headings of a level."""
+    color = "same" if outcome.word == "better" else outcome.word
+    return "".join(
+        (
+            f"<p class='verdict {color}'><span>{escape(outcome.sentence)}</span></p>",
+            f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in outcome.lines)}</ul>",
+            f"<h{level}>What differs</h{level}><ul>",
+            *(f"<li>{escape(line)}</li>" for line in outcome.differs),
+            "</ul>",
+            _weakest(outcome, level),
+        )
+    )
+
+
+def _weakest(outcome: Outcome, level: int) -> str:
+    """Return the table of the tensors that lose most signal, if they were measured."""
+    if not outcome.signals:
+        return ""
+    of_base = outcome.of_base
+    column = f"<th>signal to noise of {escape(outcome.base_name)}, dB" if of_base else ""
+    rows = "".join(
+        f"<tr><td>{escape(s.name)}<td class=number data-value={s.snr_db!r}>{s.snr_db:.1f}"
+        f"{_cell(of_base.get(s.name)) if of_base else ''}"
+        f"<td class=number data-value={s.underflow!r}>{100 * s.underflow:.3f}"
+        f"<td class=number data-value={s.overflow!r}>{100 * s.overflow:.3f}"
+        for s in outcome.signals
+    )
+    return (
+        f"<h{level}>Tensors that lose most signal in FP8</h{level}>"
+        "<p class=dim>Means over the last quarter "
+        "of the first seed's logged steps. The ratio is that of the worst row of a tensor.</p>"
+        "<div class=scroll><table class=sortable><thead><tr><th>tensor"
+        f"<th>signal to noise, dB{column}<th>underflow, %<th>saturation, %</thead>"
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(snr_db: float | None) -> str:
+    """Return a cell of the table, empty where the tensor was not measured."""
+    return "<td>" if snr_db is None else f"<td class=number data-value={snr_db!r}>{snr_db:.1f}"
+
+
+def _averaged(pairs: Sequence[Pair]) -> tuple[list[int], list[float]]:
+    found = averaged_gap(pairs)
+    return [step for step, _ in found], [gap for _, gap in found]
+
+
+def _in_percent(curve: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:
+    return curve[0], [100 * gap for gap in curve[1]]

@@ -1,0 +1,138 @@
+"""Refuse a folder with other programs' files whose names a run would use.
+
+`WRITTEN` is the list of all names that a run writes in its directory. A test compares it with what
+runs of every kind leave.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, is_ours, step_of
+from megafp8.data.tokenize import TOKENIZER_FILES
+from megafp8.errors import RunError
+from megafp8.files import read_json
+from megafp8.observe.health import HEALTH_FILE
+from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
+from megafp8.observe.trackers import WANDB_FOLDER, WANDB_ID_FILE
+from megafp8.runs.find import (
+    CHECKPOINTS_DIR,
+    CONFIG_NAME,
+    METRICS_NAME,
+    RECORD_NAME,
+    REPORT_NAME,
+    SUMMARY_NAME,
+)
+from megafp8.runs.lock import LOCK_NAME
+from megafp8.runs.restarts import RECORD as RESTARTS_NAME
+from megafp8.runs.tokenizer import TOKENIZER_CONFIG
+
+LOGS = (METRICS_NAME, HEALTH_FILE)
+"""The files in which a run records its steps."""
+
+MADE_AT_THE_START = (
+    CONFIG_NAME,
+    RECORD_NAME,
+    RESTARTS_NAME,
+    *TOKENIZER_FILES,
+    TOKENIZER_CONFIG,
+    "events.out.tfevents.*",
+    CONSOLE_FILE,
+    EVENTS_FILE,
+    LOCK_NAME,
+)
+"""The files that a run may have made before its first step."""
+
+WRITTEN = (
+    *LOGS,
+    *MADE_AT_THE_START,
+    SAMPLES_FILE,
+    SUMMARY_NAME,
+    REPORT_NAME,
+    CHECKPOINTS_DIR,
+    WANDB_FOLDER,
+    WANDB_ID_FILE,
+    "profile_rank*.json",
+    "memory_rank*.pickle",
+)
+"""The names of all that a run writes in its directory, as patterns."""
+
+_ONLY_APPENDED = (CONSOLE_FILE,)
+"""A shell may have made this file for the command's output, and a run only appends to it."""
+
+_OF_A_RECORD = ("identity", "status", "created")
+_OF_A_LOCK = ("host", "pid")
+_NAMES_SHOWN = 5
+
+
+def refuse_foreign(path: Path, names: Iterable[str]) -> None:
+    """Raise `RunError` if a run in `path` would overwrite files that no run of ours has written.
+
+    Empty files do not count. In a directory that has a run of ours nothing is refused.
+
+    Args:
+        path: The directory in which a run is about to begin.
+        names: What the directory holds.
+
+    Raises:
+        RunError: The directory is not that of a run, and has some of the names in `WRITTEN`.
+    """
+    if _has_run(path):
+        return
+    found = sorted(name for name in names if _is_foreign(path, name))
+    if not found:
+        return
+    shown = ", ".join(found[:_NAMES_SHOWN]) + (", …" if len(found) > _NAMES_SHOWN else "")
+    raise RunError(
+        f"{path} holds other files than a run's, and a run would overwrite: {shown}. Nothing was "
+        "changed. Give a new or an empty folder"
+    )
+
+
+def _has_run(path: Path) -> bool:
+    """Whether a directory has the record, or a checkpoint of the training, of a run of ours."""
+    record = path / RECORD_NAME
+    if record.is_file() and not record.is_symlink():
+        try:
+            return all(isinstance(read_json(record).get(name), str) for name in _OF_A_RECORD)
+        except RunError:
+            return True  # reading the record reports the damage, and the run is refused
+    checkpoints = path / CHECKPOINTS_DIR
+    return any(_is_of_training(step_dir) for step_dir in checkpoints.glob("step_*"))
+
+
+def _is_of_training(step_dir: Path) -> bool:
+    if step_of(step_dir.name) is None:
+        return False
+    try:
+        manifest: Any = read_json(step_dir / MANIFEST_NAME)
+    except RunError:
+        return False
+    meta = manifest.get("meta")
+    return isinstance(meta, dict) and "data_fingerprint" in meta
+
+
+def _is_foreign(path: Path, name: str) -> bool:
+    """Whether a run would overwrite or delete something that is not a run's."""
+    if not any(fnmatchcase(name, pattern) for pattern in WRITTEN) or name in _ONLY_APPENDED:
+        return False
+    file = path / name
+    if file.is_symlink():
+        return True
+    if name == CHECKPOINTS_DIR and file.is_dir():
+        return not all(is_ours(each.name) for each in file.iterdir())
+    if name == LOCK_NAME and _is_lock(file):
+        return False
+    return file.is_dir() or file.stat().st_size > 0
+
+
+def _is_lock(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_bytes() or b"{}")
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and (not content or all(k in content for k in _OF_A_LOCK))

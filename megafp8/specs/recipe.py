@@ -1,0 +1,116 @@
+"""Define what a recipe is: a class with its traits and its rule.
+
+Settings are checked and plans are made without torch, so this module does not import it, and the
+built-in recipes import it when their rule first runs (`lazy`). Recipes of others may import torch
+at the top of their file.
+"""
+
+# M rows across a product's sum   K elements along it
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from megafp8.specs.traits import Role, Scales, Traits
+
+Tensor = Any  # a torch.Tensor, which this package does not import
+
+
+class Cast(NamedTuple):
+    """Say what is to be quantized: which tensor, for which product, with which scales.
+
+    Attributes:
+        role: Which of the linear's tensors it is.
+        scales: Which elements share a scale, by the recipe's traits.
+        fmt: The format, with `name`, `dtype` (of torch) and `max` (its largest number).
+        power_2: Whether scales are powers of two.
+        along: Which dim of the tensor itself the product sums over. The matrix that the rule is
+            given always has that dim last.
+        reduce_max: Takes the maximum of an amax (FP32, overwritten) over the ranks that hold parts
+            of the tensor. None where this rank holds all of it, or where the recipe does not
+            declare `agrees`.
+        draw: Returns random bytes (uint8) of a shape. The same tensor of the same step gets the
+            same bytes after a resume, and other bytes in another step.
+    """
+
+    role: Role
+    scales: Scales
+    fmt: Any
+    power_2: bool
+    along: Literal["last", "first"]
+    reduce_max: Callable[[Tensor], object] | None
+    draw: Callable[[tuple[int, ...]], Tensor]
+
+
+class Scaled(NamedTuple):
+    """Hold an operand [M, K] in low precision: its values are payload * dequant_scale * outer.
+
+    `payload` has the format's dtype. `dequant_scale` is FP32: [ceil(M / across), ceil(K / along)],
+    or 0-d for one scale. `outer` (0-d FP32) is the factor of the whole operand, for scales of two
+    levels.
+    """
+
+    payload: Tensor
+    dequant_scale: Tensor
+    outer: Tensor | None = None
+
+
+class Recipe:
+    """Define a recipe: a subclass sets `traits` and implements `cast`."""
+
+    traits: ClassVar[Traits]
+    name: str = ""
+    """How settings name the recipe; it is set when the recipe is found."""
+
+    @classmethod
+    def has_kernels(cls) -> bool:
+        """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
+        return cls.quantizer is not Recipe.quantizer
+
+    def cast(self, x_MK: Tensor, cast: Cast) -> Scaled | Tensor:
+        """Quantize an operand of a product that sums over K.
+
+        Args:
+            x_MK: A matrix in FP32, BF16 or FP16, which stays unchanged. It has whole blocks: zeros
+                are added where the tensor ends inside one. A tensor that two products read is given
+                twice, once transposed, unless one quantization serves both.
+            cast: What is asked for.
+
+        Returns:
+            Bytes and scales. A recipe that declares `is_simulated` returns values instead: a matrix
+            [M, K] in FP32 or in the dtype of `x_MK`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `cast`")
+
+    def scale_of_amax(self, amax: Tensor, cast: Cast) -> Tensor:
+        """Return the scale to quantize a weight with, given its amax alone (both 0-d FP32).
+
+        It is called for weights of which ranks hold parts, if the recipe declares `shares_weight`.
+        A part is quantized as `clamp(part * scale)`, rounded to nearest.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `scale_of_amax`")
+
+    def quantizer(self, given: Any) -> Any:
+        """Return the `TensorQuantizer` of one tensor of one linear; None makes one of `cast`.
+
+        `given` is a `precision.recipes.base.Quantizing`. A recipe that keeps state, or whose casts
+        run as kernels, returns its own.
+        """
+        return None
+
+
+def lazy(name: str) -> Any:
+    """Return a stand-in for a module, which is imported when one of its names is first read."""
+    return _Lazy(name)
+
+
+class _Lazy:
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        self.__dict__[attribute] = value
+        return value

@@ -1,0 +1,248 @@
+"""Find recipes by their names: those of this package, installed ones, and files that a user names.
+
+A name is a built-in recipe's, the entry point of an installed package (group `megafp8.recipes`),
+`package.module:Class`, or `path/to/file.py:Class`; the class may be left out where there is one.
+The last two run code that the name chooses. Therefore `load_recipe` alone imports them, which is
+called where a user has named them; `find_recipe` never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.traits import Traits, contradictions
+
+HIGH_PRECISION = "high_precision"
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+"""The names of the built-in recipes; the file of each is `megafp8/recipes/<name>.py`."""
+DEFAULT_RECIPE = "delayed"
+ENTRY_POINTS = "megafp8.recipes"
+
+_loaded: dict[str, Recipe] = {}
+"""The recipes that `load_recipe` has imported, by the names that settings give them."""
+
+
+class RecipeError(Exception):
+    """A recipe that cannot be found or used; the message begins with its name."""
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return a recipe that is built in, installed or loaded.
+
+    Raises:
+        RecipeError: There is none of this name.
+        TypeError: The name is not a text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is not the name of a recipe")
+    if name in RECIPES:
+        return _built_in(name)
+    if name in _loaded:
+        return _loaded[name]
+    if names_code(name):
+        raise RecipeError(f"{name}: names code, which has not been loaded")
+    return _installed(name)
+
+
+def traits_of(precision: str) -> Traits | None:
+    """Return the traits of a recipe, or None for high precision."""
+    return None if precision == HIGH_PRECISION else find_recipe(precision).traits
+
+
+def te_class(name: str) -> str | None:
+    """Return the class that Transformer Engine has for a recipe, or None."""
+    return None if problem(name) is not None else find_recipe(name).traits.backends.get("te")
+
+
+def names_code(name: object) -> bool:
+    """Whether a name says where code is, as a module or a file."""
+    return isinstance(name, str) and any(sign in name for sign in "./:\\")
+
+
+def label_of(name: str) -> str:
+    """Return a short name for headers: where a name is a path, that of the class and its file."""
+    if name == HIGH_PRECISION or not names_code(name):
+        return name
+    recipe = type(find_recipe(name))
+    source = getattr(sys.modules.get(recipe.__module__), "__file__", None)
+    return recipe.__name__ if source is None else f"{recipe.__name__} ({Path(source).name})"
+
+
+def problem(name: object) -> str | None:
+    """Return why a value does not name a recipe that can be found, or None if it does."""
+    if not isinstance(name, str):
+        return f"{name!r}: is no text"
+    try:
+        find_recipe(name)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def names_where(holds: Callable[[Traits], bool]) -> tuple[str, ...]:
+    """Return the built-in recipes whose traits meet a condition, for hints."""
+    return tuple(name for name in RECIPES if holds(find_recipe(name).traits))
+
+
+def some(names: Iterable[str], holds: Callable[[Traits], bool]) -> tuple[str, ...]:
+    """Return those of some recipes whose traits meet a condition, sorted.
+
+    Names that cannot be found are left out: they are an error of their own.
+    """
+    known = (name for name in set(names) if name != HIGH_PRECISION and problem(name) is None)
+    return tuple(sorted(name for name in known if holds(find_recipe(name).traits)))
+
+
+# --- importing code -------------------------------------------------------------------------------
+
+
+def load_recipe(name: str) -> Recipe:
+    """Import the code that a name chooses, and return the recipe; a second call imports nothing.
+
+    Call it only with a name that the user has given: on the command line, in a trusted file, or as
+    an argument in Python.
+
+    Raises:
+        RecipeError: The code cannot be imported, has no such class, or its traits are wrong.
+    """
+    if names_code(name) and name not in _loaded:
+        target, _, wanted = name.rpartition(":") if ":" in name else (name, "", "")
+        module = _from_file(name, target) if target.endswith(".py") else _imported(name, target)
+        _loaded[name] = _made(name, _class_in(name, module, wanted))
+    return find_recipe(name)
+
+
+def register_recipe(recipe: type[Recipe]) -> str:
+    """Add a recipe that is defined in Python, as in a notebook, and return the name that it gets.
+
+    Raises:
+        RecipeError: Its traits are wrong.
+    """
+    name = f"{recipe.__module__}:{recipe.__qualname__}"
+    _loaded[name] = _made(name, recipe)
+    return name
+
+
+def source_of(name: str) -> tuple[Path, str] | None:
+    """Return the file of a recipe that is not built in, and the SHA-256 of its bytes.
+
+    None stands for a built-in recipe, and for a class that no file holds.
+    """
+    if name in RECIPES:
+        return None
+    source = getattr(sys.modules.get(type(find_recipe(name)).__module__), "__file__", None)
+    if source is None:
+        return None
+    return Path(source), hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+@cache
+def _built_in(name: str) -> Recipe:
+    return _made(name, _class_in(name, importlib.import_module(f"megafp8.recipes.{name}"), ""))
+
+
+@cache
+def _installed(name: str) -> Recipe:
+    points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+    if name not in points:
+        raise RecipeError(f"{name}: there is no such recipe; there are {', '.join(RECIPES)}")
+    value = points[name].value
+    target, _, wanted = value.partition(":")
+    return _made(name, _class_in(name, _imported(name, target), wanted))
+
+
+def _imported(name: str, target: str) -> ModuleType:
+    if "" not in sys.path:  # as with `python -m`: the folder of a script is there instead
+        sys.path.append("")
+    return _running(name, lambda: importlib.import_module(target), Path(target))
+
+
+def _from_file(name: str, target: str) -> ModuleType:
+    path = Path(target).expanduser().resolve()
+    if not path.is_file():
+        raise RecipeError(f"{name}: there is no file {path}")
+    key = hashlib.sha256(bytes(path)).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"megafp8_recipe_{path.stem}_{key}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+
+    def run() -> ModuleType:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]  # asserted above
+        return module
+
+    return _running(name, run, path)
+
+
+def _running(name: str, imports: Callable[[], ModuleType], path: Path) -> ModuleType:
+    """Run another's code, which can raise anything; name the line of it that failed."""
+    try:
+        return imports()
+    except Exception as error:
+        lines = traceback.extract_tb(error.__traceback__)
+        own = [line for line in lines if Path(line.filename).name == path.name]
+        place = f", line {own[-1].lineno} of {path}" if own else ""
+        if isinstance(error, SyntaxError):
+            place = f", line {error.lineno} of {error.filename}"
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{name}: cannot be imported ({reason}{place})") from error
+
+
+def _class_in(name: str, module: ModuleType, wanted: str) -> type[Recipe]:
+    found = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Recipe)
+        and value.__module__ == module.__name__
+    }
+    source = getattr(module, "__file__", module.__name__)
+    if wanted and wanted not in found:
+        listed = ", ".join(found) or "none"
+        raise RecipeError(f"{name}: {source} has no recipe {wanted}; it has {listed}")
+    if not wanted and len(found) != 1:
+        listed = ", ".join(found) or "none: a recipe is a subclass of megafp8.fp8.Recipe"
+        raise RecipeError(f"{name}: {source} must have one recipe, or name it; it has {listed}")
+    return found[wanted] if wanted else next(iter(found.values()))
+
+
+def _made(name: str, cls: type[Recipe]) -> Recipe:
+    traits = getattr(cls, "traits", None)
+    if not isinstance(traits, Traits):
+        raise RecipeError(f"{name}: {cls.__name__} declares no traits (`traits = Traits(...)`)")
+    if wrong := contradictions(traits):
+        raise RecipeError(f"{name}: the traits of {cls.__name__} are wrong: {'; '.join(wrong)}")
+    if cls.cast is Recipe.cast and not cls.has_kernels():
+        raise RecipeError(f"{name}: {cls.__name__} has no `cast`, which is a recipe's rule")
+    if not cls.has_kernels():
+        _check_rule(name, cls, traits)
+    try:
+        made = cls()
+    except Exception as error:  # another's code can raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{name}: {cls.__name__}() cannot be made ({reason})") from error
+    made.name = name
+    return made
+
+
+def _check_rule(name: str, cls: type[Recipe], traits: Traits) -> None:
+    """Refuse what a recipe declares and a rule of `cast` alone cannot do."""
+    if traits.has_history:
+        raise RecipeError(
+            f"{name}: {cls.__name__} declares has_history, and a rule that is `cast` alone keeps "
+            "nothing between microbatches. Leave it out, or implement `quantizer`"
+        )
+    if traits.shares_weight and cls.scale_of_amax is Recipe.scale_of_amax:
+        raise RecipeError(
+            f"{name}: {cls.__name__} declares shares_weight and has no `scale_of_amax`"
+        )

@@ -1,0 +1,171 @@
+"""Find mutants: versions of a file that differ in one place.
+
+Python is changed by operators of the library Cosmic Ray. Annotations are never evaluated and stay.
+C sources are changed by a short list of our own. Of each place one mutant is a candidate, and a
+seed orders all candidates, by their text: unrelated changes of a file leave the order as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = (
+    *(f"ReplaceBinaryOperator_{pair}" for pair in (
+        "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "Mul_Add", "FloorDiv_Mul", "Mod_Add",
+        "Pow_Mul", "LShift_RShift", "RShift_LShift", "BitAnd_BitXor",
+    )),
+    *(f"ReplaceComparisonOperator_{pair}" for pair in (
+        "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "GtE_Lt",
+        "Gt_LtE", "LtE_Gt", "Is_IsNot", "IsNot_Is",
+    )),
+    "ReplaceUnaryOperator_Delete_USub", "ReplaceUnaryOperator_Delete_Not", "AddNot",
+    "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "NumberReplacer",
+    "ZeroIterationForLoop",
+)  # fmt: skip
+IN_C = {
+    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("*",), "<": ("<=", ">="), ">": (">=", "<="),
+    "<=": ("<",), ">=": (">",), "==": ("!=",), "!=": ("==",), "&&": ("||",), "||": ("&&",),
+    "<<": (">>",), ">>": ("<<",), "&": ("|",), "|": ("&",), "^": ("|",), "+=": ("-=",),
+    "-=": ("+=",), "|=": ("&=",), "&=": ("|=",),
+}  # fmt: skip
+C_TOKEN = re.compile(
+    r"""(?P<skip>//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|^[ \t]*\#(?:\\\n|[^\n])*)
+    |(?P<number>\b(?:0x[0-9a-fA-F]+|\d+\.?\d*(?:[eE][+-]?\d+)?)[uUlLfF]*)
+    |(?P<operator>->|\+\+|--|<<=|>>=|[-+*/&|^<>=!]=|<<|>>|&&|\|\||[-+*/&|^<>])
+    |(?P<word>\w+)""",
+    re.VERBOSE | re.DOTALL | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Describe one change of one file."""
+
+    file: str  # relative to the repository
+    line: int
+    operator: str
+    before: str  # the line, without spaces around it
+    after: str
+    source: str  # of the whole file, with the change
+
+    @property
+    def key(self) -> str:
+        """Return what identifies the mutant between runs: the file with its change."""
+        return hashlib.sha256(f"{self.file}\0{self.source}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Change:
+    begin: tuple[int, int]  # line, column
+    operator: str
+    number: int  # of the changes that the operator can make in this file
+    source: str = ""  # of C, the whole file
+
+
+def candidates(root: Path, files: Iterable[str], seed: int) -> Iterator[Mutant]:
+    """Yield one mutant of each place in the files, in the order that the seed gives them."""
+    ordered = []
+    for file in files:
+        source = Path(root, file).read_text()
+        changes = c_changes(source) if file.endswith((".c", ".h")) else python_changes(source)
+        lines, seen = source.splitlines(), Counter[str]()
+        places: dict[tuple[int, int], list[tuple[str, _Change]]] = {}
+        for change in changes:
+            name = f"{lines[change.begin[0] - 1].strip()}\0{change.begin[1]}\0{change.operator}"
+            seen[name] += 1
+            text = f"{seed}\0{file}\0{name}\0{seen[name]}"
+            order = hashlib.sha256(text.encode()).hexdigest()
+            places.setdefault(change.begin, []).append((order, change))
+        first = [min(found, key=lambda ranked: ranked[0]) for found in places.values()]
+        ordered += [(order, change, file, source) for order, change in first]
+    ordered.sort(key=lambda found: found[0])
+    made = (_made(file, source, change) for _, change, file, source in ordered)
+    yield from (mutant for mutant in made if mutant is not None)
+
+
+def _made(file: str, source: str, change: _Change) -> Mutant | None:
+    mutated = change.source or _mutated(source, change)
+    if mutated is None:
+        return None
+    line = change.begin[0]
+    pairs = zip(source.splitlines(), mutated.splitlines(), strict=False)
+    before, after = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    return Mutant(file, line, change.operator, before.strip(), after.strip(), mutated)
+
+
+def _mutated(source: str, change: _Change) -> str | None:
+    """Return the changed source; None if it is no Python, or means the same."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    mutated = mutate_code(source, get_operator(f"core/{change.operator}")(), change.number)
+    try:
+        is_same = mutated is None or ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
+    except SyntaxError:
+        return None
+    return None if is_same else mutated
+
+
+def python_changes(source: str) -> Iterator[_Change]:
+    """Yield what Cosmic Ray's operators can change in a module, outside of annotations."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator
+
+    spared = _annotations(source)
+    nodes = list(ast_nodes(get_ast(source)))
+    for name in NAMES:
+        operator, number = get_operator(f"core/{name}")(), 0
+        for node in nodes:
+            for begin, _ in operator.mutation_positions(node):
+                if not any(first <= begin < last for first, last in spared):
+                    yield _Change(begin, name, number)
+                number += 1
+
+
+def _annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return where annotations, and definitions of types, begin and end."""
+    found: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.returns is not None:
+            found.append(node.returns)
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            found.append(node.annotation)
+    return [((e.lineno, e.col_offset), (e.end_lineno or 0, e.end_col_offset or 0)) for e in found]
+
+
+def c_changes(source: str) -> Iterator[_Change]:
+    """Yield changes of operators and numbers in C, outside of comments and the preprocessor's."""
+    numbers: Counter[str] = Counter()
+    for found in C_TOKEN.finditer(source):
+        token, kind = found.group(), found.lastgroup
+        if kind == "number":
+            others: tuple[str, ...] = (f"({token} + 1)",)
+        elif kind == "operator" and not _is_pointer(source, found):
+            others = IN_C.get(token, ())
+        else:
+            continue
+        line = source.count("\n", 0, found.start()) + 1
+        column = found.start() - source.rfind("\n", 0, found.start()) - 1
+        for other in others:
+            numbers[other] += 1
+            mutated = source[: found.start()] + other + source[found.end() :]
+            yield _Change((line, column), f"C: {token} to {other}", numbers[other], mutated)
+
+
+def _is_pointer(source: str, found: re.Match[str]) -> bool:
+    """Whether a star or an ampersand is no operator between two values."""
+    if found.group() not in "*&-+":
+        return False
+    before = source[: found.start()].rstrip()
+    if not before or before[-1] in "(,=*&|<>?:{;+-/!":
+        return True
+    word = re.search(r"\w+$", before)
+    types = {"float", "char", "void", "double", "int", "return", "const", "restrict"}
+    return word is not None and (word.group() in types or word.group().endswith("_t"))

@@ -1,0 +1,91 @@
+"""Write the table of a mutation run: the score of each part of the code, and the survivors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+EQUIVALENT = Path(__file__).with_name("equivalent.json")
+PARTS = {
+    "C sources": "*.[ch]",
+    "precision": "megafp8/precision/",
+    "fp8": "megafp8/fp8/",
+    "parallel": "megafp8/parallel/",
+    "optim": "megafp8/optim/",
+    "TE's side": "megafp8/backends/te/cpu/",
+    "hardware": "megafp8/hardware/",
+}
+TITLE = "# Would a test notice? Mutations of the code that handles FP8"
+EXPLANATION = """\
+`python -m scripts.mutate` changes one place of the code at a time and runs the fast tests that
+should notice it ([scope.py](../scripts/mutate/scope.py) says which files and tests,
+[mutants.py](../scripts/mutate/mutants.py) which changes). A mutant is killed if a test fails, and
+survives if all pass. One that changes no result that anything reads is equivalent: it is justified
+in [equivalent.json](../scripts/mutate/equivalent.json) and not counted. Triton's kernels are not
+mutated."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold the result of one mutant."""
+
+    key: str
+    file: str
+    line: int
+    before: str
+    after: str
+    verdict: str  # killed, survived, timeout or error
+    by: str
+    seconds: float
+
+
+def why_equivalent(row: Row) -> str:
+    """Return why the mutant cannot be noticed, or an empty string."""
+    known = json.loads(EQUIVALENT.read_text())
+    for one in known:
+        if (one["file"], one["before"], one["after"]) == (row.file, row.before, row.after):
+            return str(one["why"])
+    return ""
+
+
+def part_of(file: str) -> str:
+    """Return the part of the code that a file belongs to."""
+    if file.endswith((".c", ".h")):
+        return "C sources"
+    return next(part for part, start in PARTS.items() if file.startswith(start))
+
+
+def page(rows: Sequence[Row], seed: int, commit: str, wanted: int) -> str:
+    """Return the page with the scores and all mutants that were not killed."""
+    counted = [row for row in rows if not (row.verdict == "survived" and why_equivalent(row))]
+    lines = [TITLE, "", EXPLANATION, "", f"Seed {seed}, commit {commit}.", ""]
+    lines += ["| part | decided | killed | survived | not decided |", "|---|---|---|---|---|"]
+    parts = [part for part in PARTS if any(part_of(row.file) == part for row in counted)]
+    for part in (*parts, "all"):
+        own = [row for row in counted if part in ("all", part_of(row.file))]
+        killed, survived = (sum(r.verdict == v for r in own) for v in ("killed", "survived"))
+        left = len(own) - killed - survived
+        lines.append(f"| {part} | {killed + survived} | {killed} | {survived} | {left} |")
+    killed, survived = (sum(r.verdict == v for r in counted) for v in ("killed", "survived"))
+    share = 100 * killed / max(1, killed + survived)
+    decided = killed + survived
+    lines += ["", f"**{killed} of {decided} decided mutants killed, {share:.1f} %.**"]
+    if decided < wanted:
+        lines[-1] += f" The target is {wanted} decided mutants: {wanted - decided} are left."
+    for title, chosen in (
+        ("Survivors", [r for r in counted if r.verdict == "survived"]),
+        ("Not decided", [r for r in counted if r.verdict not in ("survived", "killed")]),
+        ("Equivalent", [r for r in rows if r not in counted]),
+    ):
+        lines += ["", f"## {title}", ""]
+        lines += [_line(row) for row in sorted(chosen, key=lambda r: (r.file, r.line))] or ["None."]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    reason = why_equivalent(row) or row.by
+    return f"- `{row.file}:{row.line}`: `{row.before}` → `{row.after}`" + (
+        f" ({reason})" if reason else ""
+    )

@@ -1,0 +1,133 @@
+"""Following the hints of refusals leads to a job that runs: no two of them lead to each other."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from megafp8.config import together
+from megafp8.config.errors import CombinedConfigError, SettingError, raise_if_any
+from megafp8.config.load import load, load_all
+from megafp8.config.resolve import resolve
+from megafp8.config.rows import Row
+from megafp8.config.settings import read_values
+from megafp8.config.te_layers import findings
+from megafp8.config.te_settings import settings_of
+from megafp8.specs.te_versions import DEFAULT_VERSION
+from tests.config.test_te_layers import EXAMPLES, TE
+from tests.config.test_together import ROWS, values_of
+
+ASSIGNED = re.compile(r"\b([a-z]\w*(?:\.\w+)+)=([\w.\[\]]+?)(?=[\s,;:)]|\.?$)")
+STEPS = 4
+
+
+def problems_of(settings: dict[str, str], gpu: bool) -> list[SettingError]:
+    """Return what refuses a job before it runs: the checks, the device, and the backend."""
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    try:
+        loaded = load_all(overrides, gpu_available=lambda: gpu)
+        spec = resolve(loaded.cfg, lambda: gpu)
+        if spec.precision.backend == "te":
+            values = read_values(loaded.cfg, {})[0] | settings_of(spec)
+            found = [SettingError(f.key, values[f.key], f.reason, f.hint) for f in findings(values)]
+            raise_if_any(found)
+    except CombinedConfigError as error:
+        return list(error.problems)
+    except SettingError as error:
+        return [error]
+    return []
+
+
+def followed(settings: dict[str, str], problem: SettingError) -> Iterator[dict[str, str]]:
+    """Yield the settings after each piece of advice that keeps Transformer Engine's layers."""
+    if re.search(r"\b[Ll]eave (it|the rules for other recipes) out", problem.hint):
+        yield {key: value for key, value in settings.items() if key != problem.key}
+    for key in re.findall(r"\bleave (\S+\.\S+) out", problem.hint):
+        yield {name: value for name, value in settings.items() if name != key}
+    for key, value in ASSIGNED.findall(problem.hint):
+        if key != "model.fp8_backend":
+            yield settings | {key: value}
+    for value in re.findall(r"Use one of (\w+)", problem.hint):
+        yield settings | {problem.key: value}
+
+
+def ends(settings: dict[str, str], gpu: bool, steps: int = STEPS) -> bool:
+    """Whether some advice after another leads to a job that nothing refuses."""
+    problems = problems_of(settings, gpu)
+    if not problems:
+        return True
+    ways = followed(settings, problems[0]) if steps else ()
+    return any(ends(way, gpu, steps - 1) for way in ways if way != settings)
+
+
+BLOCKWISE = ["model.fp8=True", "model.fp8_recipe=blockwise"]
+NAMED = [job for job in EXAMPLES if "high_precision" not in " ".join(job)]
+"""All but one, whose hint is an example of a rule."""
+JOBS = [*NAMED, BLOCKWISE, [*BLOCKWISE, "model.fp8_split_accumulator=[true,true,true]"]]
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("job", JOBS, ids=" ".join)
+def test_hints_lead_to_a_job_on_transformer_engine_s_layers(job: list[str], gpu: bool) -> None:
+    words = [*job, TE]
+    assert ends({key: value for key, _, value in (word.partition("=") for word in words)}, gpu)
+
+
+# --- the table of settings that exclude each other ------------------------------------------------
+
+
+@cache
+def default_values() -> dict[str, Any]:
+    return read_values(load())[0]
+
+
+def refused(values: dict[str, Any]) -> dict[str, str]:
+    """Return the hints of both tables about some settings, by the key that each refuses."""
+    return {found.key: found.hint for found in together.findings(values)}
+
+
+def advised(values: dict[str, Any], key: str, hint: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings after each piece of advice."""
+    default = default_values()
+    left = re.findall(r"\b[Ll]eave (?:the )?(\S+\.[\w*]+)", hint)
+    left += [key] if re.search(r"\b[Ll]eave (it|one of the two|the rules)\b", hint) else []
+    left += re.findall(r"and the (\S+\.\S+) keys out", hint)
+    names = [name for pattern in left for name in fnmatch.filter(default, pattern)]
+    if names:
+        yield values | {name: default[name] for name in names}
+    for name, value in ASSIGNED.findall(hint):
+        others = re.findall(
+            rf"{re.escape(f'{name}={value}')}(?:,? or|,) (?!leave|use|or|which)(\w+)\b(?!\.)", hint
+        )
+        for one in [value, *others]:
+            words = {"off": "off", "none": "none"}  # are no words of YAML's for False and null here
+            yield values | {name: words.get(one, yaml.safe_load(one))}
+
+
+def is_sound(values: dict[str, Any], steps: int = STEPS) -> bool:
+    """Whether some advice after another leads to settings that neither table refuses."""
+    found = refused(values)
+    if not found:
+        return True
+    key, hint = next(iter(found.items()))
+    ways = advised(values, key, hint) if steps else ()
+    return any(is_sound(way, steps - 1) for way in ways if way != values)
+
+
+@pytest.mark.parametrize("row", together.TOGETHER, ids=ROWS)
+def test_each_hint_leads_to_settings_that_are_accepted(row: Row) -> None:
+    """One piece of a row's advice removes its refusal, and each leads on to sound settings."""
+    values = values_of(row)
+    if values["model.te_version"] is not None:
+        values["model.te_version"] = DEFAULT_VERSION
+    (key,) = row.excludes
+    ways = list(advised(values, key, row.hint))
+    assert any(row.hint not in refused(way).values() for way in ways)
+    for way in ways:
+        assert is_sound(way), row.hint

@@ -1,0 +1,258 @@
+"""Recipes that settings name as code: who may name them, and what is wrong with them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.cli.main import run_app
+from megafp8.config.errors import CombinedConfigError, SettingError
+from megafp8.config.load import load, load_all
+from megafp8.config.resolve import resolve
+from megafp8.config.resume import differences
+from megafp8.specs import recipes
+from megafp8.specs.recipes import (
+    RecipeError,
+    find_recipe,
+    label_of,
+    load_recipe,
+    names_code,
+    source_of,
+)
+from megafp8.specs.traits import ROW, TENSOR, Scales, Traits, alike
+
+OWN = Path(__file__).parents[1] / "own_recipes"
+BLOCKS = f"{OWN}/blocks_of_32.py:BlocksOf32"
+MARK = "import pathlib; pathlib.Path({mark!r}).write_text('ran')\n"
+SIMPLE = """
+from megafp8.fp8 import ROW, Recipe, Traits, alike
+
+class One(Recipe):
+    traits = Traits(input=alike(ROW), weight=alike(ROW), grad_output=alike(ROW), is_simulated=True)
+    def cast(self, x_MK, cast):
+        return x_MK
+"""
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Path:
+    """Return a recipe's file that leaves a file `ran` beside it when it is imported."""
+    file = tmp_path / "lab.py"
+    file.write_text(MARK.format(mark=str(tmp_path / "ran")) + SIMPLE, "utf-8")
+    return file
+
+
+def yaml_with(folder: Path, text: str) -> None:
+    (folder / "job.yaml").write_text(f"defaults: [pretrain_gpt, _self_]\n{text}", "utf-8")
+
+
+@pytest.mark.parametrize(
+    "setting", ["fp8_recipe: {file}", "fp8_modules: ['*.fc2:{file}:One']"], ids=["all", "modules"]
+)
+def test_a_file_names_code_only_if_the_command_line_trusts_it(marked: Path, setting: str) -> None:
+    folder = marked.parent
+    yaml_with(folder, f"model: {{fp8: true, {setting.format(file=marked)}}}\n")
+    with pytest.raises(SettingError, match="--trust-recipe") as found:
+        load([], folder, "job")
+    assert str(marked) in str(found.value) and "job.yaml" in str(found.value)
+    assert not (folder / "ran").exists()
+    load_all([], folder, "job", trusts_recipes=True)
+    assert (folder / "ran").exists()
+
+
+def test_the_command_line_names_code(marked: Path) -> None:
+    load(["model.fp8=True", f"model.fp8_recipe={marked}:One"])
+    assert (marked.parent / "ran").exists()
+    assert label_of(f"{marked}:One") == "One (lab.py)"
+
+
+PARAMS = {
+    "path": "{{model.fp8_recipe: '{file}\\:One,delayed'}}",
+    "module": "{{model.fp8_recipe: 'lab\\:One,delayed'}}",
+    "modules": "{{model.fp8_modules: \"['*.fc2:{file}']\"}}",
+}
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_sweeper_of_a_file_names_no_code(
+    marked: Path, params: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = marked.parent
+    monkeypatch.chdir(folder)
+    text = PARAMS[params].format(file=marked)
+    yaml_with(folder, f"model: {{fp8: true}}\nhydra: {{sweeper: {{params: {text}}}}}\n")
+    command = ["-m", f"--config-dir={folder}", "--config-name=job", "model.seed=1,2"]
+    assert run_app(command, lambda cfg, info: 0) == 2
+    assert "hydra.sweeper): names code to run" in capsys.readouterr().err
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "model.fp8_recipe={file}\\:One,delayed",
+        "model.fp8_recipe={file}",
+        "model.fp8_modules=['*.fc2:{file}'],['*.fc1:{file}']",
+    ],
+)
+def test_the_command_line_of_a_sweep_names_code(
+    marked: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(marked.parent)
+    command = ["-m", "model.fp8=True", "model.seed=1,2", given.format(file=marked)]
+    assert run_app(command, lambda cfg, info: 0) == 0
+    assert (marked.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("scales", "more", "is_gathered"),
+    [
+        (TENSOR, {}, False),
+        (TENSOR, {"agrees": True}, True),
+        (TENSOR, {"has_history": True}, True),
+        (ROW, {}, False),
+        (ROW, {"agrees": True}, False),
+        (ROW, {"commutes": True}, True),
+        (ROW, {"commutes": True, "is_simulated": True}, False),
+        (TENSOR, {"agrees": True, "is_simulated": True}, False),
+    ],
+)
+def test_ranks_gather_bytes_only_if_parts_give_the_whole(
+    scales: Scales, more: dict[str, Any], is_gathered: bool
+) -> None:
+    casts = alike(scales)
+    assert (
+        Traits(input=casts, weight=casts, grad_output=casts, **more).gathers_tokens is is_gathered
+    )
+
+
+def test_a_simulated_weight_is_not_kept_in_fp8() -> None:
+    casts = alike(TENSOR, serves_both=True)
+    assert Traits(input=casts, weight=casts, grad_output=casts).keeps_weight
+    assert not Traits(input=casts, weight=casts, grad_output=casts, is_simulated=True).keeps_weight
+
+
+def test_without_fp8_nothing_is_imported(marked: Path) -> None:
+    with pytest.raises(SettingError, match="has no effect with model.fp8=False"):
+        load([f"model.fp8_recipe={marked}"])
+    assert not (marked.parent / "ran").exists()
+
+
+def test_a_name_that_was_not_loaded_is_never_imported(marked: Path) -> None:
+    with pytest.raises(RecipeError, match="has not been loaded"):
+        find_recipe(str(marked))
+    assert not (marked.parent / "ran").exists()
+
+
+WRONG = {
+    "there is no file": ("{folder}/none.py", ""),
+    "SyntaxError": ("{file}", "class :"),
+    "line 2": ("{file}", "x = 1\nraise ValueError('no')"),
+    "must have one recipe": ("{file}", "x = 1"),
+    "has no recipe Two; it has One": ("{file}:Two", SIMPLE),
+    "declares no traits": ("{file}:One", SIMPLE.replace("traits =", "other =")),
+    "has no `cast`": ("{file}:One", SIMPLE.replace("def cast", "def other")),
+    "multiple=16 is not a multiple of the blocks of 24": (
+        "{file}:One",
+        SIMPLE.replace("input=alike(ROW)", "input=alike(blocks(24))").replace(
+            "ROW,", "ROW, blocks,"
+        ),
+    ),
+    "keeps nothing between microbatches": (
+        "{file}:One",
+        SIMPLE.replace("ROW", "TENSOR").replace("is_simulated=True", "has_history=True"),
+    ),
+    "has no `scale_of_amax`": (
+        "{file}:One",
+        SIMPLE.replace("alike(ROW)", "alike(TENSOR, serves_both=True)")
+        .replace("ROW", "TENSOR")
+        .replace("is_simulated=True", "shares_weight=True"),
+    ),
+    "ModuleNotFoundError": ("no.such.module:One", ""),
+    "there is no such recipe": ("delayd", ""),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_bad_recipe_is_named_with_its_file(tmp_path: Path, words: str) -> None:
+    name, source = WRONG[words]
+    file = tmp_path / f"lab{len(words)}.py"
+    file.write_text(source, "utf-8")
+    name = name.format(file=file, folder=tmp_path)
+    with pytest.raises((SettingError, CombinedConfigError)) as found:
+        load(["model.fp8=True", f"model.fp8_recipe={name}"])
+    message = str(found.value)
+    assert words in message and "model.fp8_recipe=" in message and name in message
+    if names_code(name):
+        assert f"python -m megafp8.cli.recipe check {name}" in message
+
+
+def test_a_recipe_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lab_package.py").write_text(SIMPLE, "utf-8")
+    about = tmp_path / "lab_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-package\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[megafp8.recipes]\nlab_one = lab_package:One\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipes._installed.cache_clear()
+    spec = resolve(load(["model.fp8=True", "model.fp8_recipe=lab_one"]), lambda: False)
+    assert spec.precision.fp8 is not None and spec.precision.fp8.name == "lab_one"
+    assert type(find_recipe("lab_one")).__name__ == "One"
+    recipes._installed.cache_clear()
+
+
+def test_the_file_of_a_recipe_is_known_by_its_bytes() -> None:
+    load_recipe(BLOCKS)
+    found = source_of(BLOCKS)
+    assert found is not None and found[0] == OWN / "blocks_of_32.py" and len(found[1]) == 64
+    assert source_of("delayed") is None
+
+
+def test_settings_of_an_old_run_can_be_compared_without_its_code() -> None:
+    new = load(["model.fp8=True", f"model.fp8_recipe={BLOCKS}", "model.ffn_hidden_size=1024"])
+    resolved = resolve(new, lambda: False).resolved
+    old = {**resolved, "model": {**resolved["model"], "fp8_recipe": "gone.py:Gone"}}  # type: ignore[dict-item]
+    assert [(d.key, d.old) for d in differences(old, resolved)] == [
+        ("model.fp8_recipe", "gone.py:Gone")
+    ]
+
+
+def test_a_size_that_is_not_whole_blocks_names_the_recipe() -> None:
+    given = ["model.fp8=True", f"model.fp8_recipe={BLOCKS}", "model.ffn_hidden_size=1040"]
+    with pytest.raises(SettingError, match="multiples of 32") as found:
+        load(given)
+    assert BLOCKS in str(found.value)
+
+
+def test_traits_are_read_without_torch() -> None:
+    program = "import sys, megafp8.config.load as l; l.load(['model.fp8=True']);"
+    program += "from megafp8.specs.recipes import RECIPES, find_recipe;"
+    program += "[find_recipe(name).traits for name in RECIPES]; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def names_of_recipes(path: Path) -> set[str]:
+    """Return the built-in recipes that a file names as a text of their own."""
+    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+    return {node.value for node in nodes if isinstance(node, ast.Constant)} & {*recipes.RECIPES}
+
+
+def test_no_package_names_a_recipe() -> None:
+    """Beside a recipe's own file, the list of names and a translation of other programs' files."""
+    package = Path(recipes.__file__).parents[1]
+    found = {
+        str(path.relative_to(package)): names_of_recipes(path)
+        for path in package.rglob("*.py")
+        if path.parent.name != "recipes" and names_of_recipes(path)
+    }
+    found.pop("cli/compare.py", None)
+    found.pop("backends/te/cpu/tensors.py", None)  # `rowwise` is Transformer Engine's orientation
+    assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found

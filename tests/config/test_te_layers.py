@@ -1,0 +1,169 @@
+"""Test that each row about Transformer Engine's layers reaches all that read the table.
+
+They are the checks of settings (`--cfg job`, `plan` and a run before its ranks), the line about
+`auto`, and the backend, which judges a spec.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from megafp8.backends import choose
+from megafp8.cli import plan
+from megafp8.config.checks import check_values
+from megafp8.config.errors import COMMAND_LINE, DEFAULT
+from megafp8.config.layers import Layer, default_job
+from megafp8.config.load import merge
+from megafp8.config.overrides import parse_overrides
+from megafp8.config.resolve import resolve
+from megafp8.config.rows import Row, condition_text
+from megafp8.config.schema import schema_tree
+from megafp8.config.settings import Setting, read_values
+from megafp8.config.te_layers import TABLE
+from megafp8.errors import ConfigError
+from megafp8.specs import RunSpec
+from tests.config.helpers import load_problems, run_spec
+
+ROOT = Path(__file__).parents[2]
+TE = "model.fp8_backend=te"
+FP8, ROPE = "model.fp8=True", "model.position_embedding_type=rope"
+ATTENTION = "model.fp8_dot_product_attention=True"
+SMALL = ["model.micro_batch_size=2", "model.global_batch_size=8"]
+EXAMPLES: tuple[list[str], ...] = (
+    ["model.activation=gelu", "model.openai_gelu=False"],
+    ["model.transformer_block_type=post_ln"],
+    ["model.apply_query_key_layer_scaling=True", "trainer.precision=16"],
+    ["model.fp32_residual_connection=True"],
+    ["model.ffn_dropout=0.1"],
+    ["model.data.reset_attention_mask=True"],
+    [ROPE, "model.data.reset_position_ids=True"],
+    ["model.megatron_amp_O2=False"],
+    [FP8, "model.fp8_recipe=rowwise"],
+    [FP8, "model.fp8_modules=['layers.0.*:tensorwise']"],
+    [FP8, "model.fp8_modules=['*.mlp.fc2:high_precision']"],
+    [FP8, "model.fp8_interval=2"],
+    [FP8, "model.pad_inner_dim=True", "model.ffn_hidden_size=1000"],
+    [FP8, "model.fp8_wgrad=False"],
+    [FP8, "model.override_linear_precision=[true,false,false]"],
+    [FP8, "model.fp8_split_accumulator=[true,true,true]"],
+    [FP8, "model.fp8_recipe=blockwise", "model.fp8_split_accumulator=[false,true,true]"],
+    [FP8, ATTENTION, "model.fp8_recipe=tensorwise"],
+    [FP8, ATTENTION, "trainer.precision=32"],
+    [FP8, ATTENTION, ROPE, "model.fp8_multi_head_attention=True"],
+    ["model.compile=block"],
+    ["model.enable_cuda_graph=True"],
+    ["model.pipeline_model_parallel_size=2", "trainer.devices=2", *SMALL,
+     "model.pipeline_schedule=ZBVZeroBubble", "model.virtual_pipeline_model_parallel_size=2"],
+    ["model.context_parallel_size=2", "trainer.devices=2"],
+    [FP8, "model.optim.fp8_opt_level=O1", "model.ub_tp_comm_overlap=True", "trainer.devices=2",
+     "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"],
+)  # fmt: skip
+"""Settings that each row of the table refuses, in its order."""
+IDS = [" + ".join(condition_text(*c) for c in {**r.when, **r.excludes}.items()) for r in TABLE]
+
+
+def values_of(overrides: list[str]) -> dict[str, Any]:
+    """Return the settings of a command line that is refused, as the checks read them."""
+    parsed, wrong = parse_overrides(overrides, ())
+    assert not wrong
+    job = tuple(Setting(key, value, DEFAULT) for key, value in default_job().items())
+    given = tuple(setting for override in parsed for setting in override.settings)
+    tree, origins, wrong = merge([Layer(DEFAULT, job), Layer(COMMAND_LINE, given)])
+    values, unread = read_values(tree, origins)
+    assert not wrong and not unread
+    return values
+
+
+def spec_of(values: dict[str, Any]) -> RunSpec:
+    """Return the spec of settings that no check has seen."""
+    tree = schema_tree()
+    for key, value in values.items():
+        OmegaConf.update(tree, key, value)
+    return resolve(tree, lambda: True)
+
+
+def test_every_row_has_an_example() -> None:
+    for row, example in zip(TABLE, EXAMPLES, strict=True):
+        (key,) = row.excludes
+        assert key in [word.partition("=")[0] for word in example]
+
+
+@pytest.mark.parametrize(("row", "example"), [*zip(TABLE, EXAMPLES, strict=True)], ids=IDS)
+def test_each_row_reaches_checks_plan_auto_and_backend(
+    row: Row, example: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (key,) = row.excludes
+    values = values_of([*example, TE])
+    (found,) = [f for f in check_values(values) if f.key == key and f.hint == row.hint]
+    assert "{" not in found.reason and row.hint[0].isupper() and not row.hint.endswith(".")
+    assert plan.main([*example, TE]) == 2
+    assert found.reason in capsys.readouterr().err
+    if key not in ("model.fp8_multi_head_attention", "model.ub_tp_comm_overlap"):
+        if ATTENTION not in example:  # these settings are about `te` by name
+            auto = spec_of(values | {"model.fp8_backend": "auto"}).precision.auto
+            assert auto is not None and found.reason in str(auto.why_not_te)
+    with pytest.raises(ConfigError) as caught:
+        choose.check(spec_of(values), torch.device("cpu"))
+    assert f"{key}=" in str(caught.value) and found.reason in str(caught.value)
+
+
+THREE = ["model.openai_gelu=False", "model.transformer_block_type=post_ln", "model.fp8_interval=2"]
+
+
+@pytest.mark.parametrize("where", [["--cfg", "job"], ["trainer.devices=2"]], ids=["cfg", "ranks"])
+def test_all_refusals_come_together_before_ranks_start(where: list[str], tmp_path: Path) -> None:
+    """One message names the three settings, the variable and the version, and no rank speaks."""
+    command = [sys.executable, "pretrain_gpt.py", "model.fp8=True", TE, *THREE, *where]
+    command += ["model.te_version=2.3.0", f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "NVTE_UNFUSED_FP8_UPDATE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 2 and "rank" not in done.stderr, done.stderr
+    assert "5 settings cannot be used" in done.stderr
+    for word in ("tanh form", "pre-norm", "every update", "2.3.0 is too old", "NVTE_UNFUSED"):
+        assert done.stderr.count(word) == 1, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_says_all_that_the_settings_rule_out() -> None:
+    auto = run_spec("model.fp8=True", *THREE, gpu=True).precision.auto
+    assert auto is not None
+    for word in ("model.openai_gelu=False: Transformer", "pre-norm", "model.fp8_interval=2"):
+        assert word in str(auto.why_not_te)
+
+
+def test_a_version_that_cannot_run_is_refused_with_the_settings() -> None:
+    for version, word in (("2.3.0", "too old"), ("3.0.0", "too new"), ("newest", "whole version")):
+        (problem,) = load_problems(TE, f"model.te_version={version}")
+        assert problem.key == "model.te_version" and word in problem.reason
+
+
+# --- what adds up precisely -----------------------------------------------------------------------
+
+BLOCKWISE = ["model.fp8=True", TE, "model.fp8_recipe=blockwise"]
+PRECISE = "model.fp8_split_accumulator=[true,true,true]"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_blockwise_runs_by_plain_settings(gpu: bool) -> None:
+    """Transformer Engine's blockwise adds up precisely, as null says, on a GPU and on a CPU."""
+    recipe = run_spec(*BLOCKWISE, gpu=gpu).precision.fp8
+    assert recipe is not None and recipe.fast_accumulation == frozenset()
+    choice = ["model.fp8_backend=native", *BLOCKWISE[:1], *BLOCKWISE[2:]]
+    native = run_spec(*choice, gpu=gpu).precision.fp8
+    assert native is not None and native.fast_accumulation == {"output"}
+
+
+def test_what_blockwise_does_may_be_said_on_a_gpu() -> None:
+    recipe = run_spec(*BLOCKWISE, PRECISE, gpu=True).precision.fp8
+    assert recipe is not None and recipe.fast_accumulation == frozenset()
+    (problem,) = load_problems(*BLOCKWISE, "model.fp8_split_accumulator=[false,true,true]")
+    assert problem.key == "model.fp8_split_accumulator" and "Leave it out" in problem.hint

@@ -1,0 +1,164 @@
+"""Run steps on ranks and record what each FP8 linear read, multiplied and returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megafp8.models.init import pieces_of
+from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.parts import linears_of
+from megafp8.precision.linear import Linear
+from megafp8.precision.tensor import Fp8Tensor, spread
+from megafp8.specs.geometry import Piece as Place
+from megafp8.train.state import TrainState
+from megafp8.train.step import forward_backward, reduce_gradients
+from megafp8.train.validate import evaluate
+from tests.parallel import scale_bugs
+from tests.parallel.rank_work import Case, Piece, pieces
+from tests.ranks import Rank
+from tests.tiny import microbatch
+
+STEPS = 2
+"""The first step casts with the scales of the start, the second with those that follow from it."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """An operand of a product: codes with a scale for each of them, or plain values."""
+
+    values: torch.Tensor  # FP8 codes (uint8), or FP32
+    scale: torch.Tensor | None  # FP32, of the same shape; None: the values are plain
+
+
+@dataclass
+class Pass:
+    """One forward pass of a linear on one rank, and its backward pass. All results are FP32."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+    grad_output: torch.Tensor | None = None
+    grad_input: torch.Tensor | None = None
+    fed: dict[str, tuple[Fed, Fed]] = field(default_factory=dict)  # by product
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where the parts of a rank's parameter lie in the logical model."""
+
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass
+class Step:
+    masters: list[Piece]  # before the step
+    passes: dict[str, Pass]  # by linear
+    gradients: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Watched:
+    """What one rank saw of a case."""
+
+    weights: dict[str, Parameter]
+    biases: dict[str, Parameter]
+    steps: list[Step]
+    evaluation: Step
+
+
+def watch(rank: Rank, cases: dict[str, Case]) -> dict[str, Watched]:
+    """Every case on the mesh that it names; equal meshes are made once."""
+    meshes: dict[tuple[int, ...], Mesh] = {}
+    found = {}
+    for name, case in cases.items():
+        spec = replace(case.parallel, devices_per_node=rank.size)
+        sizes = (spec.tp, spec.cp)
+        if sizes not in meshes:
+            meshes[sizes] = join(spec)
+        with scale_bugs.planted(case.bug):
+            sound = replace(case, parallel=spec, bug=None)
+            found[name] = watch_case(sound, meshes[sizes])
+    return found
+
+
+def watch_case(case: Case, mesh: Mesh) -> Watched:
+    state = case.build(mesh)
+    linears = linears_of(state.model)
+    weights = {linear.name: _parameter(linear.weight) for linear in linears}
+    biases = {linear.name: _parameter(linear.bias) for linear in linears if linear.bias is not None}
+    steps = []
+    for number in range(STEPS):
+        with _watching(linears) as passes:
+            step = Step(_masters(state), passes)
+            batch = replace(case, num_microbatches=mesh.dp.size).microbatches(number, mesh)
+            forward_backward(state, batch)
+            reduce_gradients(state)
+            step.gradients = pieces(state, state.masters.grads)
+        steps.append(step)
+        state.optimizer.update(number + 1, 1.0, divisor=100.0)
+        state.step += 1
+    with _watching(linears) as passes:
+        last = Step(_masters(state), passes)
+        evaluate(state, [microbatch(9000 + mesh.dp.rank)])
+    return Watched(weights, biases, steps, last)
+
+
+def _masters(state: TrainState) -> list[Piece]:
+    return pieces(state, [master.detach().clone() for master in state.masters.masters])
+
+
+def _parameter(param: torch.nn.Parameter) -> Parameter:
+    return Parameter(tuple(param.shape), pieces_of(param))
+
+
+def _fed(operand: Any) -> Fed:
+    if not isinstance(operand, Fp8Tensor):
+        return Fed(operand.detach().float().clone(), None)
+    scale = spread(operand.dequant_scale, operand.payload.shape, operand.block)
+    codes = operand.payload.view(torch.uint8).clone()
+    return Fed(codes, scale.expand(codes.shape).clone())
+
+
+@contextmanager
+def _watching(linears: list[Linear]) -> Iterator[dict[str, Pass]]:
+    """Note one pass of each linear; what autograd hands over is seen by hooks of tensors."""
+    passes: dict[str, Pass] = {}
+    handles, fed = [], {linear.name: {} for linear in linears}
+
+    def note(linear: Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        (x,) = args
+        passes[linear.name] = found = Pass(_flat(x), _flat(output), fed=fed[linear.name])
+
+        def keep(what: str, grad: torch.Tensor) -> None:
+            setattr(found, what, _flat(grad))
+
+        if output.requires_grad:
+            output.register_hook(lambda grad: keep("grad_output", grad))
+            x.register_hook(lambda grad: keep("grad_input", grad))
+
+    def products_of(linear: Linear) -> None:
+        product = linear.product
+
+        def noted(place: Any, a: Any, b: Any, *args: Any, **options: Any) -> torch.Tensor:
+            fed[linear.name][place] = (_fed(a), _fed(b))
+            return product(place, a, b, *args, **options)
+
+        linear.product = noted  # type: ignore[method-assign]
+
+    for linear in linears:
+        handles.append(linear.register_forward_hook(note))  # type: ignore[arg-type]
+        products_of(linear)
+    yield passes
+    for handle in handles:
+        handle.remove()
+    for linear in linears:
+        del linear.product
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().flatten(0, -2).float().clone()

@@ -1,0 +1,119 @@
+"""FP8 linears of two ranks: codes, scales, outputs and gradients against the whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from tests.parallel.linear_oracle import Checker, problem_of
+from tests.parallel.linear_records import Watched
+from tests.parallel.rank_work import Case
+from tests.parallel.scale_bugs import BUGS
+from tests.precision.test_recipes import recipe_of
+from tests.ranks import run_ranks
+from tests.tiny import gpt_spec, optim_spec
+
+MODEL = gpt_spec(num_layers=1)
+RECIPES: dict[str, Fp8Recipe] = {
+    "delayed": recipe_of("delayed", amax_history_len=4),
+    "tensorwise": recipe_of("tensorwise"),
+    "rowwise": recipe_of("rowwise"),
+    "rowwise_with_gw_hp": recipe_of(
+        "rowwise_with_gw_hp", high_precision_gemms=frozenset({"grad_weight"})
+    ),
+    "blockwise": recipe_of("blockwise"),
+}
+LAYOUTS = {
+    "tp": ParallelSpec(tp=2),
+    "sp": ParallelSpec(tp=2, sequence_parallel=True),
+    "cp": ParallelSpec(cp=2),
+    "dp": ParallelSpec(),
+    "ZeRO-1": ParallelSpec(),
+    "FSDP": ParallelSpec(fsdp=FsdpSpec()),
+}
+SHARED = ("delayed", "tensorwise")
+"""The recipes with one scale, which sequence parallelism's gather needs."""
+STORED = ("delayed", "tensorwise", "blockwise")
+"""The recipes that keep weights in FP8 alone."""
+
+
+def case_of(layout: str, recipe: Fp8Recipe, compute: str) -> Case:
+    case = Case(compute, recipe, MODEL, parallel=LAYOUTS[layout])
+    if layout == "ZeRO-1":
+        case = replace(case, optim=optim_spec(name="distributed_fused_adam"))
+    return case
+
+
+def cases() -> dict[str, Case]:
+    found = {}
+    for compute in ("fp32", "bf16"):
+        for layout in LAYOUTS:
+            for name, recipe in RECIPES.items():
+                if layout == "sp" and name not in SHARED:
+                    continue
+                found[f"{layout} {name} {compute}"] = case_of(layout, recipe, compute)
+                whole = name == "blockwise" and layout in ("ZeRO-1", "FSDP")
+                if name not in STORED or whole:
+                    continue
+                stored = replace(recipe, params_in_fp8=True, fp8_in_evaluation=False)
+                found[f"{layout} {name} fp8_params {compute}"] = case_of(layout, stored, compute)
+    return found
+
+
+CASES = cases()
+PLANTED = {
+    "the scale of gathered inputs": "sp delayed",
+    "the scale of gathered gradients": "sp tensorwise",
+    "the order of gathered gradients": "sp delayed",
+    "output of ranks that share a linear": "tp delayed",
+    "grad_input of ranks that share a linear": "tp tensorwise",
+    "grad_weight of ranks that share a linear": "sp delayed",
+    "the sum of outputs": "tp delayed",
+    "the scattered sum of outputs": "sp tensorwise",
+    "evaluation of fp8_params": "ZeRO-1 delayed fp8_params",
+    "evaluation of FSDP's bytes": "FSDP tensorwise fp8_params",
+    "training with fp8_params": "dp delayed fp8_params",
+    "training with FSDP's bytes": "FSDP delayed fp8_params",
+    "training with weights that FSDP gathers": "FSDP delayed",
+    "the scale that ranks agree on": "ZeRO-1 tensorwise fp8_params",
+    "own amax of a row's input": "tp tensorwise",
+    "own amax of a row's weight": "tp tensorwise",
+    "own amax of a column's weight": "tp tensorwise",
+    "own amax of a column's gradient": "tp tensorwise",
+    "own amax of sequences' inputs": "sp tensorwise",
+    "own amax of sequences' gradients": "sp tensorwise",
+    "a bias' sums in BF16": "dp delayed",
+}
+WITH_BUGS = {bug: replace(CASES[f"{name} bf16"], bug=bug) for bug, name in PLANTED.items()}
+"""BF16's bound is the wider one."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, list[Watched]]:
+    found = run_ranks(
+        "tests.parallel.linear_records:watch", 2, {"cases": CASES | WITH_BUGS}, timeout=600
+    )
+    return {name: [rank[name] for rank in found] for name in CASES | WITH_BUGS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_linears_of_ranks_are_those_of_the_whole_tensors(
+    ranks: dict[str, list[Watched]], name: str
+) -> None:
+    """Codes and scales bit for bit; results within the bound of FP32 sums and of roundings to the
+    compute dtype, of which ranks that sum make one more; evaluation with what the bytes mean."""
+    Checker(CASES[name], ranks[name]).check()
+
+
+@pytest.mark.parametrize("name", WITH_BUGS)
+def test_a_scale_that_is_wrong_by_three_percent_is_found(
+    ranks: dict[str, list[Watched]], name: str
+) -> None:
+    problem = problem_of(Checker(WITH_BUGS[name], ranks[name]).check)
+    assert problem is not None
+
+
+def test_every_bug_is_planted() -> None:
+    assert set(PLANTED) == set(BUGS)
