@@ -20,6 +20,7 @@ from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, r
 from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
 from megafp8.config.hydra_section import HYDRA
 from megafp8.config.keys import needs
+from megafp8.config.launcher_paths import launcher_paths_once
 from megafp8.config.layers import (
     DEFAULT_CONFIG,
     Layer,
@@ -27,7 +28,7 @@ from megafp8.config.layers import (
     find_source,
     layers_of,
 )
-from megafp8.config.nemo import launcher_paths_once, nemo_keys, nemos_file
+from megafp8.config.nemo import nemo_keys, nemos_file
 from megafp8.config.notes import notes
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import load_own_recipes

@@ -7,7 +7,7 @@ have an effect are in the schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
@@ -18,6 +18,7 @@ from omegaconf import MISSING
 from megafp8.config.errors import Origin, SettingError
 from megafp8.config.gelu import FUSION, GELU, can_fuse
 from megafp8.config.keys import Values
+from megafp8.config.launcher_paths import LAUNCHER_PATHS
 from megafp8.config.nemo_table import rows
 from megafp8.config.values import plain
 
@@ -185,11 +186,6 @@ def _sees_whole_sequence(window: Any, v: Values) -> bool:
 
 
 _late = partial(_key, later=True)
-
-LAUNCHER_GIVES = "NeMo's launcher gives the value"
-
-LAUNCHER_PATHS = ("data_dir", "base_results_dir", "launcher_scripts_path")
-"""Names that the launcher's files refer to, as `${data_dir}`; the launcher gives their values."""
 
 _FREE = {"number": ANY_NUMBER, "text": ANY_TEXT, "section": ANY_MAP}
 
@@ -452,36 +448,6 @@ _KEYS = (
             same_as=itemgetter(row.same_as) if row.same_as else None)
       for path, row in rows()),
 )  # fmt: skip
-
-
-def launcher_paths_once(problems: Sequence[SettingError]) -> list[SettingError]:
-    """Return the problems with one for all settings that refer to a path of the launcher's.
-
-    NeMo's launcher fills in `${data_dir}` and others; without it they have no value.
-    """
-    names: dict[str, None] = {}
-    users: dict[str, None] = {}
-    others: list[SettingError] = []
-    origin = ""
-    for problem in problems:
-        missing = [n for n in LAUNCHER_PATHS if f"mandatory value: {n}" in problem.reason]
-        if not missing:
-            others.append(problem)
-            continue
-        names |= dict.fromkeys(missing)
-        users[problem.key] = None
-        origin = origin or problem.origin
-    if not names:
-        return others
-    give = " and ".join(f"{name}=PATH" for name in names)
-    found = SettingError(
-        " and ".join(names),
-        None,
-        f"{LAUNCHER_GIVES}, and {', '.join(users)} refer to it",
-        f"Give {give} on the command line, or write the paths into the file",
-        origin=origin,
-    )
-    return [found, *others]
 
 
 @cache

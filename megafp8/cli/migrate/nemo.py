@@ -17,9 +17,10 @@ from megafp8.config import spellings
 from megafp8.config.checks import check_values
 from megafp8.config.errors import Origin, SettingError
 from megafp8.config.gelu import FUSION, GELU, asks_for_tanh
+from megafp8.config.launcher_paths import LAUNCHER_GIVES, launcher_paths_once
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import MASK_FUSION, tree_with_nemo_keys
-from megafp8.config.nemo import LAUNCHER_GIVES, launcher_paths_once, nemo_keys
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import Setting, flatten, put_in, read_value, read_values
