@@ -184,8 +184,19 @@ def _ranks() -> list[Job]:
     zero = "model.optim.name=distributed_fused_adam"
     fsdp = "model.fsdp=True"
     torchao, gathered = "model.fp8_backend=torchao", "model.enable_fsdp_float8_all_gather=True"
-    recipes = ("delayed", "tensorwise", "rowwise_with_gw_hp", "blockwise")
-    jobs = [Job(f"tensor/{r}", (tensor, *fp8(r, num_ranks=2)), 2) for r in recipes]
+    layouts = {
+        "tensor": (tensor,),
+        "context": (context, *UNDROPPED, LONG),
+        "pipeline": _pipeline("ZBVZeroBubble"),
+        "data": (),
+        "zero": (zero,),
+        "fsdp": (fsdp,),
+    }
+    jobs = [
+        Job(f"{layout}/{recipe}", (*fp8(recipe, num_ranks=2), *words), 2)
+        for layout, words in layouts.items()
+        for recipe in RECIPES
+    ]
     jobs += [
         Job("tensor/fp32", (tensor, "trainer.precision=32"), 2),
         Job("tensor/llama", (tensor, *fp8("delayed", *LLAMA)), 2),
@@ -193,22 +204,17 @@ def _ranks() -> list[Job]:
         Job("tensor/recompute", (tensor, *fp8("delayed", *RECOMPUTE["full"])), 2),
         Job("tensor/zero", (tensor, zero, *fp8("delayed")), 2),
         Job("sequence/bf16", (tensor, sequence), 2),
+        Job("sequence/delayed", (tensor, sequence, *fp8("delayed")), 2),
         Job("sequence/tensorwise", (tensor, sequence, *fp8("tensorwise")), 2),
         Job("context/bf16", (context, *UNDROPPED), 2),
-        Job("context/delayed", (context, *fp8("delayed", *UNDROPPED)), 2),
-        Job("context/blockwise", (context, *fp8("blockwise", *UNDROPPED, LONG)), 2),
     ]
     jobs += [
         Job(f"pipeline/{name}", (*_pipeline(name), *fp8("delayed")), 2)
-        for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
     ]
     jobs += [
-        Job("pipeline/blockwise", (*_pipeline("ZBVZeroBubble"), *fp8("blockwise")), 2),
         Job("data/fp32", ("trainer.precision=32",), 2),
         Job("data/fp16", ("trainer.precision=16", "model.native_amp_init_scale=65536"), 2),
-        Job("data/delayed", fp8("delayed"), 2),
-        Job("data/rowwise", fp8("rowwise"), 2),
-        Job("zero/delayed", (zero, *fp8("delayed")), 2),
         Job("zero/params", (zero, *fp8("delayed", FP8_PARAMS)), 2),
         Job("fsdp/bf16", (fsdp,), 2),
         Job("fsdp/grad", (fsdp, "model.fsdp_sharding_strategy=grad", *fp8("delayed")), 2),
@@ -257,7 +263,7 @@ HANDED_OVER = {
     "settings/without_o2",
     "settings/rampup",
     "sequence/tensorwise",
-    "pipeline/ZBVZeroBubble",
+    "pipeline/delayed",
     "context/delayed",
     "data/rowwise",
     "zero/delayed",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megafp8.cli.main import run_app
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load, load_all
@@ -63,6 +64,21 @@ def test_a_file_names_code_only_if_the_command_line_trusts_it(marked: Path, sett
     assert not (folder / "ran").exists()
     load_all([], folder, "job", trusts_recipes=True)
     assert (folder / "ran").exists()
+
+
+def test_the_ranks_of_a_job_are_told_that_a_file_is_trusted(
+    marked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml_with(marked.parent, f"model: {{fp8: true, fp8_recipe: {marked}}}\n")
+    monkeypatch.chdir(marked.parent)
+    started: list[str] = []
+    monkeypatch.setattr(pretrain_gpt, "launch", lambda script, argv, *_, **__: started.extend(argv))
+    folder = [f"--config-dir={marked.parent}", "--config-name=job"]
+    run_app(
+        [*folder, "--trust-recipe", "trainer.devices=2", "trainer.accelerator=cpu"],
+        pretrain_gpt.task,
+    )
+    assert "--trust-recipe" in started and {*folder} <= {*started}
 
 
 def test_the_command_line_names_code(marked: Path) -> None:
@@ -253,6 +269,5 @@ def test_no_package_names_a_recipe() -> None:
         for path in package.rglob("*.py")
         if path.parent.name != "recipes" and names_of_recipes(path)
     }
-    found.pop("cli/compare.py", None)
     found.pop("backends/te/cpu/tensors.py", None)  # `rowwise` is Transformer Engine's orientation
     assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found

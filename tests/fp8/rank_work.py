@@ -11,7 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8
+from megafp8.precision.recipes.base import Need
+from megafp8.precision.recipes.build import linear_quantizer
+from megafp8.precision.scaling import ScalingState
+from megafp8.precision.tensor import Fp8Tensor
 from megafp8.precision.weights import RecastFp8
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipes import load_recipe
 from tests.fp8.models import mlp, noise
 from tests.ranks import Rank
 
@@ -69,3 +75,24 @@ def convert_in_a_group_of_one(rank: Rank) -> str | None:
     except fp8.Fp8Error as error:
         return str(error)
     return None
+
+
+def quantize_a_part(rank: Rank, recipe: str, along: int) -> list[float]:
+    """Quantize an input that lies on the first rank alone; return both operands' scales."""
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
+    load_recipe(recipe)
+
+    def maximum(amax: torch.Tensor) -> None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+
+    state = ScalingState(Fp8Recipe(name=recipe))
+    linear = linear_quantizer(state, "linear", lambda role: maximum)
+    assert linear is not None
+    part = noise(32, 32, seed=1).tensor_split([32], along)[rank.index]
+    found, _ = linear.tensors["input"].quantize(part, Need(True, True))
+    scales = []
+    for operand in found:
+        assert isinstance(operand, Fp8Tensor) and operand.payload.shape == part.shape
+        whole = operand.dequant_scale if operand.outer is None else operand.outer
+        scales.append(whole.item())
+    return scales

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.fp8.models import mlp
 from tests.fp8.rank_work import batch
 from tests.ranks import run_ranks
+
+OWN = Path(__file__).parents[1] / "own_recipes"
 
 
 def trained(wrapper: str, reduce: bool) -> list[dict]:
@@ -49,3 +53,12 @@ def test_without_a_group_each_rank_has_its_own_scales() -> None:
     assert one["scales"]["0.input"] != other["scales"]["0.input"]
     for ours, theirs in zip(one["parameters"], other["parameters"], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("recipe", ["as_built_in.py:Tensorwise", "four_bits.py"])
+def test_a_rank_without_elements_agrees_with_the_others(recipe: str, along: int) -> None:
+    """Its rule asks for the same maxima; otherwise the first rank would wait for ever."""
+    given = {"recipe": str(OWN / recipe), "along": along}
+    one, other = run_ranks("tests.fp8.rank_work:quantize_a_part", 2, given, timeout=30)
+    assert one == other

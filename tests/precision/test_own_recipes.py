@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,10 +19,11 @@ from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Cast, Recipe, Scaled
 from megafp8.specs.recipes import load_recipe, register_recipe
-from megafp8.specs.traits import ROLES, ROW, TENSOR, Traits, alike
+from megafp8.specs.traits import ROLES, ROW, TENSOR, Scales, Traits, alike
 from tests.precision.test_recipes import awkward
 
 OWN = Path(__file__).parents[1] / "own_recipes"
+LINE, OUTER = alike(ROW), alike(Scales(1, None, has_outer=True))
 AS_BUILT_IN = {"tensorwise": "Tensorwise", "rowwise": "Rowwise", "blockwise": "Blockwise"}
 
 
@@ -101,23 +102,38 @@ def test_a_rotated_tensor_is_not_cut_off_inside_a_block() -> None:
         operands(own("four_bits"), "input", torch.ones(24, 32))
 
 
-def test_draws_differ_by_step_tensor_and_cast_and_repeat_after_a_resume() -> None:
-    def drawn(step: int, role: Role = "grad_output", seed: int = 3) -> list[int]:
-        state = ScalingState(settings_of(own("four_bits")))
-        state.draws.seed = seed
-        quantizer = linear_quantizer(state, "linear")
-        assert quantizer is not None
-        state.begin_microbatch(0, step, 7)
-        x = torch.linspace(-1, 1, 32 * 16).view(16, 32)
-        codes = []
-        for _ in range(2):
-            (last, _), _ = quantizer.tensors[role].quantize(x, Need(True, False))
-            assert isinstance(last, Fp8Tensor)
-            codes.append(hash(last.payload.view(torch.uint8).numpy().tobytes()))
-        return codes
+class Drawing(Recipe):
+    """Keep the random bytes that each cast is given."""
 
-    assert drawn(5) == drawn(5) and drawn(5)[0] != drawn(5)[1]
-    assert not {*drawn(5)} & {*drawn(6), *drawn(5, seed=4)}
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE, is_simulated=True)
+    drawn: ClassVar[list[bytes]] = []
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> torch.Tensor:
+        """Draw 16 bytes."""
+        self.drawn.append(bytes(cast.draw((16,)).tolist()))
+        return x_MK
+
+
+def drawn(
+    *, seed: int = 3, step: int = 5, sample: int = 7, name: str = "a", role: Role = "input"
+) -> list[bytes]:
+    """Return what two casts of one tensor draw, each for the two products."""
+    state = ScalingState(settings_of(register_recipe(Drawing)))
+    state.draws.seed = seed
+    quantizer = linear_quantizer(state, name)
+    assert quantizer is not None
+    state.begin_microbatch(0, step, sample)
+    Drawing.drawn.clear()
+    for _ in range(2):
+        quantizer.tensors[role].quantize(torch.ones(4, 16), Need(True, True))
+    return Drawing.drawn.copy()
+
+
+def test_draws_differ_by_all_that_they_depend_on_and_repeat_after_a_resume() -> None:
+    found = [*drawn(), *drawn(seed=4), *drawn(step=6), *drawn(sample=8)]
+    found += [*drawn(name="b"), *drawn(role="weight")]
+    assert len({*found}) == len(found) == 24
+    assert drawn() == found[:4]
     state = ScalingState(settings_of(own("four_bits")))
     state.begin_microbatch(0, 1, 0)
     again = state.recomputation()
@@ -125,9 +141,6 @@ def test_draws_differ_by_step_tensor_and_cast_and_repeat_after_a_resume() -> Non
     with again:
         assert torch.equal(first, state.draws.bytes_of("x", (64,)))
     assert not torch.equal(first, state.draws.bytes_of("x", (64,)))
-
-
-LINE = alike(ROW)
 
 
 def cast_to(scale_shape: tuple[int, ...], dtype: torch.dtype = torch.float8_e4m3fn) -> type[Recipe]:
@@ -160,6 +173,24 @@ class NoPower(Recipe):
         return Scaled(x_MK.to(cast.fmt.dtype), torch.full((4, 1), 3.0))
 
 
+class NoOuter(Recipe):
+    """Forget the factor of the whole tensor."""
+
+    traits = Traits(input=OUTER, weight=OUTER, grad_output=OUTER, power_2="never")
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Return scales of one level."""
+        return Scaled(x_MK.to(cast.fmt.dtype), torch.ones(4, 1))
+
+
+class UndeclaredOuter(NoPower):
+    """Return a factor of the whole tensor, against its traits."""
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Add one."""
+        return Scaled(x_MK.to(cast.fmt.dtype), torch.ones(4, 1), torch.ones(()))
+
+
 class Nothing(Recipe):
     """Return nothing."""
 
@@ -176,6 +207,8 @@ class Nothing(Recipe):
         (cast_to((4, 1), torch.float16), ["a payload of [4, 16] in torch.float16"]),
         (Raises, ["test_own_recipes.py, line ", "in cast", "ZeroDivisionError"]),
         (NoPower, ["not powers of two", "power_2='never'"]),
+        (NoOuter, ["another `outer`", "has one"]),
+        (UndeclaredOuter, ["another `outer`", "does not have one"]),
         (Nothing, ["gave a NoneType, not Scaled(...)"]),
     ],
 )

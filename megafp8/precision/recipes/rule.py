@@ -97,23 +97,28 @@ class RuleQuantizer(TensorQuantizer):
         """Run the rule over whole blocks, and check that it returns what the traits say."""
         rows, inner = x_MK.shape
         block = (scales.across or max(1, rows), scales.along or max(1, inner))
-        missing = (0, -inner % block[1], 0, -rows % block[0])
+        # A rank whose part is empty gets a block of zeros: the rule then asks for the maxima that
+        # the other ranks wait for, and need not know what the amax of nothing is.
+        missing = (0, _missing(inner, block[1]), 0, _missing(rows, block[0]))
         rotation = self._casts.rotation if along == "first" else None
-        if rotation is not None and any(missing):  # a rotated block cannot be cut off
+        if rotation is not None and any(missing) and x_MK.numel():  # it cannot be cut off
             sizes = f"{list(x_MK.shape)} is not a multiple of its blocks of {list(block)}"
             raise self._wrong(f"{sizes}, and a rotated tensor needs whole blocks")
         whole_MK = F.pad(x_MK, missing) if any(missing) else x_MK
         result = self._result(whole_MK, scales, along)
         self._check(result, whole_MK, scales)
-        payload = result.payload
+        payload, dequant_scale = result.payload, result.dequant_scale
         if any(missing):
             payload = payload[:rows, :inner].contiguous()
+        if not scales.is_one:
+            down, right = scales.shape(rows, inner)
+            dequant_scale = dequant_scale[:down, :right]
         # Scales on a GPU are not looked at, as the host would wait; products are then in FP32.
         is_known = self.given.power_2 and payload.device.type == "cpu"
         is_plain = not scales.is_one and not scales.has_outer
         return Fp8Tensor(
             payload,
-            result.dequant_scale,
+            dequant_scale,
             self.given.fmt,
             block=None if scales.is_one else block,
             is_power_2=is_known and is_plain,
@@ -124,10 +129,6 @@ class RuleQuantizer(TensorQuantizer):
 
     def _result(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Scaled:
         asked = self._asked(scales, along)
-        if x_MK.numel() == 0:  # a rule need not know what the amax of nothing is
-            ones = torch.ones(scales.shape(*x_MK.shape), device=x_MK.device)
-            outer = torch.ones((), device=x_MK.device) if scales.has_outer else None
-            return Scaled(x_MK.to(self.given.fmt.dtype), ones, outer)
         result = self._run(lambda: self.recipe.cast(x_MK, asked))
         if self.recipe.traits.is_simulated and isinstance(result, torch.Tensor):
             ones = torch.ones(scales.shape(*x_MK.shape), device=x_MK.device)
@@ -185,6 +186,11 @@ class RuleQuantizer(TensorQuantizer):
     def _wrong(self, reason: str, trait: str = "runs") -> RuleError:
         given = self.given
         return RuleError(f"{self.recipe.name}: {given.name}.{given.role}: {reason}", trait)
+
+
+def _missing(size: int, block: int) -> int:
+    """Return how many elements lack to the next whole number of blocks, from one."""
+    return -size % block if size else block
 
 
 def _described(value: object) -> str:
