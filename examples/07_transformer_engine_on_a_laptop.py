@@ -1,7 +1,7 @@
 """Run Transformer Engine's own layers in FP8 on a CPU, as its quickstart does on a GPU.
 
 Its Python code is the real one, which is downloaded once (740 KB). Its kernels are emulated with
-the arithmetic of an H100. After `cpu.load()`, `transformer_engine` is imported as usual, and
+the arithmetic of an H100. After `te_cpu.load()`, `transformer_engine` is imported as usual, and
 `device="cuda"` means the CPU.
 """
 
@@ -9,9 +9,9 @@ import warnings
 
 import torch
 
-from megafp8.backends.te import cpu
+from megafp8 import te_cpu
 
-te = cpu.load()
+te = te_cpu.load()
 
 from transformer_engine.common.recipe import DelayedScaling, Format  # noqa: E402
 
@@ -24,7 +24,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def main() -> None:
     """Run a linear and a layer, and print how much FP8 changes their outputs."""
     warnings.simplefilter("ignore", DeprecationWarning)  # about its own names
-    print(cpu.describe())
+    print(te_cpu.describe())
     torch.manual_seed(12345)
     in_features, out_features, tokens = 768, 3072, 256
 

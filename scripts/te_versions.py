@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te import cpu
-from megafp8.backends.te.cpu.wheel import PACKAGE
+from megafp8 import te_cpu
 from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, OLDEST, numbers_of
+from megafp8.te_cpu.wheel import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/te_versions.md"
@@ -144,7 +144,7 @@ def released_and_unknown() -> list[str]:
 def tried_here(version: str) -> dict[str, str]:
     """Return the results of one version, which this process loads."""
     warnings.simplefilter("ignore")
-    te: Any = cpu.load(version)
+    te: Any = te_cpu.load(version)
     results = {"modules": imported(te)}
     outputs: dict[str, torch.Tensor] = {}
     for name, cls in RECIPES.items():

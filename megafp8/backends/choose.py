@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megafp8 import te_cpu
 from megafp8.backends import torchao
-from megafp8.backends.te import cpu
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
@@ -150,7 +150,7 @@ def _machine_of_te(spec: RunSpec, device: torch.device, *, load: bool) -> Iterat
     if not load:
         return
     if device.type == "cpu":
-        cpu.load(precision.te_version or cpu.DEFAULT_VERSION)
+        te_cpu.load(precision.te_version or te_cpu.DEFAULT_VERSION)
     if precision.fp8 is not None:
         try:
             te_recipe.make(precision.fp8, te_names.load().recipe, attention_in_fp8(spec, device))
@@ -255,8 +255,8 @@ def fp8_kernel(spec: RunSpec, device: torch.device) -> str:
 def describe(spec: RunSpec, device: torch.device) -> str:
     """Return the other engine's name, version and way of running, for the header and summary."""
     if spec.precision.backend == "te":
-        on_cpu = device.type == "cpu" and cpu.loaded() is not None
-        return cpu.describe() if on_cpu else te_names.describe(te_names.load().version)
+        on_cpu = device.type == "cpu" and te_cpu.loaded() is not None
+        return te_cpu.describe() if on_cpu else te_names.describe(te_names.load().version)
     emulated = ", emulated: FP32 GEMMs over the same casts" if device.type == "cpu" else ""
     kept = "first and last linear in high precision unless model.fp8_modules names them"
     version = torchao.version()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from megafp8 import torch_private
 from megafp8.backends import choose
 from megafp8.backends.te import dryrun as te_dryrun
-from megafp8.backends.te.tensors import is_quantized, memory_of
+from megafp8.backends.te.tensors import memory_of
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.optim.stored import StoredMasters
@@ -33,6 +33,7 @@ from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_t
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs import RunSpec
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.torch_private import run_backward, storage_key
 from megafp8.train.build import build
 from megafp8.train.live_bytes import LiveBytes

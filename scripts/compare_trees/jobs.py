@@ -97,6 +97,7 @@ LLAMA = (
     "model.num_query_groups=2",
 )
 FP8_PARAMS = "model.fp8_params=True"
+TE = ("model.fp8_backend=te", "model.ffn_dropout=0")
 UNDROPPED = tuple(f"model.{name}_dropout=0" for name in ("hidden", "attention", "ffn"))
 RECOMPUTE = {
     "selective": ("model.activations_checkpoint_granularity=selective",),
@@ -141,6 +142,9 @@ def _alone() -> list[Job]:
         Job(f"torchao/{recipe}", fp8(recipe, "model.fp8_backend=torchao"))
         for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
     ]
+    te = (*TE, *fp8("delayed"))
+    jobs += [Job("te/bf16", TE), Job("te/delayed", te), Job("te/params", (*te, FP8_PARAMS))]
+    jobs.append(Job("te/stored", (*TE, *fp8("tensorwise", "model.optim.fp8_opt_level=O2"))))
     jobs += [
         Job(f"recompute/{how}", fp8(recipe, *RECOMPUTE[how]))
         for how, recipe in (("full", "delayed"), ("selective", "delayed"), ("block", "rowwise"))
@@ -216,6 +220,7 @@ def _ranks() -> list[Job]:
         Job("data/fp32", ("trainer.precision=32",), 2),
         Job("data/fp16", ("trainer.precision=16", "model.native_amp_init_scale=65536"), 2),
         Job("zero/params", (zero, *fp8("delayed", FP8_PARAMS)), 2),
+        Job("te/zero", (zero, *TE, *fp8("delayed", FP8_PARAMS)), 2),
         Job("fsdp/bf16", (fsdp,), 2),
         Job("fsdp/grad", (fsdp, "model.fsdp_sharding_strategy=grad", *fp8("delayed")), 2),
         Job("fsdp/params", (fsdp, *fp8("delayed", FP8_PARAMS)), 2),
@@ -259,6 +264,7 @@ HANDED_OVER = {
     "params/tensorwise",
     "params/blockwise",
     "torchao/rowwise",
+    "te/params",
     "settings/llama",
     "settings/without_o2",
     "settings/rampup",

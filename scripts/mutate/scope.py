@@ -73,9 +73,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "megafp8/optim/stored_owned.py": ("optim/test_stored_zero", "optim/test_stored_split"),
     "megafp8/optim/stored.py": FEW_BITS,
     "megafp8/optim/scaled_adam.py": ("optim/test_scaled_adam", *FEW_BITS),
-    "megafp8/backends/te/cpu/*.py": (
-        "backends/te/test_kernels",
-        "backends/te/test_loading",
+    "megafp8/te_cpu/*.py": (
+        "te_cpu/test_kernels",
+        "te_cpu/test_loading",
         "backends/te/test_real",
     ),
 }
@@ -86,7 +86,7 @@ LEFT_OUT = (
     "megafp8/precision/chain.py",
     "megafp8/precision/fused.py",
     "megafp8/precision/heads.py",
-    "megafp8/backends/te/cpu/wheel.py",
+    "megafp8/te_cpu/wheel.py",
 )
 
 

@@ -14,7 +14,7 @@ PARTS = {
     "fp8": "megafp8/fp8/",
     "parallel": "megafp8/parallel/",
     "optim": "megafp8/optim/",
-    "TE's side": "megafp8/backends/te/cpu/",
+    "TE's side": "megafp8/te_cpu/",
     "hardware": "megafp8/hardware/",
 }
 TITLE = "# Would a test notice? Mutations of the code that handles FP8"

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.te.cpu.wheel import DEFAULT_VERSION
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu.wheel import DEFAULT_VERSION
+from tests.te_cpu.sources import need_sources
 
 ROOT = Path(__file__).parents[2]
 BARE = """

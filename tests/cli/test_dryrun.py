@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.cli.dryrun import main
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
+from tests.te_cpu.sources import need_sources
 from tests.train.runs import ROOT, make_dataset
 
 SMALL = [

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
 from megafp8.data.examples import read_examples
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu import DEFAULT_VERSION
 from tests.data.helpers import tiny_corpus, tiny_documents
+from tests.te_cpu.sources import need_sources
 
 ROOT = Path(__file__).parents[2]
 Table = Callable[[str], list[list[str]]]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megafp8.backends.te import cpu
+from megafp8 import te_cpu
 from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import FsdpMasters
@@ -60,7 +60,7 @@ class Case:
             loss_scale=self.loss_scale,
         )
         if self.backend == "te":  # it updates the scales of all models of a process together
-            cpu.load().module.base.FP8GlobalStateManager.reset()
+            te_cpu.load().module.base.FP8GlobalStateManager.reset()
         precision = replace(spec.precision, backend=self.backend)
         state = build(replace(spec, precision=precision), mesh)
         if self.bug is not None:

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu import DEFAULT_VERSION
 from tests.parallel import matrix
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
@@ -21,6 +20,7 @@ from tests.parallel.test_tensor_parallel import (
     assert_tables_follow_specification,
 )
 from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)

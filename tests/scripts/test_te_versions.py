@@ -9,7 +9,7 @@ import torch
 
 from megafp8.specs.te_versions import HASHES, numbers_of
 from scripts import te_versions
-from tests.backends.te.sources import need_sources
+from tests.te_cpu.sources import need_sources
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]

@@ -13,10 +13,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
-from megafp8.backends.te import cpu
-from megafp8.backends.te.tensors import is_quantized
+from megafp8 import te_cpu
 from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train.build import build
 from megafp8.train.dryrun import RankShare, forward, rank_share, stages_of
 from megafp8.train.live_bytes import LiveBytes
@@ -119,7 +119,7 @@ def alone(spec: RunSpec) -> tuple[int, int, int]:
 
 def measure_te(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str, dict[str, Any]]:
     """Return what `measure` does, for Transformer Engine's layers."""
-    te = cpu.load()
+    te = te_cpu.load()
     found = {}
     for name, spec in cases.items():
         te.module.base.FP8GlobalStateManager.reset()
@@ -129,7 +129,7 @@ def measure_te(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str
 
 def shares_of_te(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, list[RankShare]]:
     """Return the dry run's shares of all ranks, for Transformer Engine's layers."""
-    cpu.load()
+    te_cpu.load()
     return {
         name: [rank_share(spec, index) for index in range(spec.parallel.world_size)]
         for name, spec in cases.items()

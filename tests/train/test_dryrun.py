@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.pipeline import run_times
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.build import build
 from megafp8.train.dryrun import RankShare, orders_of, rank_share, simulated_rank, whole_layout
-from tests.backends.te.sources import need_sources
 from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, run_spec
 from tests.train.dryrun_work import Kept, alone, fresh_bytes, storages
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from megafp8.backends.te.cpu.cuda import asking_frame, to_cpu
 from megafp8.backends.te.layer import layers_in
+from megafp8.te_cpu.cuda import asking_frame, to_cpu
 
 
 def scaling_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

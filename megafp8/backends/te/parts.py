@@ -13,7 +13,6 @@ from torch import nn
 
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.backends.te.weights import (
     forget_staged_amax,
     quantize_without_values,
@@ -28,6 +27,7 @@ from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import AttentionInFp8
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.te_cpu.tensors import is_quantized
 
 Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 

@@ -1,4 +1,4 @@
-"""Recognize Transformer Engine's quantized tensors, and find their memory."""
+"""Find the memory of Transformer Engine's quantized tensors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from typing import Any
 
 import torch
 
+from megafp8.te_cpu.tensors import is_quantized
+
 # Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
 BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
 # Where they keep bytes and scales, of whole tensors and of blocks.
 MEMORY = (*BYTES, "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
-
-
-def is_quantized(tensor: Any) -> bool:
-    """Whether `tensor` is a tensor that Transformer Engine keeps in FP8, of either kind.
-
-    One kind is a subclass of `torch.Tensor`, which a parameter may be; the other one is not.
-    """
-    return hasattr(tensor, "_fp8_dtype")
 
 
 def bytes_of(tensor: Any) -> torch.Tensor | None:

@@ -21,11 +21,11 @@ from torch import nn
 from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.lent import LentWeights
 from megafp8.backends.te.names import TeNames
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
 from megafp8.precision.grad_sink import MainGradSink, ScaledGradSink
 from megafp8.precision.scaled import ScaledTensor
+from megafp8.te_cpu.tensors import is_quantized
 
 # Elements that one block of threads computes, as Transformer Engine calls its functions.
 CHUNK = 2048 * 32

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from megafp8.precision.cast import quantize_scaled
 from megafp8.precision.formats import Fp8Format
@@ -22,7 +21,7 @@ from megafp8.precision.recipes.base import (
     column_sum,
     operands_of,
 )
-from megafp8.precision.recipes.scales import finite_or_inf, scale_of_amax
+from megafp8.precision.recipes.scales import amax_of_blocks, scale_of_amax
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.tensor import Fp8Tensor, times_scale
 from megafp8.specs.traits import BLOCK, blocks
@@ -101,14 +100,3 @@ class BlockwiseQuantizer(TensorQuantizer):
             if columns is None
             else self._scaled(columns.payload.t(), columns.dequant_scale.t(), first_block),
         )
-
-
-def amax_of_blocks(x_MN: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the amax of each block, FP32 [blocks along M, blocks along N]; a NaN gives +inf."""
-    rows, cols = x_MN.shape
-    missing = (0, -cols % block[1], 0, -rows % block[0])
-    padded = F.pad(x_MN, missing) if any(missing) else x_MN.contiguous()
-    tiles = padded.view(
-        padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]
-    )
-    return finite_or_inf(tiles.abs().amax(dim=(1, 3)).float())

@@ -17,6 +17,7 @@ One point differs: an amax that is not finite (a NaN counts as +inf) gives 1 und
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from megafp8.precision.formats import Fp8Format
 
@@ -51,3 +52,14 @@ def power_2_below(scale: torch.Tensor) -> torch.Tensor:
 def finite_or_inf(amax: torch.Tensor) -> torch.Tensor:
     """Replace NaN by +inf, in place, so that a MAX over ranks cannot lose it."""
     return amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def amax_of_blocks(x_MN: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return the amax of each block, FP32 [blocks along M, blocks along N]; a NaN gives +inf."""
+    rows, cols = x_MN.shape
+    missing = (0, -cols % block[1], 0, -rows % block[0])
+    padded = F.pad(x_MN, missing) if any(missing) else x_MN.contiguous()
+    tiles = padded.view(
+        padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]
+    )
+    return finite_or_inf(tiles.abs().amax(dim=(1, 3)).float())

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.saver import Saver

@@ -12,7 +12,7 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-from megafp8.backends.te import cpu
+from megafp8 import te_cpu
 from megafp8.parallel.mesh import Mesh, single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec
 from megafp8.train.build import build
@@ -21,9 +21,9 @@ from megafp8.train.step import StepResult, train_step
 from tests.tiny import gpt_spec, microbatch, optim_spec, run_spec
 
 VARIABLE = "MEGAFP8_TESTED_TE"
-VERSION = os.environ.get(VARIABLE, cpu.DEFAULT_VERSION)
+VERSION = os.environ.get(VARIABLE, te_cpu.DEFAULT_VERSION)
 DELAYED = Fp8Recipe(amax_history_len=4)
-te: Any = cpu.load(VERSION)
+te: Any = te_cpu.load(VERSION)
 recipes: Any = importlib.import_module("transformer_engine.common.recipe")
 
 

@@ -18,7 +18,6 @@ from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.config.te_environment import UNFUSED_UPDATE
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
@@ -32,6 +31,7 @@ from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.backends.te import cpu
-from megafp8.backends.te.cpu.missing import MissingKernelError
+from megafp8 import te_cpu
 from megafp8.errors import ConfigError
+from megafp8.te_cpu.missing import MissingKernelError
 from tests.backends.te.real import VERSION, autocast, recipes, te
 
 WIDTH, FFN, HEADS, SIZE = 32, 64, 4, 8
@@ -189,12 +189,12 @@ def test_everyone_else_still_learns_the_truth_about_this_machine() -> None:
 
 
 def test_the_loaded_version_is_reported_and_stays() -> None:
-    assert cpu.load(VERSION) is te
+    assert te_cpu.load(VERSION) is te
     wanted = f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
-    assert cpu.describe() == wanted
+    assert te_cpu.describe() == wanted
     other = "2.20.2" if VERSION != "2.20.2" else "2.12.0"
     with pytest.raises(ConfigError, match="is loaded in this process already"):
-        cpu.load(other)
+        te_cpu.load(other)
 
 
 def test_what_is_missing_is_named_where_it_is_used() -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.lent import Lent
-from megafp8.backends.te.tensors import is_quantized, memory_of
+from megafp8.backends.te.tensors import memory_of
 from megafp8.models.init import pieces_of
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import single_rank
@@ -33,6 +33,7 @@ from megafp8.specs import Fp8Recipe, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.dryrun import held_bytes, simulated

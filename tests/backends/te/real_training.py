@@ -16,7 +16,6 @@ from benchmarks.traces import replay
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.models.gpt import GPT
@@ -29,6 +28,7 @@ from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import AutoBackend, ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.generate import sample

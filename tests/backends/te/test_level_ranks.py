@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
 from megafp8.specs import PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import rank_share
-from tests.backends.te.sources import need_sources
 from tests.optim.stored_work import Trained
 from tests.optim.test_stored_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
 from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, run_spec
 
 GPT = gpt_spec(activation="gelu-tanh")

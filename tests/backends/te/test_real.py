@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import DEFAULT_VERSION
+from megafp8.te_cpu import DEFAULT_VERSION
 from tests.backends.te.rank_work import Found
-from tests.backends.te.sources import need_sources
 from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent.relative_to(ROOT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.backends.te.cpu.enums import FORMATS
+from megafp8.te_cpu.enums import FORMATS
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from megafp8.backends.te.cpu import wheel
 from megafp8.errors import ConfigError
+from megafp8.te_cpu import wheel
 
 
 @functools.cache

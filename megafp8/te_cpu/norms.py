@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu.enums import WIDE
-from megafp8.backends.te.cpu.quantize import finish
-from megafp8.backends.te.cpu.tensors import Quantizer
+from megafp8.te_cpu.enums import WIDE
+from megafp8.te_cpu.quantize import finish
+from megafp8.te_cpu.tensors import Quantizer
 
 
 def layernorm_fwd(

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu.enums import FORMATS, ScaleFormat
-from megafp8.backends.te.cpu.missing import missing
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.traits import BLOCK
+from megafp8.te_cpu.enums import FORMATS, ScaleFormat
+from megafp8.te_cpu.missing import missing
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether `tensor` is a tensor that Transformer Engine keeps in FP8, of either kind.
+
+    One kind is a subclass of `torch.Tensor`, which a parameter may be; the other one is not.
+    """
+    return hasattr(tensor, "_fp8_dtype")
 
 
 def kind_of(quantizer: Quantizer) -> str:

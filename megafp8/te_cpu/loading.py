@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from megafp8 import torch_private
-from megafp8.backends.te.cpu import cuda, wheel
-from megafp8.backends.te.cpu.extension import make_extension
-from megafp8.backends.te.cpu.missing import FromAbsentPackage, ImportPhase
-from megafp8.backends.te.cpu.wheel import PACKAGE, Sources
 from megafp8.errors import ConfigError
 from megafp8.specs.te_versions import DEFAULT_VERSION
+from megafp8.te_cpu import cuda, wheel
+from megafp8.te_cpu.extension import make_extension
+from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase
+from megafp8.te_cpu.wheel import PACKAGE, Sources
 
 EXTENSION = "transformer_engine_torch"
 NEEDED = ("einops", "packaging", "pydantic")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu import activations, attention, gemm, masters, norms, quantize, updates
-from megafp8.backends.te.cpu.enums import enumerations
-from megafp8.backends.te.cpu.missing import Missing
-from megafp8.backends.te.cpu.wheel import Sources
+from megafp8.te_cpu import activations, attention, gemm, masters, norms, quantize, updates
+from megafp8.te_cpu.enums import enumerations
+from megafp8.te_cpu.missing import Missing
+from megafp8.te_cpu.wheel import Sources
 
 
 def get_cublasLt_version() -> int:  # noqa: N802  # Transformer Engine's name

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megafp8.backends.te.cpu.quantize import finish
-from megafp8.backends.te.cpu.tensors import Quantizer
+from megafp8.te_cpu.quantize import finish
+from megafp8.te_cpu.tensors import Quantizer
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.te import cpu
-from megafp8.backends.te.cpu import loading
+from megafp8 import te_cpu
 from megafp8.errors import ConfigError
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu import loading
+from tests.te_cpu.sources import need_sources
 
 
 def seen() -> dict[str, Any]:
@@ -35,7 +35,7 @@ def seen() -> dict[str, Any]:
 
 
 def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    need_sources(cpu.DEFAULT_VERSION)
+    need_sources(te_cpu.DEFAULT_VERSION)
     changed = []
 
     def fail(sources: object) -> None:
@@ -48,9 +48,9 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "make_extension", fail)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"cannot be loaded here \(RuntimeError: planted\)"):
-            cpu.load()
+            te_cpu.load()
         assert seen() == before
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
     assert all(changed[0][name] != value for name, value in before.items())
-    assert cpu.loaded() is None
+    assert te_cpu.loaded() is None

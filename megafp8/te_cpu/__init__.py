@@ -1,7 +1,7 @@
 """Transformer Engine's own Python on a CPU.
 
-    from megafp8.backends.te import cpu
-    te = cpu.load()  # transformer_engine.pytorch, unmodified
+    from megafp8 import te_cpu
+    te = te_cpu.load()  # transformer_engine.pytorch, unmodified
 
 The Python half of Transformer Engine is a small wheel without compiled code. `load` fetches it into
 a cache of its own, checks its hash, and imports it over kernels of this package, which stand in for
@@ -9,8 +9,8 @@ the compiled extension `transformer_engine_torch` with the arithmetic of an H100
 `device="cuda"` means the CPU in this process; see `cuda.py` for what is patched.
 """
 
-from megafp8.backends.te.cpu.loading import describe, load, loaded
-from megafp8.backends.te.cpu.wheel import Sources
 from megafp8.specs.te_versions import DEFAULT_VERSION
+from megafp8.te_cpu.loading import describe, load, loaded
+from megafp8.te_cpu.wheel import Sources
 
 __all__ = ["DEFAULT_VERSION", "Sources", "describe", "load", "loaded"]

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu.activations import dgelu, gelu_of
-from megafp8.backends.te.cpu.enums import WIDE
-from megafp8.backends.te.cpu.missing import missing
-from megafp8.backends.te.cpu.quantize import quantize
-from megafp8.backends.te.cpu.tensors import Quantizer, operand, row_shape
-from megafp8.backends.te.tensors import is_quantized
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.tensor import Fp8Tensor
+from megafp8.te_cpu.activations import dgelu, gelu_of
+from megafp8.te_cpu.enums import WIDE
+from megafp8.te_cpu.missing import missing
+from megafp8.te_cpu.quantize import quantize
+from megafp8.te_cpu.tensors import Quantizer, is_quantized, operand, row_shape
 
 ALIGNMENT = 16  # of an FP8 matrix's innermost dim, for cuBLASLt
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.backends.te.cpu import activations, attention, masters, norms, quantize, updates
-from megafp8.backends.te.cpu.enums import DType, QkvFormat
-from megafp8.backends.te.cpu.extension import kernels, make_extension
-from megafp8.backends.te.cpu.missing import (
+from megafp8.te_cpu import activations, attention, masters, norms, quantize, updates
+from megafp8.te_cpu.enums import DType, QkvFormat
+from megafp8.te_cpu.extension import kernels, make_extension
+from megafp8.te_cpu.missing import (
     FromAbsentPackage,
     ImportPhase,
     Missing,
     MissingKernelError,
 )
-from megafp8.backends.te.cpu.wheel import Sources
+from megafp8.te_cpu.wheel import Sources
 
 FP32 = DType.kFloat32
 E4M3 = DType.kFloat8E4M3

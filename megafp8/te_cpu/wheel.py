@@ -3,7 +3,7 @@
 The wheel `transformer-engine` holds all Python and no compiled code. It never goes into
 site-packages, where other packages would find it and try to use it.
 
-    python -m megafp8.backends.te.cpu [VERSION …]
+    python -m megafp8.te_cpu [VERSION …]
 
 fills the cache: `$MEGAFP8_TE_SOURCES`, else `megafp8/te` in `$XDG_CACHE_HOME` or `~/.cache`, with
 one folder for each version. Each folder has the wheel and, unpacked in `sources`, its files.

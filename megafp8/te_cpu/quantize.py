@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 
-from megafp8.backends.te.cpu.cuda import to_cpu
-from megafp8.backends.te.cpu.enums import FORMATS, WIDE
-from megafp8.backends.te.cpu.missing import missing
-from megafp8.backends.te.cpu.tensors import (
+from megafp8.precision import cast
+from megafp8.precision.recipes.scales import amax_of_blocks, scale_of_amax
+from megafp8.precision.tensor import times_scale
+from megafp8.specs.traits import BLOCK
+from megafp8.te_cpu.cuda import to_cpu
+from megafp8.te_cpu.enums import FORMATS, WIDE
+from megafp8.te_cpu.missing import missing
+from megafp8.te_cpu.tensors import (
     Quantizer,
     coerce,
     create,
@@ -25,11 +29,6 @@ from megafp8.backends.te.cpu.tensors import (
     row_shape,
     transposed,
 )
-from megafp8.precision import cast
-from megafp8.precision.recipes.blockwise import amax_of_blocks
-from megafp8.precision.recipes.scales import scale_of_amax
-from megafp8.precision.tensor import times_scale
-from megafp8.specs.traits import BLOCK
 
 
 def quantize(tensor: Any, quantizer: Quantizer, output: Any = None, noop: Any = None) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.backends.te.cpu.enums import FORMATS
-from megafp8.backends.te.cpu.quantize import without_nan
 from megafp8.precision import cast
 from megafp8.precision.formats import E4M3, E5M2
-from megafp8.precision.recipes.blockwise import amax_of_blocks
-from megafp8.precision.recipes.scales import scale_of_amax
+from megafp8.precision.recipes.scales import amax_of_blocks, scale_of_amax
+from megafp8.te_cpu.enums import FORMATS
+from megafp8.te_cpu.quantize import without_nan
 
 
 def multi_tensor_scale(

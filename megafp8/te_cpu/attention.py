@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.backends.te.cpu.enums import QkvFormat
-from megafp8.backends.te.cpu.missing import missing
+from megafp8.te_cpu.enums import QkvFormat
+from megafp8.te_cpu.missing import missing
 
 MASKED = -10000.0
 

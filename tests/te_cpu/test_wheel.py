@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.backends.te.cpu import wheel
 from megafp8.errors import ConfigError
+from megafp8.te_cpu import wheel
 
 VERSION = "2.12.0"
 CODE = "transformer_engine/common/__init__.py"
