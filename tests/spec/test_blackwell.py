@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.backends.te.cpu import wheel
-from tests.backends.te.sources import need_sources
+from megafp8.te_cpu import wheel
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.formats import E4M3, Floats32
+from tests.te_cpu.sources import need_sources
 
 TE_VERSION = "2.20.2"
 FINITE = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints")
@@ -85,7 +85,11 @@ def test_the_scale_is_the_smallest_power_that_holds_the_block() -> None:
     """This holds for all normal 448 * 2**k and their neighbours, in exact arithmetic."""
     for k in range(-125, 119):
         edge = np.float32(448 * 2.0**k)
-        for amax in (edge, np.nextafter(edge, np.float32(0)), np.nextafter(edge, np.float32(np.inf))):
+        for amax in (
+            edge,
+            np.nextafter(edge, np.float32(0)),
+            np.nextafter(edge, np.float32(np.inf)),
+        ):
             code = mxfp8.code_of(np.float32(amax))
             fits = Fraction(float(amax)) <= 448 * Fraction(2) ** (code - 127)
             fits_lower = Fraction(float(amax)) <= 448 * Fraction(2) ** (code - 128)
