@@ -350,6 +350,22 @@ def private_cache(variable: str, name: str) -> Path:
     return path
 
 
+def why_unsafe(caches: Mapping[str, str]) -> str | None:
+    """Return why a library must not load compiled code here; None if its folders are this user's.
+
+    Args:
+        caches: The arguments of `private_cache`: variables, and the names of their folders.
+    """
+    try:
+        for variable, name in caches.items():
+            private_cache(variable, name)
+    except OSError as error:
+        return f"code would be loaded from {error.filename}, which is not safe: {error.strerror}"
+    except RuntimeError as error:  # the home folder is not known
+        return f"there is no safe folder for compiled code: {error}"
+    return None
+
+
 def write_json_atomically(path: Path, obj: object) -> None:
     """Write `obj` as JSON by `write_atomically`. Raises `RunError`."""
     with run_errors_reported(path, "writing the file"):

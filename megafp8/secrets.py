@@ -137,22 +137,31 @@ def hide(text: str) -> str:
 _LONGEST_WORD = 400  # characters; paths are shorter, values of a wrong setting may be of any length
 _LONGEST_LINE = 4000
 _WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
-_KEPT = "\n\t"
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "\n\t") -> str:
     r"""Return a text without control characters: an escape sequence becomes `\x1b[…` in letters.
 
     A terminal obeys such characters, and those that change the direction of a line show another
-    text than the one that is there. Line feeds and tabs stay.
+    text than the one that is there.
+
+    Args:
+        text: The text.
+        kept: Control characters that stay: line feeds and tabs, unless the text is a single line.
     """
-    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+    if text.isascii() and text.translate(dict.fromkeys(map(ord, kept))).isprintable():
         return text
-    return "".join(c if c.isprintable() or c in _KEPT else _escaped(c) for c in text)
+    return "".join(c if c.isprintable() or c in kept else _escaped(c) for c in text)
 
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def one_line(value: object) -> str:
+    """Return a value as a user writes it, in quotes if it would not fit into one line."""
+    text = "null" if value is None else str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def shortened(text: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from megafp8.cli.job import refuse_repeated
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.layers import DEFAULT_CONFIG, find_source
 from megafp8.config.load import Loaded, load_all
@@ -168,6 +169,8 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) ->
         UserError: Settings are refused, one configuration is the baseline or another one, or the
             configurations have different baselines.
     """
+    for words in (given, replaced):
+        refuse_repeated(words)
     choices = _choices(given, source)
     others = []
     for choice, label in zip(choices, _labels(choices), strict=True):

@@ -19,12 +19,13 @@ from megafp8.cli import is_first_rank
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
+from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import TRUST
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_value, similar_keys
-from megafp8.config.values import one_line
+from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
-from megafp8.secrets import HIDDEN, hide_values, shown, variable_in
+from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     `config_name` is the YAML if `--config-name` is not given.
 
     Raises:
-        SettingError: An option is unknown or lacks its value.
+        SettingError: An option is unknown or lacks its value, or a key is given twice.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -262,6 +263,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--version", action="store_true")
     parser.add_argument(TRUST, action="store_true", dest="trusts_recipes")
     found = parser.parse_intermixed_args(list(argv))
+    refuse_repeated(found.overrides)
     return Options(
         overrides=tuple(found.overrides),
         config_dir=found.config_dir,
@@ -305,11 +307,19 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
         SettingError: A key is given twice.
     """
     seen: dict[str, str] = {}
-    for text in overrides:
-        key, _, value = text.lstrip("+").partition("=")
+    for key, value in (given for text in overrides for given in _given(text)):
         if seen.setdefault(key, value) != value:
             reason = f"is given twice, also as {seen[key]}"
             raise SettingError(key, value, reason, "Give one value", origin=COMMAND_LINE)
+
+
+def _given(text: str) -> list[tuple[str, str]]:
+    """Return the keys that an override sets; one for a section sets several."""
+    for parsed in parse_overrides([text], ())[0]:
+        if parsed.settings:
+            return [(setting.key, plain(setting.value)) for setting in parsed.settings]
+    key, _, value = text.lstrip("+").partition("=")
+    return [(key, value)]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -18,7 +18,6 @@ from megafp8.cli.job import (
     app_info,
     open_streams,
     parse_options,
-    refuse_repeated,
     refuse_secrets,
     report_error,
     resolved_table,
@@ -72,7 +71,6 @@ def _run(options: Options, task: Task) -> int:
     if options.resolve and not options.show_config:
         reason = "shows resolved values with --cfg job only, and would start a run here"
         raise SettingError("--resolve", None, reason, "Add --cfg job, or leave it out")
-    refuse_repeated(options.overrides)
     if options.multirun:
         from megafp8.cli.sweep import run_sweep
 

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import ExitCode, RunError
-from megafp8.observe.units import format_count, format_number, printable
+from megafp8.observe.units import format_count, format_number
 from megafp8.report.page import typical_speed
 from megafp8.report.record import RunRecord, read_run
 from megafp8.runs.find import USUAL_FOLDER, age, runs_below
-from megafp8.secrets import shown
+from megafp8.secrets import printable, shown
 
 NEWEST = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
@@ -65,12 +65,12 @@ def _list(folders: Sequence[Path], newest: int | None) -> None:
 
 def _row(path: Path) -> list[Text]:
     """Return the cells of a run; text from outside is never read as rich's markup."""
-    name = Text(printable(shown(str(path))))
+    name = Text(printable(shown(str(path)), kept=""))
     try:
         run = read_run(path)
     except RunError:  # it was removed meanwhile
         return [name, Text("removed", "red")]
-    status = Text(printable(shown(run.status)), COLORS.get(run.status, "yellow"))
+    status = Text(printable(shown(run.status), kept=""), COLORS.get(run.status, "yellow"))
     return [name, status, *map(Text, _figures(run)), Text(_written(path))]
 
 

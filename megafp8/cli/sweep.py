@@ -37,7 +37,7 @@ from megafp8.cli.sweep_results import (
     why_foreign,
 )
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
-from megafp8.config.hydra_section import HYDRA
+from megafp8.config.hydra_section import is_hydras
 from megafp8.config.layers import find_source
 from megafp8.config.load import Loaded, load_all
 from megafp8.config.overrides import ParsedOverride, parse_overrides
@@ -144,7 +144,7 @@ class Sweep:
             loaded = replace(
                 loaded,
                 origins={**loaded.origins, _LOG_DIR: Origin("the sweep")},
-                inert=tuple(setting for setting in loaded.inert if setting.key != HYDRA),
+                inert=tuple(setting for setting in loaded.inert if not is_hydras(setting.key)),
             )
             options = replace(self.options, overrides=job.overrides)
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.hydra_section import HYDRA, file_problems, is_hydras
+from megafp8.config.hydra_section import HYDRA, choice_problems, file_problems, is_hydras
 from megafp8.config.layers import Files, Source, conf_dir, hydra_problem, root_defaults, search_path
 from megafp8.config.load import tree_with_nemo_keys
 from megafp8.errors import UserError
@@ -64,7 +64,8 @@ class CheckedLoader(ConfigLoaderImpl):  # type: ignore[misc,unused-ignore]
         if is_users and OmegaConf.is_config(found.config):
             tree = OmegaConf.to_container(found.config, resolve=False)
             name = f"{PurePath(default.config_path).name}.yaml"
-            raise_if_any(file_problems(default.package or "", tree, name))
+            problems = file_problems(default.package or "", tree, name)
+            raise_if_any([*problems, *choice_problems(found.defaults_list, name)])
         return super()._load_single_config(default, repo)
 
 

@@ -10,7 +10,7 @@ set what has an effect in a sweep.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megafp8.config.errors import SettingError
@@ -115,7 +115,11 @@ ON_THE_COMMAND_LINE = (
 """The beginnings of the settings that the command line of a sweep may give."""
 
 GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
-"""The groups of Hydra from which the command line of a sweep may choose."""
+"""The groups of Hydra from which a sweep's command line and a file's `defaults:` may choose."""
+
+
+_QUIET = ("hydra/job_logging", "hydra/hydra_logging")
+"""The groups of Hydra's logging, which a sweep switches off; a file may do the same."""
 
 
 def is_hydras(key: str) -> bool:
@@ -135,6 +139,45 @@ def file_problems(package: str, tree: Any, origin: str) -> list[SettingError]:
         problem
         for key, value in _leaves(package, tree)
         if is_hydras(key) and (problem := _file_problem(key, value, origin))
+    ]
+
+
+def choices(defaults: Iterable[Any] | None) -> list[tuple[str, Any]]:
+    """Return the groups of Hydra from which a YAML's `defaults:` choose, with what they choose.
+
+    A file of Hydra's that is named as a whole, or whose settings go to another section, counts too.
+
+    Args:
+        defaults: The items of the list, as Hydra has read them.
+    """
+    found = []
+    for item in defaults or ():
+        group = getattr(item, "group", None)
+        name = str(group if group is not None else getattr(item, "path", None)).lstrip("/")
+        if name == HYDRA or name.startswith(f"{HYDRA}/"):
+            package = getattr(item, "package", None)
+            key = name if package is None else f"{name}@{package}"
+            found.append((key, item.value if group is not None else None))
+    return found
+
+
+def choice_problems(defaults: Iterable[Any] | None, origin: str) -> list[SettingError]:
+    """Return which choices of a YAML's `defaults:` a sweep would drop.
+
+    Args:
+        defaults: The items of the list, as Hydra has read them.
+        origin: The file's name, for messages.
+    """
+    return [
+        SettingError(
+            key,
+            value,
+            "has no effect in a sweep",
+            f"Leave it out of `defaults:`, which may choose from {', '.join(GROUPS)}",
+            origin=origin,
+        )
+        for key, value in choices(defaults)
+        if key not in GROUPS and not (key in _QUIET and value in (None, "none", "disabled"))
     ]
 
 

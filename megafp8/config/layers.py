@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
-from megafp8.config.hydra_section import HYDRA
+from megafp8.config.hydra_section import HYDRA, choices
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride
 from megafp8.config.settings import Setting, flatten
 from megafp8.foreign import ForeignFileError, read_yaml_text
@@ -139,7 +139,8 @@ def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer
             origin = _origin(default, result, strength, is_users=builds_on_default)
             section = default.package or ""
             tree = OmegaConf.to_container(result.config, resolve=False)
-            layers.append(Layer(origin, tuple(flatten(section, tree, origin))))
+            chosen = (Setting(key, value, origin) for key, value in choices(result.defaults_list))
+            layers.append(Layer(origin, (*flatten(section, tree, origin), *chosen)))
     except Exception as error:  # Hydra raises any kind of error at lists, `hydra: null` and so on
         raise hydra_problem(source, error) from error
     given = tuple(setting for override in overrides for setting in override.settings)

@@ -18,7 +18,7 @@ from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
 from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
-from megafp8.config.hydra_section import HYDRA
+from megafp8.config.hydra_section import HYDRA, is_hydras
 from megafp8.config.keys import needs
 from megafp8.config.launcher_paths import launcher_paths_once
 from megafp8.config.layers import (
@@ -39,13 +39,15 @@ from megafp8.config.settings import (
     UNDECIDED,
     Setting,
     is_interpolation,
+    is_unused_section,
+    optional_sections,
     put_in,
     read_value,
     read_values,
 )
 from megafp8.config.spellings import Translated, take_length_of_samples, take_mock_data, translate
-from megafp8.config.values import one_line, plain
-from megafp8.secrets import HIDDEN, has_password, named_secrets, redacted, variable_in
+from megafp8.config.values import plain
+from megafp8.secrets import HIDDEN, has_password, named_secrets, one_line, redacted, variable_in
 
 ACCELERATOR = "trainer.accelerator"
 BACKEND, MASK_FUSION = "model.fp8_backend", "model.get_attention_mask_from_fusion"
@@ -95,10 +97,13 @@ class Loaded:
         lines += self.notes
         groups: dict[tuple[str, str], list[str]] = {}
         for s in self.inert:
-            if s.key == HYDRA:
-                text, note = HYDRA, "Hydra's own settings have an effect in a sweep (-m) only"
+            text = s.key if s.key == HYDRA else f"{s.key}={one_line(s.value)}"
+            if is_hydras(s.key):
+                note = "Hydra's own settings have an effect in a sweep (-m) only"
+            elif s.key in optional_sections():
+                note = "a section that is not used: its keys have their defaults"
             else:
-                text, note = f"{s.key}={one_line(s.value)}", nemo_keys()[s.key].note
+                note = nemo_keys()[s.key].note
             groups.setdefault((s.origin, note), []).append(text)
         for s, found in self.unused:
             text, note = f"{s.key}={one_line(s.value)}", f"has no effect with {found.setting}"
@@ -182,7 +187,7 @@ def load_all(
     good = {key: value for key, value in values.items() if key not in bad}
     good = _on_this_machine(good, gpu_available)
     inert, refused = _nemo_settings(tree, values, origins)
-    inert += [s for layer in layers for s in layer.settings if s.key == HYDRA]
+    inert += [s for layer in layers for s in layer.settings if is_hydras(s.key)]
     refused += _secrets_of_the_command_line(inert)
     found = problems + check_values(good, origins) + refused + _environment_problems(good)
     defaults = {
@@ -215,13 +220,18 @@ def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[
     problems: list[SettingError] = []
     for layer in layers:
         for setting in layer.settings:
-            if setting.key.partition(".")[0] == HYDRA:
+            if is_hydras(setting.key):
                 continue
             problem = put_in(tree, setting)
             if problem is not None:
                 problems.append(problem)
             elif setting.key == UNDECIDED:
                 continue
+            elif is_unused_section(setting):
+                inside = [key for key in origins if key.startswith(setting.key + ".")]
+                for key in inside:
+                    del origins[key]
+                origins[setting.key] = layer.origin
             elif layer.origin != DEFAULT:
                 origins[setting.key] = layer.origin
     return tree, origins, problems
@@ -387,6 +397,8 @@ def _nemo_settings(
     inert: list[Setting] = []
     refused: list[SettingError] = []
     for path, origin in origins.items():
+        if path in optional_sections():
+            inert.append(Setting(path, None, origin))
         key = nemo_keys().get(path)
         if key is None:
             continue
@@ -400,8 +412,8 @@ def _nemo_settings(
             inert.append(Setting(path, value, origin))
         else:
             refused.append(key.problem(value, origin))
-    order = list(nemo_keys())
-    return sorted(inert, key=lambda setting: order.index(setting.key)), refused
+    order = {key: number for number, key in enumerate(nemo_keys())}
+    return sorted(inert, key=lambda setting: order.get(setting.key, len(order))), refused
 
 
 def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:

@@ -26,6 +26,15 @@ OTHER_NAMES = dict.fromkeys(
 
 SEE_HELP = "--help lists all keys"
 
+_LIVE_BUT_OPTIONAL = (
+    "exp_manager.checkpoint_callback_params",
+    "exp_manager.wandb_logger_kwargs",
+    "model.data.train_ds",
+    "model.data.validation_ds",
+    "model.nsys_profile",
+)
+"""Sections whose keys have an effect, and that are null in NeMo's files if they are not used."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -55,6 +64,9 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
         return _undecided(setting)
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
+        if is_unused_section(setting):
+            _reset(tree, setting.key)
+            return None
         in_tree = setting.key in known_sections()
         return section_problem(setting) if in_tree else unknown_key(setting)
     if nemo_key is not None and isinstance(setting.value, dict) and not nemo_key.passes_map:
@@ -72,6 +84,27 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
             hint = f"Write {int(setting.value)}"  # the value of 1e5 is a float
         return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
     return None
+
+
+def is_unused_section(setting: Setting) -> bool:
+    """Whether a setting is null for a section that NeMo's files need not use."""
+    return setting.value is None and setting.key in optional_sections()
+
+
+@cache
+def optional_sections() -> frozenset[str]:
+    """Return the sections that may be null: their keys then have their defaults."""
+    return (nemo_sections() - all_sections()) | frozenset(_LIVE_BUT_OPTIONAL)
+
+
+def _reset(tree: DictConfig, section: str) -> None:
+    """Give the keys of a section the values that they have if no layer sets them."""
+    for path, key in all_keys().items():
+        if path.startswith(section + "."):
+            OmegaConf.update(tree, path, key.default)
+    for path, nemo_key in nemo_keys().items():
+        if path.startswith(section + "."):
+            OmegaConf.update(tree, path, nemo_key.ours, force_add=True)
 
 
 def _is_no_flag(key: Key, value: Any) -> bool:
@@ -251,11 +284,12 @@ def section_problem(setting: Setting) -> SettingError:
     """Return the error for a value that is given to a whole section."""
     keys = [*all_keys(), *nemo_keys()]
     inside = [key for key in keys if key.startswith(setting.key + ".")]
+    leave_out = "Leave it out, or set" if setting.value is None else "Set"
     return SettingError(
         setting.key,
         setting.value,
         "is a section, not a value",
-        f"Set the keys in the section, for example {inside[0]}=VALUE",
+        f"{leave_out} the keys in the section, for example {inside[0]}=VALUE",
         origin=setting.origin,
     )
 

@@ -221,12 +221,6 @@ def plain(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def one_line(value: object) -> str:
-    """Return `plain(value)`, in quotes if it would not fit into one line."""
-    text = plain(value)
-    return text if text.isprintable() else repr(text)
-
-
 _MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
 
 

@@ -31,7 +31,7 @@ from megafp8.observe.units import (
     format_tflops,
     plural,
 )
-from megafp8.secrets import cut, hide_values, printable
+from megafp8.secrets import cut, hide_values, one_line, printable
 
 Row = tuple[str, str]
 LEAST_DATA_WAIT = 0.01  # of a step's time, from which on it is shown
@@ -245,7 +245,12 @@ def validation_line(
 def settings_lines(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the settings that are not the default job's as lines with aligned columns."""
     rows = [
-        (str(row["key"]), _one_line(row["value"]), str(row["origin"]), _one_line(row["default"]))
+        (
+            str(row["key"]),
+            cut(one_line(row["value"])),
+            str(row["origin"]),
+            cut(one_line(row["default"])),
+        )
         for row in settings
         if "${" not in str(row["origin"])  # a value that follows another setting
     ]
@@ -255,11 +260,6 @@ def settings_lines(settings: Sequence[Mapping[str, object]]) -> list[str]:
         f"  {key:<{keys}}  {value:<{values}}  {origin}, default job {default}"
         for key, value, origin, default in rows
     ]
-
-
-def _one_line(value: object) -> str:
-    text = cut("null" if value is None else str(value))
-    return text if text.isprintable() else repr(text)
 
 
 def _table_lines(rows: Sequence[Row]) -> list[str]:

@@ -80,9 +80,3 @@ def format_duration(seconds: float) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}:{secs:02}"
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def printable(text: str) -> str:
-    """Return a text from outside, as a folder's name, in letters that a terminal only shows."""
-    text = text.encode("utf-8", "replace").decode()
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -25,7 +25,7 @@ from torch import nn
 
 from megafp8 import torch_private
 from megafp8.errors import ConfigError
-from megafp8.files import private_cache
+from megafp8.files import why_unsafe
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
@@ -33,6 +33,9 @@ from megafp8.parallel.parts import linears_of
 from megafp8.precision.grad_sink import DeferringSink, DotGradSink
 from megafp8.precision.kernels import triton_launch
 from megafp8.precision.linear import Linear
+
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", **triton_launch.CACHE}
+"""torch's caches of compiled code; its default is a predictable name that any user may make."""
 
 
 @dataclass
@@ -71,19 +74,6 @@ def unavailable(device: torch.device) -> str | None:
     return None if reason is None else f"torch needs Triton for GPUs: {reason}"
 
 
-def _unsafe_cache() -> str | None:
-    """Return why torch must not load compiled code here; None if its folders are this user's.
-
-    torch's own default is a folder of a predictable name that all users may make.
-    """
-    try:
-        private_cache("TORCHINDUCTOR_CACHE_DIR", "inductor")
-        private_cache("TRITON_CACHE_DIR", "triton")
-    except OSError as error:
-        return f"torch would load code from {error.filename}, which is not safe: {error.strerror}"
-    return None
-
-
 def cannot_trace() -> str | None:
     """Return why linears and dropout cannot be operations of a graph here, or None if they can."""
     if torch_private.has_objects_in_graphs():
@@ -105,7 +95,7 @@ def compile_layers(
         ConfigError: Torch cannot compile here, or the backend has layers of its own.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    reason = unavailable(device) or _unsafe_cache()
+    reason = unavailable(device) or why_unsafe(CACHES)
     if not layers:
         reason = "the backend brings layers of its own, which are not compiled"
     if reason is not None:

@@ -410,6 +410,11 @@ REFUSED = {
     "is its own baseline. Give another --base, such as --base model.fp8_recipe=tensorwise": [
         "model.fp8_recipe=delayed,rowwise", "--base", "model.fp8_recipe=delayed",
     ],
+    "model.seed=2 (command line): is given twice, also as 1": ["model.seed=1", "+model.seed=2"],
+    "model.optim.lr=2 (command line): is given twice": ["model.optim={lr:1}", "model.optim.lr=2"],
+    "model.fp8=True (command line): is given twice, also as False": [
+        "--base", "model.fp8=False", "model.fp8=True",
+    ],
     "model.fp8_margn=1,2 (command line)": ["model.fp8_margn=1,2"],
     "model.fp8_recipe=none.py:One": ["model.fp8_recipe=delayed,none.py:One"],
 }  # fmt: skip

@@ -158,6 +158,46 @@ def test_a_sweep_refuses_a_strangers_file(
     assert dict(os.environ) == environment
 
 
+CHOICES = (
+    "override hydra/job_logging: stdout", "override /hydra/job_logging: default",
+    "override hydra/hydra_logging: hydra_debug", "override hydra/output: default",
+    "override hydra/help: default", "hydra/job_logging@model: stdout", "hydra/job_logging/stdout",
+    "optional hydra/none: x", "/hydra/launcher@trainer: basic", "hydra/own@_global_: x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("item", CHOICES)
+def test_the_defaults_of_a_file_choose_nothing_in_vain(
+    item: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hydra/own").mkdir(parents=True)
+    Path("hydra/own/x.yaml").write_text("model: {seed: 77}")
+    Path("mine.yaml").write_text(f"defaults:\n- pretrain_gpt\n- {item}\n- _self_\n")
+    assert run_app(["-cd", ".", "-cn", "mine", "-m", "model.seed=1,2"], refuse) == 2
+    words = item.removeprefix("override ").removeprefix("optional ").removeprefix("/")
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {words.replace(': ', '=')} (mine.yaml): has no effect")
+    assert {path.name for path in tmp_path.iterdir()} == {"hydra", "mine.yaml"}
+    assert run_app(["-cd", ".", "-cn", "mine", "--cfg", "job"], refuse) == 0
+    said = capsys.readouterr().out
+    assert f"inert: {words.replace(': ', '=')}" in said.replace("=null", "")
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["override hydra/launcher: joblib", "override hydra/sweeper: basic",
+     "override hydra/job_logging: disabled", "override hydra/hydra_logging: none",
+     "override hydra/job_logging: null"],
+)  # fmt: skip
+def test_the_defaults_of_a_file_may_choose_what_acts(item: str, tmp_path: Path) -> None:
+    text = f"defaults:\n- pretrain_gpt\n- {item}\n- _self_\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    source = find_source(tmp_path, "mine")
+    cfg = composed(source, checked_loader(source), [])
+    assert ("joblib" in cfg.hydra.launcher._target_) == ("joblib" in item)
+
+
 @pytest.mark.parametrize("word", ["+hydra.job.env_set.X=1", "hydra/job_logging=default"])
 def test_a_job_that_a_sweeper_makes_has_no_settings_of_hydra(word: str) -> None:
     source = find_source(None, "pretrain_gpt")

@@ -16,6 +16,7 @@ from megafp8.config.nemo import NemoKey, nemo_keys
 from megafp8.config.nemo_table import entries, rows
 from megafp8.config.resume import differences, flat, identity
 from megafp8.config.schema import all_keys
+from megafp8.config.settings import known_sections
 from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -183,6 +184,45 @@ def test_a_misspelt_inert_key_is_refused() -> None:
     assert "Did you mean model.cpu_offloading" in str(the_problem("+model.cpu_ofloading=1"))
     assert the_problem("model.nsys_profile.on=True").key == "model.nsys_profile.on"
     assert the_problem("model.nsys_profile=5").reason == "is a section, not a value"
+
+
+NEEDED_SECTIONS = {
+    "exp_manager", "model", "model.data", "model.optim", "model.optim.sched", "model.tokenizer",
+    "trainer",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("section", sorted(known_sections()))
+def test_null_says_that_a_section_is_not_used(section: str, tmp_path: Path) -> None:
+    tree: dict[str, Any] = {}
+    OmegaConf.update(whole := OmegaConf.create(tree), section, None, force_add=True)
+    start = "defaults: [pretrain_gpt, _self_]\n"
+    (tmp_path / "mine.yaml").write_text(start + OmegaConf.to_yaml(whole))
+    given: dict[str, Any] = {"config_dir": tmp_path, "config_name": "mine"}
+    if section in NEEDED_SECTIONS:
+        for problem in (the_problem(f"{section}=null"), the_problem(**given)):
+            assert (problem.key, problem.reason) == (section, "is a section, not a value")
+            assert problem.hint.startswith("Leave it out, or set the keys in the section")
+        return
+    for loaded in (load_all([f"{section}=null"]), load_all(**given)):
+        assert [(s.key, s.value) for s in loaded.inert] == [(section, None)]
+        (line,) = loaded.inert_lines()
+        assert line.startswith(f"inert: {section}=null (") and "section that is not used" in line
+        assert loaded.cfg == load_all().cfg
+
+
+def test_null_replaces_the_section_of_a_weaker_layer(tmp_path: Path) -> None:
+    below = {"exp_manager": {"ema": {"enable": True}}, "model": {"nsys_profile": {"enabled": True}}}
+    OmegaConf.save(OmegaConf.create(below), tmp_path / "below.yaml")
+    text = "defaults: [pretrain_gpt, below, _self_]\nexp_manager: {ema: null}\n"
+    (tmp_path / "mine.yaml").write_text(text + "model: {nsys_profile: null}\n")
+    given: dict[str, Any] = {"config_dir": tmp_path, "config_name": "mine"}
+    loaded = load_all(**given)
+    assert loaded.cfg == load_all().cfg
+    assert {s.key for s in loaded.inert} == {"exp_manager.ema", "model.nsys_profile"}
+    above = load_all(["model.nsys_profile.enabled=True"], **given)
+    assert above.cfg.model.nsys_profile.enabled
+    assert the_problem("exp_manager.ema.enable=True", **given).key == "exp_manager.ema.enable"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.files import cache_folder
+from megafp8.files import cache_folder, why_unsafe
 from megafp8.precision import formats
 from megafp8.precision.cast import decode, quantize
 from megafp8.precision.kernels.compile import Library, library
@@ -246,12 +246,12 @@ def test_the_folders_of_torch_and_triton_are_this_users(
 ) -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    assert compile_train._unsafe_cache() is None
+    assert why_unsafe(compile_train.CACHES) is None
     for name, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         assert os.environ[name] == str(cache_folder() / folder)
         assert (cache_folder() / folder).stat().st_mode & 0o777 == 0o700
     (tmp_path / "all").mkdir()
     (tmp_path / "all").chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "all" / "x"))
-    found = compile_train._unsafe_cache()
+    found = why_unsafe(compile_train.CACHES)
     assert found is not None and "anybody may replace" in found and str(tmp_path / "all") in found

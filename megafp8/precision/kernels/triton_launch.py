@@ -11,9 +11,10 @@ import os
 
 import torch
 
-from megafp8.files import private_cache
+from megafp8.files import why_unsafe
 from megafp8.precision.formats import Fp8Format
 
+CACHE = {"TRITON_CACHE_DIR": "triton"}  # the variable of Triton's folder of compiled code
 FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware
 
 
@@ -38,12 +39,7 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def _unsafe_cache() -> str | None:
-    """Return why Triton must not load compiled code here; None if its folder is this user's."""
-    try:
-        private_cache("TRITON_CACHE_DIR", "triton")
-    except (OSError, RuntimeError) as error:
-        return f"Triton's folder of compiled code is not safe: {error}"
-    return None
+    return why_unsafe(CACHE)
 
 
 def casts_in_hardware(device: torch.device) -> bool:
