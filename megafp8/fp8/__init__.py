@@ -18,7 +18,7 @@ from megafp8.fp8.linear import Fp8Error, Fp8Linear
 from megafp8.fp8.recipe import recipe_named
 from megafp8.fp8.state import Fp8State, HealthReport, Scale
 from megafp8.specs.precision import Fp8Recipe, ModuleRule
-from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
 from megafp8.specs.traits import ROW, TENSOR, Casts, Cost, Scales, Traits, alike, blocks
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Scale",
     "Scaled",
     "Scales",
+    "Seen",
     "Traits",
     "alike",
     "blocks",

@@ -34,10 +34,12 @@ from megafp8.precision.engine import EMULATED, Engine, engine_of
 from megafp8.precision.formats import Fp8Format, formats_of
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipe import Seen
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
 ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
+Update = Callable[[Seen], tuple[torch.Tensor, torch.Tensor]]  # -> the next history and scales
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class ScaleTable:
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
+        self._own: dict[Update, list[int]] = {}  # the rows that have another rule
         self.engine = EMULATED
         self._allocate(torch.device("cpu"))
 
@@ -163,12 +166,15 @@ class ScaleTable:
         self.num_updates = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
 
-    def register(self, name: str) -> Slot:
+    def register(self, name: str, own: Update | None = None) -> Slot:
         """Add a row for the tensor `name` and return it.
 
-        All rows are registered before the first microbatch: a new row resets the whole table.
+        `own` is the rule of its history and scale, in place of Transformer Engine's. All rows are
+        registered before the first microbatch: a new row resets the whole table.
         """
         assert name not in self.names, f"{name} is registered twice"
+        if own is not None:
+            self._own.setdefault(own, []).append(len(self.names))
         self.names.append(name)
         self._allocate(self.amax.device)
         return Slot(self, len(self.names) - 1, self.fmt)
@@ -229,22 +235,25 @@ class ScaleTable:
             self._roll(staged)
 
     def _roll(self, staged: torch.Tensor) -> None:
-        if self.engine.uses_triton:
+        if self.engine.uses_triton and not self._own:
             self._roll_in_one_launch(staged)
             return
         is_finite = staged.isfinite()
         occurred = is_finite & (staged > 0)
         self.num_nonfinite += ~is_finite
-        if self.recipe.amax_compute_algo == "max" and self.history.shape[1] > 0:
-            window_amax = torch.maximum(staged, self.history.amax(dim=1))
-        else:
-            window_amax = staged
-        if self.history.shape[1] > 0:
-            rolled = torch.cat((self.history[:, 1:], staged[:, None]), dim=1)
-            self._set("history", torch.where(occurred[:, None], rolled, self.history))
+        history, window_amax = self.history, staged
+        if history.shape[1] > 0:
+            if self.recipe.amax_compute_algo == "max":
+                window_amax = torch.maximum(staged, history.amax(dim=1))
+            history = torch.cat((history[:, 1:], staged[:, None]), dim=1)
         target = torch.full_like(window_amax, self.fmt.max * 2.0**-self.recipe.margin)
         # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
         fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
+        for update, rows in self._own.items():
+            of_rows = (staged[rows], self.history[rows], self.quant_scale[rows])
+            history[rows], fresh[rows] = update(Seen(*of_rows, self.fmt, self.recipe))
+        if history.shape[1] > 0:
+            self._set("history", torch.where(occurred[:, None], history, self.history))
         is_due = occurred & (self.num_updates % self.recipe.interval == 0)
         self._set("quant_scale", torch.where(is_due, fresh, self.quant_scale))
         self.num_updates += occurred

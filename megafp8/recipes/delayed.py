@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import TENSOR, Cost, Traits, alike
-
-if TYPE_CHECKING:
-    from megafp8.precision.recipes.base import Quantizing, TensorQuantizer
 
 
 class Delayed(Recipe):
@@ -27,11 +22,3 @@ class Delayed(Recipe):
         backends={"te": "DelayedScaling"},
         cost=Cost(launches=(43, 51), sums_columns=True),
     )
-
-    def quantizer(self, given: Quantizing) -> TensorQuantizer:
-        """Return a quantizer with a row of the table."""
-        from megafp8.precision.recipes.delayed import DelayedQuantizer
-
-        state = given.state
-        table = state.backward if given.role == "grad_output" else state.forward
-        return DelayedQuantizer(state, table.register(f"{given.name}.{given.role}"))

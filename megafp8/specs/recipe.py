@@ -57,8 +57,27 @@ class Scaled(NamedTuple):
     outer: Tensor | None = None
 
 
+class Seen(NamedTuple):
+    """Hold what a recipe with a history knows of T tensors, after a microbatch.
+
+    Attributes:
+        amax: The largest absolute value of each in the microbatch, over the ranks that share their
+            scales [T]; finite and above zero for every tensor whose state is to change.
+        history: What `update` has kept of each, [T, fp8_amax_history_len - 1]; zeros at first.
+        quant_scale: The scales that the microbatch was cast with [T]; ones at first.
+        fmt: The format of these tensors, with `name`, `dtype` (of torch) and `max`.
+        settings: The settings of the recipe (`megafp8.fp8.Fp8Recipe`), such as `margin`.
+    """
+
+    amax: Tensor
+    history: Tensor
+    quant_scale: Tensor
+    fmt: Any
+    settings: Any
+
+
 class Recipe:
-    """Define a recipe: a subclass sets `traits` and implements `cast`."""
+    """Define a recipe: a subclass sets `traits`, and implements `cast` (or `update`)."""
 
     traits: ClassVar[Traits]
     name: str = ""
@@ -67,7 +86,7 @@ class Recipe:
     @classmethod
     def has_kernels(cls) -> bool:
         """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
-        return cls.quantizer is not Recipe.quantizer
+        return cls.traits.has_history or cls.quantizer is not Recipe.quantizer
 
     def cast(self, x_MK: Tensor, cast: Cast) -> Scaled | Tensor:
         """Quantize an operand of a product that sums over K.
@@ -83,6 +102,16 @@ class Recipe:
             [M, K] in FP32 or in the dtype of `x_MK`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `cast`")
+
+    def update(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Return the history and the scales of the next microbatch, [T, …] and [T] in FP32.
+
+        It is called for a recipe that declares `has_history`, instead of `cast`: a tensor is
+        quantized as `clamp(tensor * quant_scale)`, rounded to nearest. The history may hold any
+        state. It and the scales are in checkpoints, and are alike on all ranks that share amaxes.
+        A recipe without this method has Transformer Engine's delayed scaling.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `update`")
 
     def scale_of_amax(self, amax: Tensor, cast: Cast) -> Tensor:
         """Return the scale to quantize a weight with, given its amax alone (both 0-d FP32).

@@ -224,8 +224,7 @@ def _made(name: str, cls: type[Recipe]) -> Recipe:
         raise RecipeError(f"{name}: the traits of {cls.__name__} are wrong: {'; '.join(wrong)}")
     if cls.cast is Recipe.cast and not cls.has_kernels():
         raise RecipeError(f"{name}: {cls.__name__} has no `cast`, which is a recipe's rule")
-    if not cls.has_kernels():
-        _check_rule(name, cls, traits)
+    _check_rule(name, cls, traits)
     try:
         made = cls()
     except Exception as error:  # another's code can raise anything
@@ -237,12 +236,14 @@ def _made(name: str, cls: type[Recipe]) -> Recipe:
 
 def _check_rule(name: str, cls: type[Recipe], traits: Traits) -> None:
     """Refuse what a recipe declares and a rule of `cast` alone cannot do."""
-    if traits.has_history:
+    if cls.update is not Recipe.update and not traits.has_history:
+        raise RecipeError(f"{name}: {cls.__name__} has `update`, and does not declare has_history")
+    if traits.has_history and cls.cast is not Recipe.cast:
         raise RecipeError(
-            f"{name}: {cls.__name__} declares has_history, and a rule that is `cast` alone keeps "
-            "nothing between microbatches. Leave it out, or implement `quantizer`"
+            f"{name}: {cls.__name__} declares has_history, whose scales follow from `update` and "
+            "are known before the tensor, and has a `cast` of its own. Leave one of them out"
         )
-    if traits.shares_weight and cls.scale_of_amax is Recipe.scale_of_amax:
+    if not cls.has_kernels() and traits.shares_weight and cls.scale_of_amax is Recipe.scale_of_amax:
         raise RecipeError(
             f"{name}: {cls.__name__} declares shares_weight and has no `scale_of_amax`"
         )

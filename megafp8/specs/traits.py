@@ -137,8 +137,9 @@ class Traits:
         is_simulated: Whether the rule returns values in high precision instead of bytes and scales.
             Products then multiply these values; FP8 weights, FP8 messages and FP8 tensor cores are
             refused.
-        has_history: Whether scales follow from earlier amaxes, in rows of a `ScaleTable`: they are
-            known before the tensor, its amaxes are reduced after a pass, and checkpoints keep both.
+        has_history: Whether scales follow from earlier amaxes, by `update`, in rows of a
+            `ScaleTable`: they are known before the tensor, its amaxes are reduced after a pass, and
+            checkpoints keep both.
         agrees: Whether ranks that hold parts of a tensor agree on its amax before they cast it.
         commutes: Whether quantizing parts and joining them gives the quantization of the whole, for
             parts whose sizes are multiples of `multiple`. Bytes and scales may then cross ranks.
@@ -290,6 +291,12 @@ def _wrong_claims(traits: Traits) -> list[str]:
         found.append("commutes=True with a factor of the whole tensor needs agrees=True")
     if traits.has_history and not traits.has_one_scale:
         found.append("has_history=True needs one scale for each tensor (TENSOR)")
+    casts = traits.casts.values()
+    if traits.has_history and not all(cast.serves_both for cast in casts):
+        found.append("has_history=True needs one quantization for both products (serves_both)")
+    is_rounded = traits.numbers == "fp8" and not any(cast.is_random for cast in casts)
+    if traits.has_history and (traits.is_simulated or not is_rounded):
+        found.append("has_history=True rounds to FP8, without is_simulated, numbers and is_random")
     if traits.has_history and traits.agrees:
         found.append("has_history=True and agrees=True exclude each other")
     if traits.shares_weight and not (traits.keeps_weight and traits.weight.last.is_one):

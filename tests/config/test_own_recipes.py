@@ -38,6 +38,11 @@ class One(Recipe):
     def cast(self, x_MK, cast):
         return x_MK
 """
+HISTORY = (
+    SIMPLE.replace("alike(ROW)", "alike(TENSOR, serves_both=True)")
+    .replace("ROW", "TENSOR")
+    .replace("is_simulated=True", "has_history=True")
+)
 
 
 @pytest.fixture
@@ -179,9 +184,18 @@ WRONG = {
             "ROW,", "ROW, blocks,"
         ),
     ),
-    "keeps nothing between microbatches": (
+    "needs one scale for each tensor": (
         "{file}:One",
-        SIMPLE.replace("ROW", "TENSOR").replace("is_simulated=True", "has_history=True"),
+        SIMPLE.replace("is_simulated=True", "has_history=True"),
+    ),
+    "rounds to FP8, without is_simulated": (
+        "{file}:One",
+        HISTORY.replace("has_history=True", "has_history=True, is_simulated=True"),
+    ),
+    "has a `cast` of its own": ("{file}:One", HISTORY),
+    "has `update`, and does not declare has_history": (
+        "{file}:One",
+        SIMPLE + "    def update(self, seen): pass",
     ),
     "has no `scale_of_amax`": (
         "{file}:One",

@@ -25,6 +25,7 @@ OWN = ROOT / "tests" / "own_recipes"
 OWN_NAMES = (
     "blocks_of_32.py",
     "four_bits.py",
+    "smoothed.py",
     "simulated_int8.py",
     "as_built_in.py:Tensorwise",
     "as_built_in.py:Rowwise",

@@ -14,9 +14,10 @@ from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.recipes.base import Need, Role
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.recipes.rule import RuleError
-from megafp8.precision.scaling import ScalingState
+from megafp8.precision.scaling import ScaleTable, ScalingState
 from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipe import Cast, Recipe, Scaled
 from megafp8.specs.recipes import load_recipe, register_recipe
 from megafp8.specs.traits import ROLES, ROW, TENSOR, Scales, Traits, alike
@@ -228,6 +229,55 @@ def test_the_scale_of_a_shared_weight_is_the_rules() -> None:
         assert scale.item() == pytest.approx(448 / 3) and fmt.name == "e4m3"
     assert math.isfinite(scale.item())
     assert alike(TENSOR) != LINE
+
+
+def table_after(name: str, amaxes: list[float], modules: tuple[ModuleRule, ...] = ()) -> ScaleTable:
+    """Return the table of inputs and weights after a microbatch of each amax."""
+    state = ScalingState(settings_of(name, amax_history_len=3, modules=modules))
+    for linear in ("a", "b"):
+        assert linear_quantizer(state, linear) is not None
+    for amax in amaxes:
+        state.forward.amax.fill_(amax)
+        state.end_forward()
+    return state.forward
+
+
+def test_a_history_of_its_own_follows_its_update() -> None:
+    """A tensor that did not occur, or was not finite, keeps what it has."""
+    found = table_after(own("smoothed"), [4.0, 1.0, 0.0, math.inf, 8.0, 2.0])
+    assert found.history[0].tolist() == pytest.approx([8.0, 7.2], rel=1e-6)
+    assert found.quant_scale[0].item() == pytest.approx(448 / 7.2, rel=1e-6)
+    assert found.num_updates.tolist() == [4] * 4 and found.num_nonfinite.tolist() == [1] * 4
+
+
+def test_another_history_leaves_that_of_delayed_alone() -> None:
+    amaxes = [4.0, 1.0, 3.0]
+    mixed = table_after(
+        "delayed", amaxes, modules=(ModuleRule("b", own("smoothed"), "fp8_modules"),)
+    )
+    delayed, smoothed = table_after("delayed", amaxes), table_after(own("smoothed"), amaxes)
+    for field, value in mixed.tensors().items():
+        assert torch.equal(value[:2], delayed.tensors()[field][:2])
+        assert torch.equal(value[2:], smoothed.tensors()[field][2:])
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("seen.quant_scale", ["gave [4] in torch.float32, not [4, 2]"]),
+        ("(seen.history, seen.quant_scale[:1])", ["and [1] in torch.float32, not"]),
+        ("(seen.history, seen.quant_scale * 0)", ["not above zero and finite"]),
+        ("1 // 0", ["in update: ZeroDivisionError"]),
+    ],
+)
+def test_a_wrong_update_is_named(tmp_path: Path, result: str, words: list[str]) -> None:
+    text = (OWN / "smoothed.py").read_text("utf-8").partition("    def update")[0]
+    file = tmp_path / "lab.py"
+    file.write_text(f"{text}    def update(self, seen):\n        return {result}\n", "utf-8")
+    load_recipe(str(file))
+    with pytest.raises(RuleError) as found:
+        table_after(str(file), [1.0])
+    assert all(word in str(found.value) for word in [str(file), "update", *words])
 
 
 def small_step(state: fp8.Fp8State, model: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ SEQUENCE = [*TWO_RANKS, "model.sequence_parallel=True"]
 
 
 def settings_of(file: Path) -> list[str]:
-    return [f"model.fp8_recipe={file}", "model.fp8_amax_history_len=1024"]
+    length = 3 if file.stem == "smoothed" else 1024  # without a history, only the default is valid
+    return [f"model.fp8_recipe={file}", f"model.fp8_amax_history_len={length}"]
 
 
 def copied(name: str, folder: Path) -> Path:
@@ -33,6 +34,7 @@ def copied(name: str, folder: Path) -> Path:
     "name",
     [
         "four_bits",
+        "smoothed",
         pytest.param("blocks_of_32", marks=pytest.mark.slow),
         pytest.param("simulated_int8", marks=pytest.mark.slow),
     ],
@@ -40,7 +42,7 @@ def copied(name: str, folder: Path) -> Path:
 def test_a_killed_run_continues_bit_for_bit(
     driver: Driver, dataset: Path, tmp_path: Path, name: str
 ) -> None:
-    """The random bytes of `four_bits` go on too."""
+    """The random bytes of `four_bits` and the history of `smoothed` go on too."""
     given, places = settings_of(copied(name, tmp_path)), []
     for fault in (None, ["killed_in_manifest", 3]):
         place = Place(driver, dataset, tmp_path / str(fault is None))
@@ -78,7 +80,7 @@ def test_a_planted_wrong_rule_changes_the_loss(place: Place, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.kill
 @pytest.mark.parametrize("layout", [TWO_RANKS, SEQUENCE, DATA_PARALLEL], ids=["tp", "sp", "zero"])
-@pytest.mark.parametrize("name", ["blocks_of_32", "four_bits"])
+@pytest.mark.parametrize("name", ["blocks_of_32", "four_bits", "smoothed"])
 def test_several_ranks_are_killed_and_continue(
     driver: Driver, dataset: Path, tmp_path: Path, layout: list[str], name: str
 ) -> None:

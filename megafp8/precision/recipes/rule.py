@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,11 @@ from megafp8.precision.recipes.base import (
     operands_of,
 )
 from megafp8.precision.tensor import Fp8Tensor
-from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
 from megafp8.specs.traits import Casts, Scales
+
+if TYPE_CHECKING:
+    from megafp8.precision.scaling import ScalingState
 
 Along = Literal["last", "first"]
 Result = TypeVar("Result")
@@ -156,7 +159,8 @@ class RuleQuantizer(TensorQuantizer):
         if (outer is not None) != scales.has_outer:
             says = "has" if scales.has_outer else "does not have"
             raise self._wrong(f"{of} another `outer` than its traits, whose tensor {says} one")
-
+        if outer is not None and (outer.shape != () or outer.dtype != torch.float32):
+            raise self._wrong(f"{of} an `outer` of {_described(outer)}, not [] in FP32")
         if self.given.power_2 and dequant_scale.device.type == "cpu":
             self._check_powers(dequant_scale)
 
@@ -171,21 +175,51 @@ class RuleQuantizer(TensorQuantizer):
             )
 
     def _run(self, rule: Callable[[], Result]) -> Result:
-        """Run the rule; name its own line where it fails."""
-        began = time.perf_counter()
-        try:
-            return rule()
-        except UserError:
-            raise
-        except Exception as error:  # a rule of somebody else can raise anything
-            place = _place_of(error)
-            raise self._wrong(f"{place}: {type(error).__name__}: {error}") from error
-        finally:
-            self.given.state.rule_seconds += time.perf_counter() - began
+        return _run(rule, self.given.state, self._where)
 
     def _wrong(self, reason: str, trait: str = "runs") -> RuleError:
-        given = self.given
-        return RuleError(f"{self.recipe.name}: {given.name}.{given.role}: {reason}", trait)
+        return RuleError(f"{self._where}: {reason}", trait)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.recipe.name}: {self.given.name}.{self.given.role}"
+
+
+@dataclass(frozen=True)
+class RuleUpdate:
+    """Run the `update` of a recipe over its rows of a table, and check what it returns."""
+
+    recipe: Recipe
+    state: ScalingState
+
+    def __call__(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the history and the scales of the next microbatch."""
+        where = f"{self.recipe.name}: its update"
+        result = _run(lambda: self.recipe.update(seen), self.state, where)
+        got = result if isinstance(result, tuple) else (result,)
+        expected = [_described(seen.history), _described(seen.quant_scale)]
+        if [_described(value) for value in got] != expected:
+            given = " and ".join(_described(value) for value in got)
+            raise RuleError(f"{where} gave {given}, not {' and '.join(expected)}")
+        occurred = seen.amax.isfinite() & (seen.amax > 0)
+        scales = result[1][occurred]
+        if scales.device.type == "cpu" and not bool((scales.isfinite() & (scales > 0)).all()):
+            raise RuleError(f"{where} gave scales that are not above zero and finite")
+        return result
+
+
+def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
+    """Run a recipe's rule; name its own line where it fails."""
+    began = time.perf_counter()
+    try:
+        return rule()
+    except UserError:
+        raise
+    except Exception as error:  # a rule of somebody else can raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise RuleError(f"{where}: {_place_of(error)}: {reason}") from error
+    finally:
+        state.rule_seconds += time.perf_counter() - began
 
 
 def _missing(size: int, block: int) -> int:
