@@ -14,6 +14,7 @@ import torch
 
 from megafp8 import te_cpu
 from megafp8.backends import torchao
+from megafp8.backends.native_block import FusedParts
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
@@ -188,7 +189,8 @@ def _native(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:
         scaling.draws.seed = spec.train.seed
         if mesh.device.type == "meta":
             scaling.to(mesh.device)  # no numbers to start with: rows come without memory
-    return Backend(NativeParts(given, scaling), scaling or NoScaling())
+    parts = NativeParts(given) if scaling is None else FusedParts(given, scaling)
+    return Backend(parts, scaling or NoScaling())
 
 
 def _transformer_engine(spec: RunSpec, mesh: Mesh, given: Given) -> Backend:

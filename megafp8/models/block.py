@@ -1,4 +1,6 @@
-"""Define one transformer layer, pre-norm or post-norm."""
+"""Define one transformer layer, pre-norm or post-norm: two residual branches, attention and MLP."""
+
+# B batch  S sequence  D model width  F features: of a rank's heads, or between the MLP's linears
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ import math
 import torch
 from torch import nn
 
-from megafp8.models.attention import AttentionContext
-from megafp8.models.parts import Parts, Rows
+from megafp8.models.attention import QKV, AttentionContext
+from megafp8.models.parts import Parts, activation
+from megafp8.specs import GPTSpec
+from megafp8.specs.layer import layer_linears
 
 
 def layer_of(parts: Parts, index: int) -> nn.Module:
@@ -26,42 +30,93 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
-        self.parts, spec, name = parts, parts.spec, f"layers.{index}"
-        std = spec.init_method_std
-        # Megatron's scaled init: the outputs of 2L residual branches add up in L layers.
-        out_std = std / math.sqrt(2 * spec.num_layers) if spec.use_scaled_init_method else std
-        sizes = {"query": spec.query_size, "key": spec.kv_size, "value": spec.kv_size}
-        heads = [Rows(f"{name}.attention.{part}", size) for part, size in sizes.items()]
-        inner = ["gate", "up"] if spec.is_gated else ["fc1"]
-        fc1 = [Rows(f"{name}.mlp.{part}", spec.ffn_hidden_size) for part in inner]
-        fc2 = Rows(f"{name}.mlp.fc2", spec.hidden_size)
-        proj = Rows(f"{name}.attention.projection", spec.hidden_size)
-        norms: list[str] = [f"{name}.attention_norm", f"{name}.mlp_norm"]
-        self.is_post = is_post = spec.transformer_block_type == "post_ln"
-        self.qkv = parts.norm_linear(None if is_post else norms[0], heads, std)
-        self.attention_core = parts.attention_core(f"{name}.attention", index)
-        self.projection = parts.linear(proj, spec.query_size, out_std)
-        self.attention_dropout = parts.dropout(spec.hidden_dropout, f"{name}.attention.out_dropout")
-        self.attention_norm = parts.norm(norms[0]) if is_post else nn.Identity()
-        self.fc1 = parts.norm_linear(None if is_post else norms[1], fc1, std)
-        self.fc2 = parts.act_linear(fc2, spec.ffn_hidden_size, out_std)
-        self.mlp_dropout = parts.dropout(spec.hidden_dropout, f"{name}.mlp.out_dropout")
-        self.mlp_norm = parts.norm(norms[1]) if is_post else nn.Identity()
+        self.parts, name, dropout = parts, f"layers.{index}", parts.spec.hidden_dropout
+        self.is_post = parts.spec.transformer_block_type == "post_ln"
+        # The optimizer's flat buffers have the parameters in the order in which they are used.
+        if self.is_post:
+            self.attention = Attention(parts, index)
+            self.attention_norm = parts.norm(f"{name}.attention_norm")
+            self.mlp = MLP(parts, index)
+            self.mlp_norm = parts.norm(f"{name}.mlp_norm")
+        else:
+            self.attention_norm = parts.norm(f"{name}.attention_norm")
+            self.attention = Attention(parts, index)
+            self.mlp_norm = parts.norm(f"{name}.mlp_norm")
+            self.mlp = MLP(parts, index)
+        self.attention_dropout = parts.dropout(dropout, f"{name}.attention.out_dropout")
+        self.mlp_dropout = parts.dropout(dropout, f"{name}.mlp.out_dropout")
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
-        """Return the layer's output: [B, S, D] -> [B, S, D].
-
-        The context may ask that backward recomputes attention instead of keeping its activations.
-        """
+        """Return the layer's output: [B, S, D] -> [B, S, D]."""
+        x: torch.Tensor = x_BSD
         context = context or AttentionContext()
-        x_BSD, qkv = self.parts.read_qkv(x_BSD, self.qkv, self.attention_core, context)
-        if context.recompute_attention:
-            core_BSF = self.parts.recomputed(self.attention_core, qkv, context)
-        else:
-            core_BSF = self.attention_core(qkv, context)
-        out_BSD = self.attention_dropout(self.projection(core_BSF))
         if self.is_post:
-            x_BSD, out_BSD = self.attention_norm(x_BSD + out_BSD), None
-        x_BSD, out_BSD = self.parts.run_mlp(x_BSD, out_BSD, self.fc1, self.fc2)
-        x_BSD = self.mlp_norm(x_BSD + self.mlp_dropout(out_BSD))
-        return x_BSD
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, context)))
+            x = self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+        else:
+            x = x + self.attention_dropout(self.attention(self.attention_norm(x), context))
+            x = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        return x
+
+
+class Attention(nn.Module):
+    """Computes causal self-attention: projection(core(qkv(x)))."""
+
+    def __init__(self, parts: Parts, index: int) -> None:
+        super().__init__()
+        qkv, projection, *_ = layer_linears(parts.spec, index)
+        self.parts = parts
+        self.qkv = parts.linear(qkv, parts.spec.init_method_std)
+        self.core = parts.attention_core(f"layers.{index}.attention", index)
+        self.projection = parts.linear(projection, output_std(parts.spec))
+
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Return attention's output, [B, S, D] -> [B, S, D] in the dtype of the linears.
+
+        Without a norm before it, the residual stream may have another dtype.
+        """
+        return self.attend(self.qkv(x_BSD.to(self.parts.dtype)), context)
+
+    def attend(self, qkv: torch.Tensor | QKV, context: AttentionContext) -> torch.Tensor:
+        """Return projection(core(qkv)), given a linear's output [B, S, F] or its heads.
+
+        The context may ask that backward recomputes the core instead of keeping its activations.
+        """
+        if context.recompute_attention:
+            core_BSF = self.parts.recomputed(self.core, qkv, context)
+        else:
+            core_BSF = self.core(qkv, context)
+        out_BSD: torch.Tensor = self.projection(core_BSF)
+        return out_BSD
+
+
+class MLP(nn.Module):
+    """Computes fc2(dropout(activation(fc1(x)))); a gated activation reads 2F features."""
+
+    def __init__(self, parts: Parts, index: int) -> None:
+        super().__init__()
+        *_, fc1, fc2 = layer_linears(parts.spec, index)
+        self.dtype = parts.dtype
+        self.fc1 = parts.linear(fc1, parts.spec.init_method_std)
+        self.activation = activation(parts.spec.activation)
+        self.dropout = parts.dropout(parts.spec.ffn_dropout, f"{fc2.name}.dropout", sharded=True)
+        self.fc2 = parts.linear(fc2, output_std(parts.spec))
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
+        out_BSD: torch.Tensor = self.contract(self.fc1(x_BSD.to(self.dtype)))
+        return out_BSD
+
+    def contract(self, inner_BSF: torch.Tensor) -> torch.Tensor:
+        """Return fc2(dropout(activation(inner))): [B, S, F] -> [B, S, D]."""
+        out_BSD: torch.Tensor = self.fc2(self.dropout(self.activation(inner_BSF)))
+        return out_BSD
+
+
+def output_std(spec: GPTSpec) -> float:
+    """Return the initial standard deviation of the linears that write to the residual stream.
+
+    Megatron's scaled init: the outputs of 2L residual branches add up in L layers.
+    """
+    scale = math.sqrt(2 * spec.num_layers) if spec.use_scaled_init_method else 1.0
+    return spec.init_method_std / scale

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,28 +20,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.hardware import bf16
-from megafp8.models.attention import QKV, AttentionContext, AttentionCore, SplitHeads
+from megafp8.models.attention import AttentionCore, SplitHeads
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece, whole
+from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Names one logical linear (query, key, value, …) whose rows are part of a fused weight."""
-
-    name: str
-    out_features: int
-
-
-def fused_name(rows: Sequence[Rows]) -> str:
-    """Return the name of a linear that fuses `rows`: `….attention.qkv` or `….mlp.fc1`."""
-    if len(rows) == 1:
-        return rows[0].name
-    return f"{rows[0].name.rpartition('.')[0]}.{'qkv' if len(rows) == 3 else 'fc1'}"
 
 
 class Parts:
@@ -98,49 +83,9 @@ class Parts:
         """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`."""
         return Norm(self, name)
 
-    def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
-        """Return a norm, if any, and the linear after it (QKV, FC1): [B, S, D] -> [B, S, all
-        rows].
-        """
-        return self._after_norm(norm, PlainLinear(self, rows, self.spec.hidden_size, std))
-
-    def _after_norm(self, norm: str | None, linear: nn.Module) -> nn.Module:
-        before = ToDtype(self.dtype) if norm is None else self.norm(norm)
-        return nn.Sequential(before, linear)
-
-    def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """Return one linear (the attention projection, FC2): [B, S, in] -> [B, S, out]."""
-        return PlainLinear(self, [rows], in_features, std)
-
-    def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """Return the activation, its dropout and the linear after it (FC2): [B, S, in] -> [B, S,
-        out].
-
-        A gated activation reads [B, S, 2 in].
-        """
-        site = f"{rows.name}.dropout"
-        return nn.Sequential(
-            activation(self.spec.activation),
-            self.dropout(self.spec.ffn_dropout, site, sharded=True),
-            self.linear(rows, in_features, std),
-        )
-
-    def read_qkv(
-        self, x_BSD: torch.Tensor, qkv: nn.Module, core: nn.Module, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor | QKV]:
-        """Return the residual stream `x_BSD` and what `core` reads of it.
-
-        That is the output of `qkv`, a norm and a linear, [B, S, queries + keys + values], or its
-        heads.
-        """
-        return x_BSD, qkv(x_BSD)
-
-    def run_mlp(
-        self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor | None, fc1: nn.Module, fc2: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream (x + addend), and fc2(fc1(stream)), both [B, S, D]."""
-        stream_BSD = x_BSD if addend_BSD is None else x_BSD + addend_BSD
-        return stream_BSD, fc2(fc1(stream_BSD))
+    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
+        """Return one linear of a layer, [B, S, in] -> [B, S, out], drawn from N(0, std)."""
+        return PlainLinear(self, linear, std)
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the attention core: ([B, S, queries + keys + values], context) -> [B, S,
@@ -292,26 +237,14 @@ class Norm(nn.Module):
         return out_BSD.to(self.dtype)
 
 
-class ToDtype(nn.Module):
-    """Casts a linear's input to the linear's dtype where no norm comes before the linear."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` in the module's dtype."""
-        return x.to(self.dtype)
-
-
 class PlainLinear(nn.Module):
     """Computes x @ weight.T + bias; the weight may fuse several logical linears."""
 
-    def __init__(self, parts: Parts, rows: Sequence[Rows], in_features: int, std: float) -> None:
+    def __init__(self, parts: Parts, linear: LayerLinear, std: float) -> None:
         super().__init__()
-        total = sum(part.out_features for part in rows)
+        total, in_features = linear.local_shape(1)
         pieces, bias_pieces, begin = [], [], 0
-        for part in rows:
+        for part in linear.parts:
             local, shape = slice(begin, begin + part.out_features), (part.out_features,)
             pieces.append(
                 Piece(

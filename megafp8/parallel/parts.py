@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.models.attention import QKV, AttentionContext, AttentionCore, HeadSizes
+from megafp8.models.attention import QKV, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Dropout, Norm, Parts, Rows, ToDtype, fused_name
+from megafp8.models.parts import Dropout, Parts
 from megafp8.models.positions import Rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
@@ -32,10 +32,8 @@ from megafp8.parallel.vocab import (
     vocab_parallel_look_up,
     vocabulary_piece,
 )
-from megafp8.precision import chain
 from megafp8.precision.engine import runs_triton
 from megafp8.precision.formats import DTYPE_NAMES, FORMATS
-from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer, Producer
 from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.precision.grad_sink import GradSink, GradSum, look_up
 from megafp8.precision.heads import Heads, split_heads
@@ -44,6 +42,7 @@ from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece
+from megafp8.specs.layer import LayerLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,35 +109,16 @@ class NativeParts(Parts):
         draw = normal(self.spec.init_method_std, self.seed)
         return parameter(local, [piece], draw, self.whole_dtype)
 
-    def norm_linear(self, norm: str | None, rows: Sequence[Rows], std: float) -> nn.Module:
-        """Return a norm, if any, and a column-parallel linear (QKV, FC1)."""
-        in_features = self.spec.hidden_size
-        weights, biases = column_pieces(rows, in_features, self.tp)
-        share = sum(part.out_features for part in rows) // self.tp.size
-        name = fused_name(rows)
-        comm = self._comm(ColumnParallel, SequenceColumnParallel)
-        linear = self._linear(name, (share, in_features), weights, biases, std, comm)
-        before = None if norm is None else self.norm(norm)
-        if not isinstance(before, Norm):
-            return nn.Sequential(before or ToDtype(self.dtype), linear)
-        producer = NormProducer(before, self.dtype)
-        return FusedLinear(producer, self.dtype, before, linear)
-
-    def act_linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """Return the activation, its dropout and a row-parallel linear (FC2)."""
-        modules = super().act_linear(rows, in_features, std)
-        assert isinstance(modules, nn.Sequential)
-        kind = KINDS.get(self.spec.activation)
-        if kind is None:
-            return modules
-        return FusedLinear(ActivationProducer(kind), self.dtype, *modules)
-
-    def linear(self, rows: Rows, in_features: int, std: float) -> nn.Module:
-        """Return a row-parallel linear (the attention projection)."""
-        weights, biases = row_pieces(rows, in_features, self.tp)
-        shape = (rows.out_features, in_features // self.tp.size)
-        comm = self._comm(RowParallel, SequenceRowParallel)
-        return self._linear(rows.name, shape, weights, biases, std, comm)
+    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
+        """Return a column-parallel linear (QKV, FC1) or a row-parallel one (projection, FC2)."""
+        shape = linear.local_shape(self.tp.size)
+        if linear.is_column:
+            weights, biases = column_pieces(linear, self.tp)
+            comm = self._comm(ColumnParallel, SequenceColumnParallel)
+        else:
+            weights, biases = row_pieces(linear, self.tp)
+            comm = self._comm(RowParallel, SequenceRowParallel)
+        return self._linear(linear.name, shape, weights, biases, std, comm)
 
     def _comm(
         self, plain: Callable[[Axis], LinearComm], sequence: Callable[[Axis], LinearComm]
@@ -185,38 +165,6 @@ class NativeParts(Parts):
         if self.scaling is None:
             return first, again
         return first, both(again, self.scaling.recomputation())
-
-    def read_qkv(
-        self, x_BSD: torch.Tensor, qkv: nn.Module, core: nn.Module, context: AttentionContext
-    ) -> tuple[torch.Tensor, torch.Tensor | QKV]:
-        """Return the residual stream and the heads, by one chain of kernels if possible."""
-        links = links_of(qkv)
-        # The heads would be kept beside the linear's output if backward computed attention again.
-        if links and isinstance(core, AttentionCore) and not context.recompute_attention:
-            batch = x_BSD.shape[0]
-            heads = _heads(batch, core.sizes(links[-1].linear.weight.shape[0]), context.rotary)
-            if chain.can_run(links, heads):
-                stream_TD, parts = chain.run(
-                    links, x_BSD.flatten(0, -2), self.dtype, consumer=heads
-                )
-                return stream_TD.view(x_BSD.shape), QKV(*parts)
-        return super().read_qkv(x_BSD, qkv, core, context)
-
-    def run_mlp(
-        self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor | None, fc1: nn.Module, fc2: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream and the MLP's output, by one chain of kernels if possible."""
-        first, second = links_of(fc1), links_of(fc2)
-        links = [*first, *second] if first else []
-        if links and chain.can_run(links):
-            flat = None if addend_BSD is None else addend_BSD.flatten(0, -2)
-            done = chain.run(links, x_BSD.flatten(0, -2), self.dtype, addend_TX=flat)
-            stream_BSD = done.stream.view(x_BSD.shape)
-            if second:
-                return stream_BSD, done.parts[0].view(x_BSD.shape)
-            inner = done.parts[0]
-            return stream_BSD, fc2(inner.view(-1, *x_BSD.shape[1:-1], inner.shape[-1]))
-        return super().run_mlp(x_BSD, addend_BSD, fc1, fc2)
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the attention core of this rank's heads; ring attention with context
@@ -281,45 +229,8 @@ class NativeParts(Parts):
         self.counter.add(DTYPE_NAMES[self.dtype], "attention", flops)
 
 
-class FusedLinear(nn.Sequential):
-    """Applies a norm or an activation, perhaps dropout, and then a linear.
-
-    If the linear reads FP8 with a known scale and Triton runs, one kernel computes the norm or
-    activation and casts its output. Otherwise the modules run one after the other.
-    """
-
-    def __init__(self, producer: Producer, dtype: torch.dtype, *modules: nn.Module) -> None:
-        super().__init__(*modules)
-        self.producer, self.dtype = producer, dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the linear's output; the norm's or activation's output is cast in the same pass
-        if possible.
-        """
-        links = links_of(self)
-        if links and chain.can_run(links):
-            out_TO = chain.run(links, x.flatten(0, -2), self.dtype).parts[0]
-            return out_TO.view(-1, *x.shape[1:-1], out_TO.shape[-1])
-        for module in self:
-            x = module(x)
-        return x
-
-
-def links_of(module: nn.Module) -> list[chain.Link]:
-    """Return the link of a chain that `module` is, if it is one.
-
-    Other backends' linears cast their own input, and no chain drops elements.
-    """
-    if torch.compiler.is_compiling() or not isinstance(module, FusedLinear):
-        return []  # torch fuses what it compiles
-    *before, linear = module
-    drops = any(isinstance(m, Dropout) and m.p > 0 and m.training for m in before)
-    if drops or not isinstance(linear, Linear):
-        return []
-    return [chain.Link(module.producer, linear)]
-
-
-def _heads(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:
+def heads_of(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:
+    """Return how a kernel splits the output of a QKV linear of `batch` sequences."""
     angles = None if turn is None else (turn.cos, turn.sin)
     return Heads(batch, sizes.num_heads, sizes.num_groups, sizes.size, angles)
 
@@ -333,7 +244,7 @@ def _split_by_triton(qkv_BSF: torch.Tensor, sizes: HeadSizes, turn: Rotary) -> Q
         return None
     if torch.compiler.is_compiling():
         return None
-    return QKV(*split_heads(qkv_BSF, _heads(qkv_BSF.shape[0], sizes, turn)))
+    return QKV(*split_heads(qkv_BSF, heads_of(qkv_BSF.shape[0], sizes, turn)))
 
 
 @contextmanager

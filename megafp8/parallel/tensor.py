@@ -7,17 +7,16 @@ has some columns on each rank, and the ranks' outputs are summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megafp8.models.parts import Rows
 from megafp8.parallel.collectives import Axis
 from megafp8.precision.linear import NoComm
 from megafp8.precision.recipes.base import Role
 from megafp8.precision.scaling import Pending, ReduceMax
 from megafp8.specs.geometry import Piece
+from megafp8.specs.layer import LayerLinear
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,10 @@ class RowParallel(NoComm):
         return self.tp.all_reduce_sum(output_TO)
 
 
-def column_pieces(
-    rows: Sequence[Rows], in_features: int, tp: Axis
-) -> tuple[list[Piece], list[Piece]]:
+def column_pieces(linear: LayerLinear, tp: Axis) -> tuple[list[Piece], list[Piece]]:
     """Return (weight pieces, bias pieces): this rank's rows of a fused column-parallel weight."""
-    weights, biases, begin = [], [], 0
-    for part in rows:
+    weights, biases, begin, in_features = [], [], 0, linear.in_features
+    for part in linear.parts:
         share = part.out_features // tp.size
         local, offset = slice(begin, begin + share), tp.rank * share
         columns = slice(0, in_features)
@@ -84,11 +81,12 @@ def column_pieces(
     return weights, biases
 
 
-def row_pieces(rows: Rows, in_features: int, tp: Axis) -> tuple[list[Piece], list[Piece]]:
+def row_pieces(linear: LayerLinear, tp: Axis) -> tuple[list[Piece], list[Piece]]:
     """Return (weight pieces, bias pieces) of a row-parallel weight: this rank's columns, whole
     bias.
     """
-    share, out = in_features // tp.size, rows.out_features
+    (part,) = linear.parts
+    out, share = linear.local_shape(tp.size)
     local = (slice(0, out), slice(0, share))
-    weight = Piece(f"{rows.name}.weight", (out, in_features), (0, tp.rank * share), local)
-    return [weight], [Piece(f"{rows.name}.bias", (out,), (0,), (slice(0, out),))]
+    weight = Piece(f"{part.name}.weight", (out, linear.in_features), (0, tp.rank * share), local)
+    return [weight], [Piece(f"{part.name}.bias", (out,), (0,), (slice(0, out),))]

@@ -183,8 +183,8 @@ def test_rules_over_names_decide() -> None:
     )
     state = run_of(dataclasses.replace(RECIPES["tensorwise"], modules=rules), num_layers=1)
     layer = state.model.layers[0]
-    assert isinstance(layer.fc1[1], Linear) and isinstance(layer.fc2[2], Linear)
-    qkv, projection = layer.qkv[1], layer.projection
+    assert isinstance(layer.mlp.fc1, Linear) and isinstance(layer.mlp.fc2, Linear)
+    qkv, projection = layer.attention.qkv, layer.attention.projection
     assert isinstance(qkv, TorchaoLinear) and isinstance(projection, TorchaoLinear)
     granularity = [m.linear.config.cast_config_input.scaling_granularity.value
                    for m in (qkv, projection)]  # fmt: skip

@@ -192,7 +192,8 @@ def test_residual_stream_is_fp32_where_asked() -> None:
     for asked in (False, True):
         model = plain(gpt_spec(fp32_residual_connection=asked), torch.bfloat16)
         x = model.forward_embedding(batch()["tokens"])
-        seen[asked] = [x.dtype, model.layers[0](x).dtype, model.layers[0].qkv(x).dtype]
+        layer = model.layers[0]
+        seen[asked] = [x.dtype, layer(x).dtype, layer.attention_norm(x).dtype]
         model(batch()["tokens"], batch()["targets"]).backward()
     assert seen[False] == [torch.bfloat16] * 3
     assert seen[True] == [torch.float32, torch.float32, torch.bfloat16]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.models.parts import Norm
-from megafp8.parallel.parts import FusedLinear
+from megafp8.backends.native_block import FusedLayer
 from megafp8.precision import chain
 from megafp8.precision.cast import quantize
 from megafp8.precision.engine import EMULATED, Engine
@@ -263,9 +262,9 @@ def test_parameters_that_are_put_in_the_norms_place_are_used_and_trained() -> No
     """As FSDP does with those that it gathers."""
     state = state_of(hopper(), model=gpt_spec(num_layers=1))
     batch = torch.from_numpy(microbatch(0).tokens_BS)
-    fused = [module for module in state.model.modules() if isinstance(module, FusedLinear)]
-    norms = [module[0] for module in fused if isinstance(module[0], Norm)]
-    assert len(norms) == 2
+    layer = state.model.layers[0]
+    assert isinstance(layer, FusedLayer)
+    norms = [layer.attention_norm, layer.mlp_norm]
     with torch.no_grad():
         before = state.model.logits(batch)
     for norm in norms:

@@ -1,0 +1,130 @@
+"""Run a layer of our own backend by chains of kernels (`precision.chain`), where they can run.
+
+Under `delayed` on a GPU a norm or an activation writes the FP8 input of the linear after it, and
+the norm before the MLP adds attention's output to the residual stream. The plain layer
+(`models.block`) says what is computed; this one computes it with fewer passes over memory.
+"""
+
+# B batch  S sequence  D model width  F features of the input or output of a chain
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megafp8.models.attention import QKV, AttentionContext, AttentionCore
+from megafp8.models.block import TransformerLayer
+from megafp8.models.parts import Norm
+from megafp8.parallel.parts import NativeParts, heads_of
+from megafp8.precision import chain
+from megafp8.precision.chain import Link
+from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer
+from megafp8.precision.linear import Linear
+from megafp8.precision.scaling import ScalingState
+
+
+class FusedParts(NativeParts):
+    """Makes the parts of `NativeParts`, and layers that run chains; it needs a scaling state."""
+
+    def own_layer(self, index: int) -> nn.Module:
+        """Return a layer with the parameters of the plain one."""
+        return FusedLayer(self, index)
+
+
+class FusedLayer(TransformerLayer):
+    """Computes what `TransformerLayer` does, by chains where a norm or activation may cast.
+
+    Nothing casts so in high precision, without Triton, in what torch compiles (it fuses by itself),
+    and where a hook wants to see each linear.
+    """
+
+    def __init__(self, parts: FusedParts, index: int) -> None:
+        super().__init__(parts, index)
+        assert isinstance(parts.scaling, ScalingState)
+        self.scaling, self.dtype, kind = (
+            parts.scaling,
+            parts.dtype,
+            KINDS.get(parts.spec.activation),
+        )
+        self.qkv_link = self._after_norm(self.attention_norm, self.attention.qkv)
+        self.fc1_link = self._after_norm(self.mlp_norm, self.mlp.fc1)
+        self.fc2_link: Link | None = None  # the activation has no kernel
+        if kind is not None:
+            assert isinstance(self.mlp.fc2, Linear)
+            self.fc2_link = Link(ActivationProducer(kind), self.mlp.fc2)
+
+    def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
+        """Return the layer's output: [B, S, D] -> [B, S, D]."""
+        if torch.compiler.is_compiling() or not self.scaling.engine.uses_triton:
+            return super().forward(x_BSD, context)
+        x: torch.Tensor = x_BSD
+        context = context or AttentionContext()
+        if self.is_post:
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, context)))
+            inner_BSF = self.mlp.fc1(x.to(self.dtype))
+            x = self.mlp_norm(x + self.mlp_dropout(self._contract(inner_BSF)))
+        else:
+            x, attended = self._attend(x, context)
+            x, out = self._add_and_run_mlp(x, self.attention_dropout(attended))
+            x = x + self.mlp_dropout(out)
+        return x
+
+    def _attend(
+        self, x_BSD: torch.Tensor, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream as autograd shall see it, and attention(norm(stream))."""
+        link, core = self.qkv_link, self.attention.core
+        # The heads would be kept beside the linear's output if backward computed attention again.
+        if isinstance(core, AttentionCore) and not context.recompute_attention:
+            sizes = core.sizes(link.linear.weight.shape[0])
+            heads = heads_of(x_BSD.shape[0], sizes, context.rotary)
+            if chain.can_run([link], heads):
+                done = chain.run([link], x_BSD.flatten(0, -2), self.dtype, consumer=heads)
+                stream_BSD = done.stream.view(x_BSD.shape)
+                return stream_BSD, self.attention.attend(QKV(*done.parts), context)
+        qkv_BSF = self._run(link, x_BSD, lambda x: self.attention.qkv(self.attention_norm(x)))
+        return x_BSD, self.attention.attend(qkv_BSF, context)
+
+    def _add_and_run_mlp(
+        self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream x + addend, and mlp(norm(stream))."""
+        first, second = self.fc1_link, self._activation_link()
+        links = [first] if second is None else [first, second]
+        if not chain.can_run(links):
+            stream_BSD = x_BSD + addend_BSD
+            inner_BSF = self._run(first, stream_BSD, lambda x: self.mlp.fc1(self.mlp_norm(x)))
+            return stream_BSD, self._contract(inner_BSF)
+        flat_TD, addend_TD = x_BSD.flatten(0, -2), addend_BSD.flatten(0, -2)
+        done = chain.run(links, flat_TD, self.dtype, addend_TX=addend_TD)
+        out_BSF = _like(done.parts[0], x_BSD)
+        if second is None:
+            out_BSF = self.mlp.contract(out_BSF)
+        return done.stream.view(x_BSD.shape), out_BSF
+
+    def _contract(self, inner_BSF: torch.Tensor) -> torch.Tensor:
+        return self._run(self._activation_link(), inner_BSF, self.mlp.contract)
+
+    def _run(
+        self, link: Link | None, x_BSF: torch.Tensor, apart: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what `link` makes of x, or `apart`, which computes it without a chain."""
+        if link is None or not chain.can_run([link]):
+            return apart(x_BSF)
+        return _like(chain.run([link], x_BSF.flatten(0, -2), self.dtype).parts[0], x_BSF)
+
+    def _after_norm(self, norm: nn.Module, linear: nn.Module) -> Link:
+        assert isinstance(norm, Norm) and isinstance(linear, Linear)
+        return Link(NormProducer(norm, self.dtype), linear)
+
+    def _activation_link(self) -> Link | None:
+        """Return activation and FC2; None without a kernel, or with dropout between them."""
+        dropout = self.mlp.dropout
+        return None if dropout.p > 0 and dropout.training else self.fc2_link
+
+
+def _like(out_TO: torch.Tensor, x_BSF: torch.Tensor) -> torch.Tensor:
+    """Return the output of a chain as [B, S, O]; sequence parallelism may change the tokens."""
+    return out_TO.view(-1, *x_BSF.shape[1:-1], out_TO.shape[-1])
