@@ -26,6 +26,7 @@ from megafp8.config.resolve import resolve
 from megafp8.errors import ExitCode
 from megafp8.observe.metrics import read_metrics
 from megafp8.specs import GPTSpec
+from megafp8.specs.layer import layer_linears
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = (  # 8 of its 32 layers, so that it fits
@@ -123,9 +124,8 @@ def spec_of(preset: str, variant: str, args: argparse.Namespace) -> GPTSpec:
 
 def linear_flops_per_token(spec: GPTSpec) -> float:
     """Return the FLOPs of one token, forward and backward, of products that may run in FP8."""
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-    attention = hidden * (2 * spec.query_size + 2 * spec.kv_size)
-    return 6.0 * spec.num_layers * (attention + (3 if spec.is_gated else 2) * hidden * ffn)
+    layers = range(spec.num_layers)
+    return 6.0 * sum(x.weight_elements for layer in layers for x in layer_linears(spec, layer))
 
 
 def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.geometry import Piece
+from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import GEMMS, ModulePrecision, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_where
 from megafp8.specs.traits import GemmName
@@ -272,11 +273,6 @@ def precision_of(recipe: Fp8Recipe, name: str, num_layers: int) -> ModulePrecisi
     Without a rule the first and the last linear stay out of FP8.
     """
     is_named = any(rule.matches(name) for rule in recipe.modules)
-    if not is_named and name in first_and_last(num_layers):
+    if not is_named and name in first_and_last_linear(num_layers):
         return HIGH_PRECISION
     return recipe.precision_of(name)
-
-
-def first_and_last(num_layers: int) -> tuple[str, str]:
-    """Return the names of the blocks' first and last linear."""
-    return "layers.0.attention.qkv", f"layers.{num_layers - 1}.mlp.fc2"

@@ -37,7 +37,7 @@ from megafp8.config.values import (
     spell_activation,
     split_accumulator,
 )
-from megafp8.specs.model import LINEARS
+from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.specs.te_versions import DEFAULT_VERSION, why_not_on_cpu
@@ -76,8 +76,10 @@ def _splits_a_layer(_: Any, values: Values) -> bool:
     if not rules:
         return False
     for layer in range(min(values["model.num_layers"], LAYERS_NAMED)):
-        names = [f"layers.{layer}.{linear}" for linear in LINEARS]
-        chosen = [next((r.precision for r in rules if r.matches(name)), "fp8") for name in names]
+        chosen = [
+            next((rule.precision for rule in rules if rule.matches(name)), "fp8")
+            for name in linear_names([layer])
+        ]
         if 0 < chosen.count(HIGH_PRECISION) < len(chosen):
             return True
     return False

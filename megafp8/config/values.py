@@ -9,7 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from megafp8.specs.data import SeparateSplits, Weighted
-from megafp8.specs.model import linear_names
+from megafp8.specs.layer import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
 from megafp8.specs.precision import ModuleRule
@@ -179,7 +179,7 @@ def without_match(value: object, num_layers: int) -> list[str]:
     None are returned for more than `LAYERS_NAMED` layers, whose names would fill the memory.
     """
     rules = parse_modules(value) or ()
-    names = linear_names(num_layers) if rules and num_layers <= LAYERS_NAMED else []
+    names = linear_names(range(num_layers)) if rules and num_layers <= LAYERS_NAMED else []
     if not names:
         return []
     entries = value if isinstance(value, (list, tuple)) else ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megafp8.specs import GPTSpec
+from megafp8.specs.layer import layer_linears
 
 AttentionCount = Literal["causal", "full"]
 
@@ -27,7 +28,7 @@ _GEMMS_PER_LINEAR = 3
 class ModelFlops:
     """Hold the FLOPs per token, forward + backward, of each kind of GEMM."""
 
-    linear: float  # QKV, attention projection, FC1 and FC2 of every layer: the GEMMs that FP8 runs
+    linear: float  # the linears of every layer: the GEMMs that FP8 runs
     head: float  # hidden state times vocabulary: stays in the compute dtype
     attention: float  # the scores, and their product with the values
 
@@ -52,16 +53,16 @@ def gemm_flops_per_token(
         raise ValueError(f"vocab_size={spec.vocab_size}: prepare the data before counting FLOPs")
     if attention not in ("causal", "full"):
         raise ValueError(f"attention={attention!r}: count it as 'causal' or 'full'")
-    layers, hidden, ffn = spec.num_layers, spec.hidden_size, spec.ffn_hidden_size
+    layers = range(spec.num_layers)
     seq = spec.max_position_embeddings if seq_length is None else seq_length
-    qkv, projection = hidden * (spec.query_size + 2 * spec.kv_size), spec.query_size * hidden
-    mlp = (3 if spec.is_gated else 2) * hidden * ffn
+    linears = [linear for layer in layers for linear in layer_linears(spec, layer)]
+    in_linears = sum(len(linear.products) * linear.weight_elements for linear in linears)
     scores_and_values = 2 * spec.query_size * seq / (2 if attention == "causal" else 1)
     per_mac = _GEMMS_PER_LINEAR * _FLOPS_PER_MAC
     return ModelFlops(
-        linear=float(per_mac * layers * (qkv + projection + mlp)),
-        head=float(per_mac * hidden * spec.vocab_size),
-        attention=float(per_mac * layers * scores_and_values),
+        linear=float(_FLOPS_PER_MAC * in_linears),
+        head=float(per_mac * spec.hidden_size * spec.vocab_size),
+        attention=float(per_mac * len(layers) * scores_and_values),
     )
 
 

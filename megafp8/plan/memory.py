@@ -25,6 +25,7 @@ from megafp8.plan.shape import (
     compute_itemsize,
     deal_whole,
     divides_elements,
+    features_between,
     flat_buckets,
     fp8_products,
     layers_of,
@@ -283,23 +284,24 @@ def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
 
     Without `keeps_core` backward recomputes attention.
     """
-    model, tp = spec.model, spec.parallel.tp
-    qkv, projection, fc1, fc2 = linears_of_layer(spec, layer)
+    model, linears = spec.model, linears_of_layer(spec, layer)
     tokens, between = tokens_of(spec), tokens_of(spec) // sequence_shards(spec)
     size = compute_itemsize(spec)
     kept = 2 * _norm_bytes(spec)
-    kept += _input_bytes(spec, qkv, between) + _input_bytes(spec, fc1, between)
     kept += _attention_bytes(spec, keeps_core=keeps_core)
-    if not (keeps_core and _keeps_input_as_it_is(spec, projection)):
-        kept += _input_bytes(spec, projection, tokens)  # otherwise it is attention's output itself
-    kept += tokens * fc1.out_features * size
+    for linear in linears:
+        if linear.is_column:
+            kept += _input_bytes(spec, linear, between)
+        elif linear.whole.in_mlp or not (keeps_core and _keeps_input_as_it_is(spec, linear)):
+            kept += _input_bytes(spec, linear, tokens)  # otherwise it is attention's output itself
+    written, read = features_between(linears, in_mlp=True)
+    kept += tokens * written * size
     if model.is_gated:
-        kept += tokens * (model.ffn_hidden_size // tp) * size  # the activated gate
-    kept += _input_bytes(spec, fc2, tokens)
+        kept += tokens * read * size  # the activated gate
     if model.hidden_dropout:
         kept += 2 * between * model.hidden_size
     if model.ffn_dropout:
-        kept += tokens * model.ffn_hidden_size // tp
+        kept += tokens * read
     return kept
 
 
@@ -379,11 +381,12 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     if not layers:
         return 0
     model, tokens = spec.model, tokens_of(spec)
-    _, _, fc1, fc2 = linears_of_layer(spec, layers[0])
+    linears = linears_of_layer(spec, layers[0])
     size = compute_itemsize(spec)
     residual = 2 * _layer_input_bytes(spec)
-    activation = tokens * size * (fc2.in_features + fc1.out_features)
-    casts = 2 * tokens * fc1.out_features if fc1.in_fp8 else 0
+    activation = tokens * size * sum(features_between(linears, in_mlp=True))
+    before = [linear for linear in linears if linear.whole.in_mlp and linear.is_column]
+    casts = 2 * tokens * sum(linear.out_features for linear in before if linear.in_fp8)
     work = residual + activation + casts + _whole_gradients(spec, layers[0])
     recompute = model.recompute
     if recompute is not None and recompute.granularity == "full":

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megafp8.specs import RunSpec
+from megafp8.specs.layer import LayerLinear, first_and_last_linear, layer_linears
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of, owners_of
-from megafp8.specs.precision import GEMMS, ModulePrecision
+from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
 from megafp8.specs.traits import GemmName, Traits
 
@@ -23,12 +24,16 @@ elements (`optim/zero.py`)."""
 class Linear:
     """Describe one linear of a layer as one tensor-parallel rank holds it."""
 
-    name: str
+    whole: LayerLinear  # as all ranks hold it together
     in_features: int
     out_features: int
     has_bias: bool  # whether this rank holds a bias, of `out_features`
-    is_column: bool  # whether tensor-parallel ranks divide its out features, not its in features
     precision: ModulePrecision
+
+    @property
+    def is_column(self) -> bool:
+        """Whether tensor-parallel ranks divide its out features, not its in features."""
+        return self.whole.is_column
 
     @property
     def traits(self) -> Traits | None:
@@ -108,23 +113,26 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
-def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, Linear, Linear, Linear]:
-    """Return QKV, the attention projection, FC1 and FC2 of one layer, as one rank holds them."""
-    model, tp = spec.model, spec.parallel.tp
+def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, ...]:
+    """Return the linears of one layer, as one rank holds them."""
+    found = []
+    for linear in layer_linears(spec.model, layer):
+        rows, columns = linear.local_shape(spec.parallel.tp)
+        found.append(
+            Linear(linear, columns, rows, spec.model.bias, _precision_of(spec, linear.name))
+        )
+    return tuple(found)
 
-    def linear(place: str, in_features: int, out_features: int, *, is_column: bool) -> Linear:
-        name = f"layers.{layer}.{place}"
-        precision = _precision_of(spec, name)
-        return Linear(name, in_features, out_features, model.bias, is_column, precision)
 
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp
-    query, pair = model.query_size // tp, 2 * model.kv_size // tp
-    return (
-        linear("attention.qkv", hidden, query + pair, is_column=True),
-        linear("attention.projection", query, hidden, is_column=False),
-        linear("mlp.fc1", hidden, ffn * (2 if model.is_gated else 1), is_column=True),
-        linear("mlp.fc2", ffn, hidden, is_column=False),
-    )
+def features_between(linears: Sequence[Linear], *, in_mlp: bool) -> tuple[int, int]:
+    """Return the features that a layer's MLP, or else its attention, has between its linears.
+
+    They are what the linears that begin it write (FC1, QKV), and what those that end it read (FC2,
+    projection).
+    """
+    chosen = [linear for linear in linears if linear.whole.in_mlp == in_mlp]
+    written = sum(linear.out_features for linear in chosen if linear.is_column)
+    return written, sum(linear.in_features for linear in chosen if not linear.is_column)
 
 
 def fp8_products(spec: RunSpec, linear: Linear) -> frozenset[GemmName]:
@@ -132,7 +140,7 @@ def fp8_products(spec: RunSpec, linear: Linear) -> frozenset[GemmName]:
     recipe = spec.precision.fp8
     if recipe is None:
         return frozenset()
-    return frozenset(GEMMS) - recipe.kept_high(linear.precision)
+    return frozenset(linear.whole.products) - recipe.kept_high(linear.precision)
 
 
 def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
@@ -140,7 +148,7 @@ def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
     if recipe is None:
         return HIGH_PRECISION
     if spec.precision.backend == "torchao":  # its first and last linear stay out, unless named
-        ends = ("layers.0.attention.qkv", f"layers.{spec.model.num_layers - 1}.mlp.fc2")
+        ends = first_and_last_linear(spec.model.num_layers)
         if linear in ends and not any(rule.matches(linear) for rule in recipe.modules):
             return HIGH_PRECISION
     return recipe.precision_of(linear)

@@ -20,8 +20,10 @@ from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
     Linear,
+    features_between,
     fp8_products,
     layers_with_recomputation,
+    linears_of_layer,
     num_microbatches,
     rank_shape,
     recomputed_fraction,
@@ -54,6 +56,8 @@ FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh")
 SUM_BYTES = 12
 """Bytes an element of a weight's gradient that each microbatch after a step's first one moves: the
 sum reads two FP32 tensors and writes one (docs/performance.md)."""
+Producer = Literal["norm", "activation"] | None
+"""What computes the input of a linear, where it can cast it too."""
 REPLICAS: tuple[AxisName, ...] = ("data", "nodes")
 """The mesh axes of messages between replicas."""
 COPY_BYTES = 6
@@ -160,7 +164,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     attention /= hardware.bf16_tflops * 1e12 * achieved.attention
     head = 6 * tokens * model.hidden_size * model.vocab_size / parallel.tp * shape.has_last
     width = tokens * model.hidden_size
-    layers = list(zip(*[iter(shape.linears)] * 4, strict=True))
+    layers = [linears_of_layer(spec, layer) for layer in shape.layers]
     bytes_of_layers = sum(_pass_bytes(spec, layer) for layer in layers)
     passes = width * bytes_of_layers * (1 + again / 3) / memory
     weights = _weight_bytes(spec, shape.linears) / memory
@@ -246,26 +250,30 @@ def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
     keys each way. Casts are in `_cast_bytes`.
     """
     model = spec.model
-    qkv, projection, fc1, fc2 = linears
     between = 1 / sequence_shards(spec)  # of the tokens: what norms and residual sums work on
-    query, packed = projection.in_features / model.hidden_size, qkv.out_features / model.hidden_size
-    inner, made = fc2.in_features / model.hidden_size, fc1.out_features / model.hidden_size
+    packed, query = (n / model.hidden_size for n in features_between(linears, in_mlp=False))
+    made, inner = (n / model.hidden_size for n in features_between(linears, in_mlp=True))
     total = 2 * (4 + 6 + 6 + 6) * between
-    is_rotary, in_one = model.position_embedding_type == "rope", qkv.has_history
+    is_rotary, in_one = model.position_embedding_type == "rope", linears[0].has_history
     if not in_one:  # otherwise the kernel that casts QKV's gradient packs and turns it as well
         total += 4 * packed
     total += is_rotary * (4 if in_one else 8) * (query + packed) / 2  # of queries and keys
-    has_kernel = fc2.has_history and model.activation in FUSED_ACTIVATIONS
+    has_kernel = linears[-1].has_history and model.activation in FUSED_ACTIVATIONS
     if model.is_gated and not has_kernel:  # activation and product are two operations
         total += 36 * inner
     else:  # it reads and writes; backward reads the gradient and the input, and writes
         total += 4 * inner + 6 * made
-    return total + (
-        _cast_bytes(qkv, between, packed, producer="norm")
-        + _cast_bytes(projection, query, between, producer=None)
-        + _cast_bytes(fc1, between, 0 if has_kernel else made, producer="norm")
-        + _cast_bytes(fc2, inner, between, producer="activation" if has_kernel else None)
-    )
+    casts: float = 0
+    for linear in linears:
+        by_kernel = has_kernel and linear.whole.in_mlp
+        if linear.is_column:
+            width = 0 if by_kernel else linear.out_features / model.hidden_size
+            casts += _cast_bytes(linear, between, width, producer="norm")
+        else:
+            width = linear.in_features / model.hidden_size
+            producer: Producer = "activation" if by_kernel else None
+            casts += _cast_bytes(linear, width, between, producer=producer)
+    return total + casts
 
 
 def _cast_bytes(
@@ -273,7 +281,7 @@ def _cast_bytes(
     width_in: float,
     width_out: float,
     *,
-    producer: Literal["norm", "activation"] | None,
+    producer: Producer,
 ) -> float:
     """Return the bytes of a linear's casts and of the sums for a bias, as `_pass_bytes` counts.
 

@@ -20,7 +20,6 @@ from megafp8.plan.shape import (
     divides_elements,
     flat_buckets,
     layers_with_recomputation,
-    linears_of_layer,
     num_microbatches,
     num_stages,
     rank_shape,
@@ -97,7 +96,8 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     size = compute_itemsize(spec)
     whole = tokens * spec.model.hidden_size * size  # a microbatch's activations
     passes = 1 + recomputed_fraction(spec, shape.stages)
-    layers = [linears_of_layer(spec, layer) for layer in shape.layers]
+    columns = [linear for linear in shape.linears if linear.is_column]
+    rows = [linear for linear in shape.linears if not linear.is_column]
 
     def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
@@ -110,8 +110,8 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     if not spec.parallel.sequence_parallel:
         if shape.has_first:
             yield message("all_reduce", "embeddings", whole)
-        yield message("all_reduce", "activations", 2 * len(layers) * whole * passes)
-        yield message("all_reduce", "gradients of activations", 2 * len(layers) * whole)
+        yield message("all_reduce", "activations", len(rows) * whole * passes)
+        yield message("all_reduce", "gradients of activations", len(columns) * whole)
         return
     if shape.has_first:
         yield message("reduce_scatter", "embeddings", whole)
@@ -120,14 +120,10 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message("all_gather", "input of the head", whole / tp)
     once = sum(FP32 * param.elements for param in shape.params if not param.is_sharded)
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
-    yield message("reduce_scatter", "activations", 2 * len(layers) * whole * passes)
-    yield message("reduce_scatter", "gradients of activations", 2 * len(layers) * whole)
-    inputs = grads = 0.0
-    for qkv, projection, fc1, fc2 in layers:
-        for linear in (qkv, fc1):  # again in backward
-            inputs += (passes + 1) * _part(spec, linear, tokens) / tp
-        for linear in (projection, fc2):
-            grads += _part(spec, linear, tokens) / tp
+    yield message("reduce_scatter", "activations", len(rows) * whole * passes)
+    yield message("reduce_scatter", "gradients of activations", len(columns) * whole)
+    inputs = sum((passes + 1) * _part(spec, linear, tokens) / tp for linear in columns)
+    grads = sum(_part(spec, linear, tokens) / tp for linear in rows)
     yield message("all_gather", "inputs of linears", inputs)
     yield message("all_gather", "output gradients of linears", grads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,11 +84,11 @@ _ANY_SIZES = GPTSpec(
 )  # fmt: skip
 
 
-def linear_names(layer: int) -> list[str]:
-    """Return the names of the linears of layer `layer`, which no size of the model changes."""
-    return [linear.name for linear in layer_linears(_ANY_SIZES, layer)]
+def linear_names(layers: Iterable[int]) -> list[str]:
+    """Return the names of the linears of these layers, which no size of the model changes."""
+    return [linear.name for layer in layers for linear in layer_linears(_ANY_SIZES, layer)]
 
 
 def first_and_last_linear(num_layers: int) -> tuple[str, str]:
     """Return the names of the first and the last linear of a model's layers."""
-    return linear_names(0)[0], linear_names(num_layers - 1)[-1]
+    return linear_names([0])[0], linear_names([num_layers - 1])[-1]

@@ -94,15 +94,6 @@ class GPTSpec:
         return self.activation in GATED
 
 
-LINEARS = ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
-"""The linears of a layer, by their names within it."""
-
-
-def linear_names(num_layers: int) -> list[str]:
-    """Return the names of all linears of a model's layers, on whatever rank they are."""
-    return [f"layers.{layer}.{name}" for layer in range(num_layers) for name in LINEARS]
-
-
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
     """Return the vocabulary rounded up to a multiple (NeMo's `make_vocab_size_divisible_by`)."""
     return -(-vocab_size // divisible_by) * divisible_by

@@ -12,13 +12,14 @@ from torch import nn
 
 pytest.importorskip("torchao.float8")
 
-from megafp8.backends.torchao import TorchaoLinear, first_and_last, load, make_config, why_not
+from megafp8.backends.torchao import TorchaoLinear, load, make_config, why_not
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.mesh import single_rank
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import GEMMS, ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.specs.run import HealthMode
@@ -150,7 +151,7 @@ def test_it_trains(recipe: Fp8Recipe, compute: str) -> None:
 def test_first_and_last_linear_stay_in_high_precision() -> None:
     state = run_of(RECIPES["tensorwise"], num_layers=3)
     ours = {m.name for m in state.model.modules() if isinstance(m, Linear)}
-    assert ours == set(first_and_last(3))
+    assert ours == set(first_and_last_linear(3))
     assert sum(isinstance(m, TorchaoLinear) for m in state.model.modules()) == 4 * 3 - 2
 
 

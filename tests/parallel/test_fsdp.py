@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends.torchao import first_and_last
 from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
+from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
 from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
@@ -268,7 +268,7 @@ def test_torchaos_weights_cross_in_fp8(more: Runs) -> None:
         {key: n for key, n in runs[0].traffic.items() if key[1] == "all_gather"}
         for runs in (ours, in_bf16)
     )
-    first, last = (f"model/{name}" for name in first_and_last(ODD.num_layers))
+    first, last = (f"model/{name}" for name in first_and_last_linear(ODD.num_layers))
     elements = sum(
         -(-p.global_shape[0] // 2) * p.global_shape[1]
         for p in more["torchao/whole"][0].saved

@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.model import linear_names
+from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import ModuleRule
 from megafp8.train.report.fp8 import (
     LinearFlops,
@@ -25,7 +25,7 @@ def test_the_names_of_linears_are_those_of_the_model(shape: dict[str, Any]) -> N
     """The patterns of model.fp8_modules are checked against them before there is a model."""
     state = build_run(compute="bf16", fp8=Fp8Recipe(), model=replace(gpt_spec(), **shape))
     rows = state.scaling.tables["forward"].names
-    expected = linear_names(gpt_spec().num_layers)
+    expected = linear_names(range(gpt_spec().num_layers))
     assert [row.removesuffix(".input") for row in rows if row.endswith(".input")] == expected
 
 

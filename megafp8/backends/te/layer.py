@@ -19,6 +19,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.grad_sink import GradSum
+from megafp8.specs.layer import layer_linears
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.traits import GemmName
 
@@ -156,12 +157,9 @@ class TeLayer(nn.Module):
         return prepares and not self.region.is_again and torch.is_grad_enabled()
 
     def planned(self) -> PlannedGemms:
-        """Return what the layer's four linears will run, as one entry."""
-        spec = self.spec
-        width, ffn = spec.hidden_size, spec.ffn_hidden_size
-        attention = width * (2 * spec.query_size + 2 * spec.kv_size)
-        mlp = width * ffn * (3 if spec.is_gated else 2)
-        flops = 2 * (attention + mlp) // self.tp_size
+        """Return what the layer's linears will run, as one entry."""
+        linears = layer_linears(self.spec, self.index)
+        flops = 2 * sum(linear.weight_elements for linear in linears) // self.tp_size
         fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
         return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
 

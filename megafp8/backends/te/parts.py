@@ -24,6 +24,7 @@ from megafp8.models.positions import alibi_slopes
 from megafp8.parallel.parts import Given, NativeParts, both
 from megafp8.precision.scaling import Direction
 from megafp8.specs import Fp8Recipe, GPTSpec
+from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import AttentionInFp8
 from megafp8.specs.recipes import HIGH_PRECISION
@@ -49,13 +50,13 @@ PARAMETERS = {
     "mlp.fc2.weight": "layernorm_mlp.fc2_weight",
     "mlp.fc2.bias": "layernorm_mlp.fc2_bias",
 }
-# (our name, module, which of its GEMMs, how many it has)
-LINEARS = (
-    ("attention.qkv", "self_attention.layernorm_qkv", 1, 1),
-    ("attention.projection", "self_attention.proj", 1, 1),
-    ("mlp.fc1", "layernorm_mlp", 1, 2),
-    ("mlp.fc2", "layernorm_mlp", 2, 2),
-)
+# (module, which of its GEMMs, how many it has, the weight in it) of each of our linears
+GEMM_OF = {
+    "attention.qkv": ("self_attention.layernorm_qkv", 1, 1, "weight"),
+    "attention.projection": ("self_attention.proj", 1, 1, "weight"),
+    "mlp.fc1": ("layernorm_mlp", 1, 2, "fc1_weight"),
+    "mlp.fc2": ("layernorm_mlp", 2, 2, "fc2_weight"),
+}
 # (part of our names, module, tensors by (our name, direction, column)), by what is in FP8. The
 # columns of its core are those of Transformer Engine's cpp_extensions/fused_attn.py.
 _CORE: tuple[Part, ...] = (
@@ -85,7 +86,6 @@ ATTENTION_TENSORS: dict[AttentionInFp8, tuple[Part, ...]] = {
     "core": _CORE + _PROJECTION,
     "whole": _CORE + _PROJECTION + _QKV,
 }
-WEIGHTS = ("weight", "weight", "fc1_weight", "fc2_weight")  # of these linears, in their modules
 ACTIVATIONS: dict[Activation, str] = {
     "gelu-tanh": "gelu",
     "geglu-tanh": "geglu",
@@ -104,14 +104,15 @@ def casts_gathered_weights_always(layer: nn.Module) -> bool:
     return hasattr(type(layer.get_submodule("layernorm_mlp")), "is_fsdp2")
 
 
-def names_in_layer(index: int) -> list[str]:
-    """Return the logical names of the linears of layer `index`."""
-    return [f"layers.{index}.{name}" for name, *_ in LINEARS]
+def gemms_in_layer(index: int) -> Iterator[tuple[str, str, int, int, str]]:
+    """Yield each linear of layer `index`: its logical name, and what `GEMM_OF` says of it."""
+    for name in linear_names([index]):
+        yield name, *GEMM_OF[name.removeprefix(f"layers.{index}.")]
 
 
 def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
     """Return which kinds of layers a model has: in FP8 (True) or not, or both."""
-    first = [names_in_layer(index)[0] for index in range(spec.num_layers)]
+    first = [linear_names([index])[0] for index in range(spec.num_layers)]
     found = {recipe is not None and not is_high_precision(recipe, name) for name in first}
     return sorted(found, reverse=True)
 
@@ -205,7 +206,7 @@ class TransformerEngineParts(NativeParts):
     def own_layer(self, index: int) -> nn.Module:
         """Return Transformer Engine's layer `index` (from 0) with our initial weights."""
         names, recipe = self.region.names, self.recipe
-        in_fp8 = recipe is not None and not is_high_precision(recipe, names_in_layer(index)[0])
+        in_fp8 = recipe is not None and not is_high_precision(recipe, linear_names([index])[0])
         weights_in_fp8 = in_fp8 and recipe is not None and recipe.params_in_fp8
         context = names.model_init(self.region.recipe) if weights_in_fp8 else nullcontext()
         with context:
@@ -218,9 +219,8 @@ class TransformerEngineParts(NativeParts):
             mlp: Any = layer.get_submodule("layernorm_mlp")
             mlp.bias_gelu_nvfusion = False
         if self.te_scaling is not None and in_fp8:
-            for name, path, number, num_gemms in LINEARS:
-                module = layer.get_submodule(path)
-                gemm = TeGemm(f"layers.{index}.{name}", module, number, num_gemms)
+            for name, path, number, num_gemms, _ in gemms_in_layer(index):
+                gemm = TeGemm(name, layer.get_submodule(path), number, num_gemms)
                 self.te_scaling.register(gemm, index)
             for tensor in tensors_of_attention(self.attention_in_fp8, layer, index):
                 self.te_scaling.register_tensor(tensor, index)
@@ -243,7 +243,7 @@ class TransformerEngineParts(NativeParts):
         They go by the paths of the linears' weights.
         """
         index, found = self.region.names.forward_index, {}
-        for (_, path, number, _), weight in zip(LINEARS, WEIGHTS, strict=True):
+        for path, number, _, weight in GEMM_OF.values():
             column = int(getattr(index, f"GEMM{number}_WEIGHT"))
             found[f"{path}.{weight}"] = (layer.get_submodule(path), column)
         return found

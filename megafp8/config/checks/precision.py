@@ -20,7 +20,7 @@ from megafp8.config.values import (
     size_multiple,
     without_match,
 )
-from megafp8.specs.model import LINEARS, linear_names
+from megafp8.specs.layer import linear_names
 from megafp8.specs.recipes import find_recipe, names_where, some
 from megafp8.specs.traits import Traits
 
@@ -241,9 +241,10 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     if not v["model.fp8"]:
         return
     for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
-        names, pattern = linear_names(v["model.num_layers"]), entry.partition(":")[0]
-        short = [name.partition(".")[2] for name in LINEARS]
-        known = [*names, *(f"*.{name}" for name in LINEARS), *short, *(f"*.{n}" for n in short)]
+        names, pattern = linear_names(range(v["model.num_layers"])), entry.partition(":")[0]
+        ends = [name.removeprefix("layers.0.") for name in linear_names([0])]
+        short = [name.partition(".")[2] for name in ends]
+        known = [*names, *(f"*.{name}" for name in ends), *short, *(f"*.{n}" for n in short)]
         known += [f"*{name}" for name in short]
         close = difflib.get_close_matches(pattern, known, n=3)
         meant = f"Did you mean {' or '.join(close)}? " if close else ""
@@ -251,7 +252,7 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
             "model.fp8_modules",
             f"the pattern {pattern} matches no linear",
             f"{meant}The linears are layers.0.attention.qkv to {names[-1]}, with the endings "
-            f"{', '.join(LINEARS)}",
+            f"{', '.join(ends)}",
         )
 
 
