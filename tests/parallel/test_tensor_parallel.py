@@ -156,7 +156,7 @@ def replicated(outcome: Outcome) -> dict[str, torch.Tensor]:
 def test_each_rank_holds_half_of_the_linears(
     two_ranks: dict[str, Outcomes], alone: dict[str, Outcome]
 ) -> None:
-    linears = ("qkv.1.weight", "projection.weight", "fc1.1.weight", "fc2.2.weight")
+    linears = ("qkv.weight", "projection.weight", "fc1.weight", "fc2.weight")
     for case in ("fp32", "bf16 fp8"):
         whole = alone[case].sizes
         for rank in two_ranks[case]:
@@ -165,7 +165,7 @@ def test_each_rank_holds_half_of_the_linears(
                 assert len(names) == 2, "one in each layer"
                 assert all(2 * rank.sizes[name] == whole[name] for name in names)
             assert 2 * rank.sizes["embedding.word"] == whole["embedding.word"]
-            sharded = (*linears, "1.bias", "embedding.word")
+            sharded = (*linears, "qkv.bias", "fc1.bias", "embedding.word")
             rest = [name for name in whole if not name.endswith(sharded)]
             assert len(rest) == 1 + 2 * 4 + 2 * 2 + 2
             assert all(rank.sizes[name] == whole[name] for name in rest), "the rest is whole"
