@@ -3,11 +3,13 @@
 python -m scripts.mutate [--decided N] [--seed N] [--files PATTERN …] [--again] [--minutes N]
 
 The seed orders the mutants (`mutants.py`); they are tried one after the other, each by the tests
-that `scope.py` names for its file, until N are decided: killed or survived. Those that are
-justified as equivalent in `equivalent.json` are not counted. Results are kept in build/mutate and
-used again, so that the command continues where it ended; --again tries those that survived, or ran
-out of time, again. A test that notices a mutant must pass without it. The table is
-docs/mutation.md. The command needs `pip install -e '.[mutation]'`.
+of the files that `scope.py` names which run its line (`covering.py`), until N are decided: killed
+or survived. Those that are justified as equivalent in `equivalent.json` are not counted. Results
+are kept in `results.jsonl` beside this file, so that the command continues where it ended, also in
+another checkout; a result is dropped when the text of its line is gone. --again tries those that
+survived, or were not decided, again. A test that notices a mutant must pass without it, and one
+that is skipped says nothing. The table is docs/mutation.md. The command needs
+`pip install -e '.[mutation]'`.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from scripts.mutate import scope, table
-from scripts.mutate.mutants import Mutant, candidates
-from scripts.mutate.runner import Outcome, copy_tree, preload, run_tests
+from scripts.mutate.covering import Tests
+from scripts.mutate.mutants import Mutant, places
+from scripts.mutate.runner import Outcome, copy_tree, measure, preload, run_tests
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 900.0
@@ -44,16 +48,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/mutate")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results.jsonl"))
     parser.add_argument("--table", type=Path, default=ROOT / "docs/mutation.md")
     given = parser.parse_args(argv)
-    files = [f for f in scope.files(ROOT) if any(fnmatchcase(f, p) for p in given.files)]
     preload()
-    run = Run(given.folder.absolute(), given.seed)
-    run.decide(files, given.decided, given.again, time.monotonic() + 60 * given.minutes)
-    if given.files == ["*"]:
-        given.table.write_text(
-            table.page(list(run.rows.values()), given.seed, _commit(), given.decided)
-        )
+    run = Run(given.folder.absolute(), given.results, given.seed)
+    end = time.monotonic() + 60 * given.minutes
+    run.decide(given.files, given.decided, given.again, end)
+    given.table.write_text(table.page(list(run.rows.values()), given.seed, given.decided))
     return 0
 
 
@@ -65,50 +67,73 @@ def _commit() -> str:
 class Run:
     """Try mutants in a copy of the tree and keep each result as a line of a file."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.seed, self.tree = folder, seed, folder / "tree"
+    def __init__(self, folder: Path, results: Path, seed: int) -> None:
+        self.folder, self.results, self.tree = folder, results, folder / "tree"
+        self.commit = _commit()
+        self.places = {place.key: place for place in places(ROOT, scope.files(ROOT), seed)}
         self.rows: dict[str, table.Row] = {}
-        self._passing: dict[str, bool] = {}  # tests, without a mutant
+        if results.exists():
+            known = [table.Row(**json.loads(line)) for line in results.read_text().splitlines()]
+            kept = {row.key: row for row in known if row.key in self.places}
+            for key, row in kept.items():
+                self.rows[key] = replace(row, line=self.places[key].change.begin[0])
         folder.mkdir(parents=True, exist_ok=True)
-        self.results = folder / f"results-{seed}.jsonl"
-        if self.results.exists():
-            for line in self.results.read_text().splitlines():
-                row = table.Row(**json.loads(line))
-                self.rows[row.key] = row
         copy_tree(ROOT, self.tree)
+        log = folder / "log-measured.txt"
+        self.tests = Tests(
+            self.tree,
+            folder / "measured",
+            lambda file: measure(self.tree, file, LIMIT_SECONDS, log),
+        )
+        self._sound: dict[str, bool] = {}  # tests, without a mutant
 
-    def decide(self, files: Sequence[str], wanted: int, again: bool, end: float) -> None:
+    def decide(self, patterns: Sequence[str], wanted: int, again: bool, end: float) -> None:
         """Try mutants until enough are decided or the time is over."""
         decided = 0
-        for mutant in candidates(ROOT, files, self.seed):
+        for place in self.places.values():
             if decided >= wanted or time.monotonic() > end:
                 break
-            row = self.rows.get(mutant.key)
-            if row is None or (again and row.verdict != "killed"):
+            if not any(fnmatchcase(place.file, pattern) for pattern in patterns):
+                continue
+            row = self.rows.get(place.key)
+            if row is None or (again and row.verdict != "killed" and not table.why_equivalent(row)):
+                mutant = place.make()
+                if mutant is None:
+                    continue
                 row = self._keep(mutant, self._try(mutant))
             decided += row.verdict in ("killed", "survived") and not table.why_equivalent(row)
 
     def _try(self, mutant: Mutant) -> Outcome:
         """Return what the tests say of a mutant; a test that fails without it is an error."""
-        tests, log = scope.tests_of(mutant.file), self.folder / "log.txt"
-        target = self.tree / mutant.file
-        original = target.read_text()
+        kills = Counter(r.by for r in self.rows.values() if r.file == mutant.file)
+        batches = self.tests.batches(mutant, scope.tests_of(mutant.file), kills)
+        target, log = self.tree / mutant.file, self.folder / "log.txt"
+        outcome = Outcome("survived", 0.0, "" if batches else "no test runs the line")
         target.write_text(mutant.source)
         try:
-            outcome = run_tests(self.tree, tests, LIMIT_SECONDS, log)
+            for batch in batches:
+                limit = 120 + 10 * sum(batch.values())
+                last = run_tests(self.tree, list(batch), limit, log)
+                last = replace(last, seconds=outcome.seconds + last.seconds)
+                outcome = (
+                    last if last.verdict != "survived" else replace(outcome, seconds=last.seconds)
+                )
+                if outcome.verdict in ("killed", "timeout"):
+                    break
         finally:
-            target.write_text(original)
+            target.write_text(mutant.original)
         if outcome.verdict == "killed" and not self._passes(outcome.by):
             return Outcome("error", outcome.seconds, f"{outcome.by} fails without a mutant")
         return outcome
 
     def _passes(self, test: str) -> bool:
-        """Whether a test passes without a mutant; a file that pytest could not end, as a whole."""
-        if test not in self._passing:
+        """Whether a test passes alone without a mutant; a file that cannot be imported did."""
+        if "::" in test and test not in self._sound:
             log = self.folder / "log-sound.txt"
-            sound = run_tests(self.tree, [test], LIMIT_SECONDS, log)
-            self._passing[test] = sound.verdict == "survived"
-        return self._passing[test]
+            self._sound[test] = (
+                run_tests(self.tree, [test], LIMIT_SECONDS, log).verdict == "survived"
+            )
+        return self._sound.get(test, True)
 
     def _keep(self, mutant: Mutant, outcome: Outcome) -> table.Row:
         row = table.Row(
@@ -120,13 +145,14 @@ class Run:
             verdict=outcome.verdict,
             by=outcome.by,
             seconds=round(outcome.seconds, 1),
+            commit=self.commit,
         )
         self.rows[row.key] = row
-        with self.results.open("a") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
-        print(
-            f"{row.verdict:9}{row.seconds:6.0f} s  {row.file}:{row.line}  {row.after}", flush=True
-        )
+        rows = sorted(self.rows.values(), key=lambda kept: kept.key)
+        text = "".join(json.dumps(asdict(kept), ensure_ascii=False) + "\n" for kept in rows)
+        self.results.write_text(text)
+        words = f"{row.verdict:9}{row.seconds:6.0f} s  {row.file}:{row.line}  {row.after}"
+        print(f"{words}  [{row.by}]", flush=True)
         return row
 
 

@@ -50,15 +50,11 @@ class Mutant:
 
     file: str  # relative to the repository
     line: int
-    operator: str
     before: str  # the line, without spaces around it
     after: str
     source: str  # of the whole file, with the change
-
-    @property
-    def key(self) -> str:
-        """Return what identifies the mutant between runs: the file with its change."""
-        return hashlib.sha256(f"{self.file}\0{self.source}".encode()).hexdigest()[:16]
+    original: str  # of the whole file
+    key: str  # the same in every checkout whose line has the same text
 
 
 @dataclass(frozen=True)
@@ -69,35 +65,47 @@ class _Change:
     source: str = ""  # of C, the whole file
 
 
-def candidates(root: Path, files: Iterable[str], seed: int) -> Iterator[Mutant]:
-    """Yield one mutant of each place in the files, in the order that the seed gives them."""
-    ordered = []
+@dataclass(frozen=True)
+class Place:
+    """Hold the one change of a place in a file that the seed chose; `make` applies it."""
+
+    order: str
+    key: str
+    file: str
+    source: str
+    change: _Change
+
+    def make(self) -> Mutant | None:
+        """Return the mutant; None if it is no Python, or means the same."""
+        mutated = self.change.source or _mutated(self.source, self.change)
+        if mutated is None:
+            return None
+        line = self.change.begin[0]
+        pairs = zip(self.source.splitlines(), mutated.splitlines(), strict=False)
+        before, after = next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
+        return Mutant(self.file, line, before, after, mutated, self.source, self.key)
+
+
+def places(root: Path, files: Iterable[str], seed: int) -> list[Place]:
+    """Return one change of each place in the files, in the order that the seed gives them."""
+    found = []
     for file in files:
         source = Path(root, file).read_text()
         changes = c_changes(source) if file.endswith((".c", ".h")) else python_changes(source)
         lines, seen = source.splitlines(), Counter[str]()
-        places: dict[tuple[int, int], list[tuple[str, _Change]]] = {}
+        at: dict[tuple[int, int], list[Place]] = {}
         for change in changes:
             name = f"{lines[change.begin[0] - 1].strip()}\0{change.begin[1]}\0{change.operator}"
             seen[name] += 1
-            text = f"{seed}\0{file}\0{name}\0{seen[name]}"
-            order = hashlib.sha256(text.encode()).hexdigest()
-            places.setdefault(change.begin, []).append((order, change))
-        first = [min(found, key=lambda ranked: ranked[0]) for found in places.values()]
-        ordered += [(order, change, file, source) for order, change in first]
-    ordered.sort(key=lambda found: found[0])
-    made = (_made(file, source, change) for _, change, file, source in ordered)
-    yield from (mutant for mutant in made if mutant is not None)
+            text = f"{file}\0{name}\0{seen[name]}"
+            place = Place(_digest(f"{seed}\0{text}"), _digest(text)[:16], file, source, change)
+            at.setdefault(change.begin, []).append(place)
+        found += [min(own, key=lambda place: place.order) for own in at.values()]
+    return sorted(found, key=lambda place: place.order)
 
 
-def _made(file: str, source: str, change: _Change) -> Mutant | None:
-    mutated = change.source or _mutated(source, change)
-    if mutated is None:
-        return None
-    line = change.begin[0]
-    pairs = zip(source.splitlines(), mutated.splitlines(), strict=False)
-    before, after = next(((a, b) for a, b in pairs if a != b), ("", ""))
-    return Mutant(file, line, change.operator, before.strip(), after.strip(), mutated)
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _mutated(source: str, change: _Change) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import shutil
 import signal
@@ -11,10 +13,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from scripts.mutate.plugin import ASKED, Asked
+
 FAST = "not slow and not gpu and not slurm and not hosts"
+PRELOADED = ("numpy", "pytest", "hypothesis", "coverage", "torch", "torch.distributed", "yaml")
 FAILED, INTERRUPTED = 1, 2  # pytest's exit codes: a test failed; a file could not be imported
 
 
@@ -25,6 +30,16 @@ class Outcome:
     verdict: str
     seconds: float
     by: str = ""  # the first test that failed, or the reason of an error
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold what pytest said; the lines are of a run that records them."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)  # passed, failed or skipped, by test
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by file and line
+    starting: list[str] = field(default_factory=list)  # tests that start processes
 
 
 def copy_tree(root: Path, folder: Path) -> None:
@@ -38,47 +53,65 @@ def copy_tree(root: Path, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (root / name).is_file():
             shutil.copy2(root / name, target)
+    # Compiled once; a file that is mutated has another hash, and is compiled in each process.
+    mode = ["--invalidation-mode", "checked-hash"]
+    words = [sys.executable, "-m", "compileall", "-q", *mode, "megafp8", "tests"]
+    subprocess.run(words, cwd=folder, check=True)
 
 
 def preload() -> None:
     """Import what every run of tests needs and no mutant changes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TRITON_INTERPRET"] = "1"
-    import numpy
-    import pytest
-    import torch
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("MEGAFP8_TE_SOURCES", str(home / "megafp8/te"))
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    mutated = [name for name in sys.modules if name.partition(".")[0] in ("megafp8", "tests")]
+    assert not mutated, mutated
 
-    assert all((numpy, pytest, torch))
+
+def measure(tree: Path, file: str, limit_seconds: float, log: Path) -> Report:
+    """Run a file of tests in `tree`, and record which lines each test executes."""
+    _, report = _run(tree, [file], Asked(str(log) + ".json", cover=str(tree)), limit_seconds, log)
+    return report
 
 
 def run_tests(tree: Path, tests: Sequence[str], limit_seconds: float, log: Path) -> Outcome:
-    """Run files of tests in `tree`, one after the other, until a test fails."""
-    seconds = 0.0
-    for file in tests:
-        outcome = _run_file(tree, file, limit_seconds - seconds, log)
-        seconds += outcome.seconds
-        if outcome.verdict != "survived":
-            return Outcome(outcome.verdict, seconds, outcome.by)
-    return Outcome("survived", seconds)
+    """Run tests in `tree` in their order until one fails; one that is skipped is an error."""
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    asked = Asked(str(log) + ".json", chosen=list(tests))
+    outcome, report = _run(tree, files, asked, limit_seconds, log, "-x")
+    left = [test for test in tests if report.outcomes.get(test) != "passed"]
+    if outcome.verdict == "survived" and left:
+        what = report.outcomes.get(left[0], "not found")
+        return Outcome("error", outcome.seconds, f"{left[0]} is {what}")
+    return outcome
 
 
-def _run_file(tree: Path, file: str, limit_seconds: float, log: Path) -> Outcome:
-    """Run a file of tests until one fails, in processes that end with the call."""
+def _run(
+    tree: Path, files: Sequence[str], asked: Asked, limit_seconds: float, log: Path, *options: str
+) -> tuple[Outcome, Report]:
+    """Run files of tests in processes that end with the call."""
     began, ended = time.monotonic(), None
+    Path(asked.report).unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
-        _test(tree, file, log)
+        _test(tree, [*options, *files], asked, log)
     while ended is None and time.monotonic() - began < limit_seconds:
         pid, status = os.waitpid(child, os.WNOHANG)
         ended = status if pid else None
-        time.sleep(0.1)
+        time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     seconds = time.monotonic() - began
     if ended is None:
         os.waitpid(child, 0)
-        return Outcome("timeout", seconds, file)
-    return _outcome(file, os.waitstatus_to_exitcode(ended), seconds, log)
+        return Outcome("timeout", seconds, files[0]), Report()
+    path = Path(asked.report)
+    report = Report(**json.loads(path.read_text())) if path.exists() else Report()
+    return _outcome(files[0], os.waitstatus_to_exitcode(ended), seconds, log), report
 
 
 def _outcome(file: str, code: int, seconds: float, log: Path) -> Outcome:
@@ -92,8 +125,8 @@ def _outcome(file: str, code: int, seconds: float, log: Path) -> Outcome:
     return Outcome("error", seconds, f"{file}: exit code {code}")
 
 
-def _test(tree: Path, file: str, log: Path) -> None:
-    """Become a process that runs a file of tests in `tree` and exits."""
+def _test(tree: Path, words: Sequence[str], asked: Asked, log: Path) -> None:
+    """Become a process that runs pytest in `tree` and exits."""
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
@@ -103,6 +136,8 @@ def _test(tree: Path, file: str, log: Path) -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ["XDG_CACHE_HOME"] = str(tree.parent / "cache")  # compiled kernels
     os.environ.pop("CI", None)
+    os.environ[ASKED] = str(log) + ".asked"
+    Path(os.environ[ASKED]).write_text(json.dumps(asdict(asked)))
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(tree))
     sys.argv = ["pytest"]
@@ -110,8 +145,8 @@ def _test(tree: Path, file: str, log: Path) -> None:
     try:
         import pytest
 
-        options = ["-x", "-q", "-m", FAST, "-p", "no:cacheprovider", "-p", "scripts.mutate.plugin"]
-        code = int(pytest.main([*options, "--tb=line", file]))
+        options = ["-q", "-m", FAST, "-p", "no:cacheprovider", "-p", "scripts.mutate.plugin"]
+        code = int(pytest.main([*options, "--tb=line", *words]))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -20,10 +20,13 @@ PARTS = {
 TITLE = "# Would a test notice? Mutations of the code that handles FP8"
 EXPLANATION = """\
 `python -m scripts.mutate` changes one place of the code at a time and runs the fast tests that
-should notice it ([scope.py](../scripts/mutate/scope.py) says which files and tests,
-[mutants.py](../scripts/mutate/mutants.py) which changes). A mutant is killed if a test fails, and
-survives if all pass. One that changes no result that anything reads is equivalent: it is justified
-in [equivalent.json](../scripts/mutate/equivalent.json) and not counted. Triton's kernels are not
+should notice it: [scope.py](../scripts/mutate/scope.py) says which files and tests,
+[mutants.py](../scripts/mutate/mutants.py) which changes, and
+[covering.py](../scripts/mutate/covering.py) chooses the tests that run the line. A mutant is killed
+if a test fails, and survives if all pass; it is not decided if one is skipped that is not skipped
+without it. [results.jsonl](../scripts/mutate/results.jsonl) has every result. A mutant that changes
+no result that anything reads is equivalent: it is justified in
+[equivalent.json](../scripts/mutate/equivalent.json) and not counted. Triton's kernels are not
 mutated."""
 
 
@@ -39,6 +42,7 @@ class Row:
     verdict: str  # killed, survived, timeout or error
     by: str
     seconds: float
+    commit: str  # where it was tried
 
 
 def why_equivalent(row: Row) -> str:
@@ -57,10 +61,11 @@ def part_of(file: str) -> str:
     return next(part for part, start in PARTS.items() if file.startswith(start))
 
 
-def page(rows: Sequence[Row], seed: int, commit: str, wanted: int) -> str:
+def page(rows: Sequence[Row], seed: int, wanted: int) -> str:
     """Return the page with the scores and all mutants that were not killed."""
     counted = [row for row in rows if not (row.verdict == "survived" and why_equivalent(row))]
-    lines = [TITLE, "", EXPLANATION, "", f"Seed {seed}, commit {commit}.", ""]
+    commits = ", ".join(dict.fromkeys(row.commit for row in sorted(rows, key=lambda r: r.commit)))
+    lines = [TITLE, "", EXPLANATION, "", f"Seed {seed}, tried at the commits {commits}.", ""]
     lines += ["| part | decided | killed | survived | not decided |", "|---|---|---|---|---|"]
     parts = [part for part in PARTS if any(part_of(row.file) == part for row in counted)]
     for part in (*parts, "all"):

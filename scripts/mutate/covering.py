@@ -1,0 +1,109 @@
+"""Choose the tests of a mutant: those that run its line, the most promising first.
+
+Each file of tests runs once without a mutant. What passes there can kill a mutant; what is skipped
+there cannot. The lines are those that the test's own process runs: tests that start processes (of
+ranks) are taken for any line. All tests are taken for C sources, and for lines of Python outside of
+functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.mutate.mutants import Mutant
+from scripts.mutate.runner import Report
+
+FIRST_SECONDS, FIRST_TESTS = 8.0, 40  # of the first attempt, before all other tests
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold what a file of tests did without a mutant."""
+
+    seconds: dict[str, float]  # of the tests that passed
+    lines: dict[str, dict[str, list[str]]]  # by file and line
+    starting: list[str]  # tests that start processes
+    sources: dict[str, str]  # a digest of each of the files in `lines`
+
+
+class Tests:
+    """Measure files of tests when they are needed first, and keep that in a folder."""
+
+    def __init__(self, tree: Path, folder: Path, measure: Callable[[str], Report]) -> None:
+        self.tree, self.folder, self.measure = tree, folder, measure
+        self._known: dict[str, Measured] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def measured(self, test: str, file: str) -> Measured:
+        """Return what a file of tests does; kept while it and the mutated file stay the same."""
+        path = self.folder / f"{test.replace('/', '-')}-{self._digest(test)}.json"
+        if test not in self._known and path.exists():
+            self._known[test] = Measured(**json.loads(path.read_text()))
+        known = self._known.get(test)
+        if known is None or known.sources.get(file, self._digest(file)) != self._digest(file):
+            self._known[test] = known = self._measure(test)
+            path.write_text(json.dumps(asdict(known)))
+        return known
+
+    def _digest(self, file: str) -> str:
+        return hashlib.sha256((self.tree / file).read_bytes()).hexdigest()[:16]
+
+    def _measure(self, test: str) -> Measured:
+        report = self.measure(test)
+        passed = [name for name, outcome in report.outcomes.items() if outcome == "passed"]
+        seconds = {name: round(report.seconds[name], 4) for name in passed}
+        sources = {file: self._digest(file) for file in report.lines}
+        return Measured(seconds, report.lines, report.starting, sources)
+
+    def batches(
+        self, mutant: Mutant, files: Sequence[str], kills: Counter[str]
+    ) -> list[dict[str, float]]:
+        """Return the tests that may notice a mutant and their seconds, in one or two batches.
+
+        Those that killed other mutants of the file come first, then the quick ones.
+        """
+        found: dict[str, float] = {}
+        starting: set[str] = set()
+        first, last, is_inside = statement(mutant.original, mutant.line, mutant.file)
+        for file in files:
+            known = self.measured(file, mutant.file)
+            chosen = set(known.seconds)
+            if is_inside:
+                lines = known.lines.get(mutant.file, {})
+                chosen = {t for n, tests in lines.items() if first <= int(n) <= last for t in tests}
+                chosen |= set(known.starting)
+            starting |= set(known.starting)
+            found |= {test: known.seconds[test] for test in chosen if test in known.seconds}
+        order = sorted(found, key=lambda test: (-kills[test], test in starting, found[test], test))
+        used, number = 0.0, 0
+        for test in order[:FIRST_TESTS]:
+            used, number = used + found[test], number + 1
+            if used > FIRST_SECONDS:
+                break
+        parts = (order[:number], order[number:])
+        return [{test: found[test] for test in part} for part in parts if part]
+
+
+def statement(source: str, line: int, file: str) -> tuple[int, int, bool]:
+    """Return the lines of the statement at a line, and whether it is inside of a function."""
+    if not file.endswith(".py"):
+        return line, line, False
+    spans, is_inside = [(line, line)], False
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.stmt):
+            continue
+        body, begin, end = getattr(node, "body", None), node.lineno, node.end_lineno or 0
+        if body:
+            is_function = isinstance(node, ast.FunctionDef)
+            is_inside = is_inside or (is_function and body[0].lineno <= line <= end)
+            end = max(begin, body[0].lineno - 1)  # a compound statement's own lines
+        if begin <= line <= end:
+            spans.append((begin, end))
+    first, last = max(spans[1:] or spans, key=lambda span: span[0])
+    return first, last, is_inside
