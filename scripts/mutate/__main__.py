@@ -44,7 +44,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--decided", type=int, default=200, help="mutants to decide")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--files", nargs="+", default=["*"], metavar="PATTERN")
+    parser.add_argument(
+        "--files",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="try those among the first mutants which are in such files",
+    )
     parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/mutate")
@@ -93,9 +99,10 @@ class Run:
         for place in self.places.values():
             if decided >= wanted or time.monotonic() > end:
                 break
-            if not any(fnmatchcase(place.file, pattern) for pattern in patterns):
-                continue
             row = self.rows.get(place.key)
+            if not any(fnmatchcase(place.file, pattern) for pattern in patterns):
+                decided += 1  # it is left to another call
+                continue
             if row is None or (again and row.verdict != "killed" and not table.why_equivalent(row)):
                 mutant = place.make()
                 if mutant is None:
@@ -106,22 +113,20 @@ class Run:
     def _try(self, mutant: Mutant) -> Outcome:
         """Return what the tests say of a mutant; a test that fails without it is an error."""
         kills = Counter(r.by for r in self.rows.values() if r.file == mutant.file)
-        batches = self.tests.batches(mutant, scope.tests_of(mutant.file), kills)
         target, log = self.tree / mutant.file, self.folder / "log.txt"
-        outcome = Outcome("survived", 0.0, "" if batches else "no test runs the line")
-        target.write_text(mutant.source)
-        try:
-            for batch in batches:
-                limit = 120 + 10 * sum(batch.values())
-                last = run_tests(self.tree, list(batch), limit, log)
-                last = replace(last, seconds=outcome.seconds + last.seconds)
-                outcome = (
-                    last if last.verdict != "survived" else replace(outcome, seconds=last.seconds)
-                )
-                if outcome.verdict in ("killed", "timeout"):
-                    break
-        finally:
-            target.write_text(mutant.original)
+        outcome = Outcome("survived", 0.0, "no test runs the line")
+        for batch in self.tests.batches(mutant, scope.tests_of(mutant.file), kills):
+            target.write_text(mutant.source)
+            try:
+                last = run_tests(self.tree, list(batch), 120 + 10 * sum(batch.values()), log)
+            finally:
+                target.write_text(mutant.original)
+            seconds = outcome.seconds + last.seconds
+            if outcome.verdict == "error" and last.verdict == "survived":
+                last = outcome
+            outcome = replace(last, seconds=seconds)
+            if outcome.verdict in ("killed", "timeout"):
+                break
         if outcome.verdict == "killed" and not self._passes(outcome.by):
             return Outcome("error", outcome.seconds, f"{outcome.by} fails without a mutant")
         return outcome

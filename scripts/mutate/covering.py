@@ -12,14 +12,12 @@ import ast
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scripts.mutate.mutants import Mutant
 from scripts.mutate.runner import Report
-
-FIRST_SECONDS, FIRST_TESTS = 8.0, 40  # of the first attempt, before all other tests
 
 
 @dataclass(frozen=True)
@@ -57,37 +55,43 @@ class Tests:
     def _measure(self, test: str) -> Measured:
         report = self.measure(test)
         passed = [name for name, outcome in report.outcomes.items() if outcome == "passed"]
+        if not passed:
+            raise RuntimeError(f"{test}: no test passes without a mutant; see {self.folder}'s log")
         seconds = {name: round(report.seconds[name], 4) for name in passed}
         sources = {file: self._digest(file) for file in report.lines}
         return Measured(seconds, report.lines, report.starting, sources)
 
     def batches(
         self, mutant: Mutant, files: Sequence[str], kills: Counter[str]
-    ) -> list[dict[str, float]]:
-        """Return the tests that may notice a mutant and their seconds, in one or two batches.
+    ) -> Iterator[dict[str, float]]:
+        """Yield the tests that may notice a mutant with their seconds, file by file.
 
-        Those that killed other mutants of the file come first, then the quick ones.
+        Those that killed other mutants come first, also in the files that are measured already, and
+        then the quick ones.
         """
-        found: dict[str, float] = {}
-        starting: set[str] = set()
+        tried: set[str] = set()
+        for number, file in enumerate(files):
+            found = self._able(mutant, file)
+            if number == 0:
+                for other in (f for f in files[1:] if f in self._known):
+                    able = self._able(mutant, other)
+                    found |= {test: able[test] for test in able if kills[test]}
+            found = {test: seconds for test, seconds in found.items() if test not in tried}
+            tried |= set(found)
+            if found:
+                order = sorted(found, key=lambda test: (-kills[test], found[test], test))
+                yield {test: found[test] for test in order}
+
+    def _able(self, mutant: Mutant, file: str) -> dict[str, float]:
+        """Return the tests of a file that may notice a mutant, and their seconds."""
+        known = self.measured(file, mutant.file)
         first, last, is_inside = statement(mutant.original, mutant.line, mutant.file)
-        for file in files:
-            known = self.measured(file, mutant.file)
-            chosen = set(known.seconds)
-            if is_inside:
-                lines = known.lines.get(mutant.file, {})
-                chosen = {t for n, tests in lines.items() if first <= int(n) <= last for t in tests}
-                chosen |= set(known.starting)
-            starting |= set(known.starting)
-            found |= {test: known.seconds[test] for test in chosen if test in known.seconds}
-        order = sorted(found, key=lambda test: (-kills[test], test in starting, found[test], test))
-        used, number = 0.0, 0
-        for test in order[:FIRST_TESTS]:
-            used, number = used + found[test], number + 1
-            if used > FIRST_SECONDS:
-                break
-        parts = (order[:number], order[number:])
-        return [{test: found[test] for test in part} for part in parts if part]
+        chosen = set(known.seconds)
+        if is_inside:
+            lines = known.lines.get(mutant.file, {})
+            chosen = {t for n, tests in lines.items() if first <= int(n) <= last for t in tests}
+            chosen |= set(known.starting)
+        return {test: known.seconds[test] for test in chosen if test in known.seconds}
 
 
 def statement(source: str, line: int, file: str) -> tuple[int, int, bool]:

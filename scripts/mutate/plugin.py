@@ -10,24 +10,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 
-ASKED = "MUTATE_ASKED"  # the variable of the environment
+from scripts.mutate.runner import ASKED, Asked
+
 COMPILERS = ("cc", "gcc", "clang")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Say what pytest is asked for."""
-
-    report: str  # the file that gets the outcomes
-    chosen: list[str] | None = None  # tests in their order; None: all of them
-    cover: str = ""  # a folder of which executed lines are recorded
 
 
 class Recorder:
@@ -131,6 +121,8 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out shrinking, which takes minutes; the same examples are tried in every run."""
+    from hypothesis import Phase, settings  # pytest must see it imported in the child alone
+
     settings.register_profile(
         "mutate",
         settings.get_profile("ci"),

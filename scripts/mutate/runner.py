@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.mutate.plugin import ASKED, Asked
-
 FAST = "not slow and not gpu and not slurm and not hosts"
-PRELOADED = ("numpy", "pytest", "hypothesis", "coverage", "torch", "torch.distributed", "yaml")
+PRELOADED = ("numpy", "pytest", "coverage", "torch", "torch.distributed", "yaml")
+ASKED = "MUTATE_ASKED"  # the variable of the environment that names a file of `Asked`
 FAILED, INTERRUPTED = 1, 2  # pytest's exit codes: a test failed; a file could not be imported
 
 
@@ -30,6 +29,15 @@ class Outcome:
     verdict: str
     seconds: float
     by: str = ""  # the first test that failed, or the reason of an error
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Say what pytest is asked for."""
+
+    report: str  # the file that gets the outcomes
+    chosen: list[str] | None = None  # tests in their order; None: all of them
+    cover: str = ""  # a folder of which executed lines are recorded
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts.mutate import scope, table
-from scripts.mutate.mutants import c_changes, candidates, python_changes
+from scripts.mutate.covering import statement
+from scripts.mutate.mutants import Mutant, c_changes, places, python_changes
 from scripts.mutate.runner import _outcome
 from tests.ranks import ROOT
 
 needs_library = pytest.mark.usefixtures("library")
-ROW = table.Row("k", "megafp8/precision/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0)
+ROW = table.Row(
+    "k", "megafp8/precision/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0, "abc"
+)
 
 
 @pytest.fixture
@@ -43,20 +49,29 @@ static float *times(const float *x, size_t n) { return x[0] < n * 2.5f ? -x : "5
     assert made["C: * to +"].count("n + 2.5f") == 1
 
 
+def made(root: Path, seed: int) -> list[Mutant]:
+    return [m for place in places(root, ["f.py"], seed) if (m := place.make()) is not None]
+
+
 @needs_library
 def test_annotations_stay_and_the_seed_orders_what_is_changed(tmp_path: Path) -> None:
     source = "def f(a: int | None = 3) -> int | None:\n    return a * 2 if a is not None else -1\n"
     (tmp_path / "f.py").write_text(source)
     assert all(change.begin not in ((1, 9), (1, 28)) for change in python_changes(source))
-    orders = [[m.after for m in candidates(tmp_path, ["f.py"], seed)] for seed in (1, 1, 2, 3)]
+    orders = [[m.after for m in made(tmp_path, seed)] for seed in (1, 1, 2, 3)]
     assert orders[0] == orders[1] and orders[0] != orders[2]
     assert all(sorted(a) != [source] and len(a) >= 4 for a in orders)
-    for mutant in candidates(tmp_path, ["f.py"], 1):
+    for mutant in made(tmp_path, 1):
         pairs = itertools.zip_longest(source.splitlines(), mutant.source.splitlines())
         assert sum(a != b for a, b in pairs) == 1 and mutant.before != mutant.after
-    # Lines before it move a mutant, and leave its place in the order.
+    # Lines before it move a mutant, and leave its place in the order and its key.
+    keys = [m.key for m in made(tmp_path, 1)]
     (tmp_path / "f.py").write_text(f"import os\n\n{source}")
-    assert [m.after for m in candidates(tmp_path, ["f.py"], 1)] == orders[0]
+    assert [m.after for m in made(tmp_path, 1)] == orders[0]
+    assert [m.key for m in made(tmp_path, 1)] == keys
+    # A line that changes has other keys: results of it are dropped.
+    (tmp_path / "f.py").write_text(source.replace("a * 2", "a * 3"))
+    assert not set(keys) & {m.key for m in made(tmp_path, 1) if m.line == 2}
 
 
 def test_what_pytest_s_exit_says(tmp_path: Path) -> None:
@@ -66,6 +81,69 @@ def test_what_pytest_s_exit_says(tmp_path: Path) -> None:
     assert _outcome("tests/a.py", 1, 1.0, log).by.startswith("tests/a.py::test_b[1")
     for code, verdict in ((2, "killed"), (-11, "killed"), (4, "error"), (5, "error")):
         assert _outcome("tests/a.py", code, 1.0, log).verdict == verdict
+
+
+def test_the_statement_of_a_line() -> None:
+    source = "A = (\n    1,\n    2,\n)\n\n\ndef f(x, y=(\n    3\n)):\n    if x:\n        y = [\n"
+    source += "            x,\n        ]\n    return y\n"
+    found = {line: statement(source, line, "f.py") for line in (3, 8, 10, 12, 14)}
+    assert found[3] == (1, 4, False) and found[8] == (7, 9, False) and found[10] == (10, 10, True)
+    assert found[12] == (11, 13, True) and found[14] == (14, 14, True)
+    assert statement("int x;", 1, "f.c") == (1, 1, False)
+
+
+TREE = {
+    "megafp8/__init__.py": "",
+    "megafp8/f.py": "def f(x):\n    if x > 1:\n        return 2\n    return x + 1\n",
+    "tests/__init__.py": "",
+    "tests/conftest.py": "from hypothesis import settings\nsettings.register_profile('ci')\n",
+    "tests/test_f.py": (
+        "import subprocess\nimport pytest\nfrom megafp8.f import f\n\n"
+        "@pytest.fixture(scope='module')\ndef two():\n    return f(2)\n\n"
+        "def test_first(two):\n    assert two == 2\n\n"
+        "def test_second(two):\n    assert two\n\n"
+        "def test_one():\n    if f(1) != 2:\n        pytest.skip('f is broken')\n\n"
+        "def test_process():\n    assert not subprocess.call(['true'])\n\n"
+        "@pytest.mark.skip\ndef test_never(): pass\n"
+    ),
+}
+
+
+FILE = "tests/test_f.py"
+TRIES = """
+import json, sys
+from dataclasses import astuple
+from pathlib import Path
+from scripts.mutate.runner import measure, run_tests
+tree, log = map(Path, sys.argv[1:])
+file, source = tree / "megafp8/f.py", (tree / "megafp8/f.py").read_text()
+report = measure(tree, "tests/test_f.py", 60, log)
+tests = [f"tests/test_f.py::test_{name}" for name in ("second", "one", "first")]
+found = [astuple(run_tests(tree, tests, 60, log))]
+for change in ("return 2", "return 0"), ("x + 1", "x - 1"):
+    file.write_text(source.replace(*change))
+    found.append(astuple(run_tests(tree, tests, 60, log)))
+print(json.dumps([report.outcomes, report.lines, report.starting, *found]))
+"""
+
+
+def test_tests_are_chosen_by_line_and_a_skip_is_no_pass(tmp_path: Path) -> None:
+    """Lines of a module's fixture count for all tests that use it. A mutant that makes a test skip
+    is not decided."""
+    pytest.importorskip("coverage", reason="coverage is not installed: pip install coverage")
+    for name, text in TREE.items():
+        (tmp_path / "tree" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "tree" / name).write_text(text)
+    words = [sys.executable, "-c", TRIES, str(tmp_path / "tree"), str(tmp_path / "log")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes, lines, starting, sound, changed, skipping = json.loads(done.stdout)
+    assert [outcomes[f"{FILE}::test_{name}"] for name in ("one", "never")] == ["passed", "skipped"]
+    two = [f"{FILE}::test_{name}" for name in ("first", "second")]
+    assert lines["megafp8/f.py"]["3"] == two and starting == [f"{FILE}::test_process"]
+    assert lines["megafp8/f.py"]["4"] == [f"{FILE}::test_one"]
+    assert sound[0] == "survived" and changed[::2] == ["killed", two[1]]
+    assert skipping[::2] == ["error", f"{FILE}::test_one is skipped"]
 
 
 def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
@@ -82,7 +160,7 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
         replace(ROW, key="3", verdict="timeout", file="megafp8/precision/kernels/fp8_cpu.c"),
         replace(ROW, key="4", verdict="survived", file="megafp8/fp8/linear.py"),
     ]
-    page = table.page(rows, 7, "abc", 200)
+    page = table.page(rows, 7, 200)
     assert "| precision | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page
     assert (
         "1 of 2 decided mutants killed, 50.0 %" in page
