@@ -53,6 +53,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "megafp8/precision/recipes/*.py": (*_precision("test_recipes", "test_linear"), RANKS),
     "megafp8/precision/*.py": (*_precision(*PRECISION), RANKS),
+    **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("check", "probe", "refute")},
+    "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     "megafp8/fp8/*.py": ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks"),
     "megafp8/parallel/sequence.py": (
         "parallel/test_pieces",
