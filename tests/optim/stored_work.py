@@ -36,6 +36,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load, placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
 from tests.optim.sharded_work import on_ranks, spoil_gradient, weights
+from tests.optim.stored_bugs import IN_SUMS
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank
 
@@ -123,6 +124,8 @@ def planted(bug: str | None, axis: Axis) -> Iterator[Axis]:
             patch.setattr(scaled_data, "cast", cast_by_own_amax)
         if bug == "the sum is not quantized again":
             patch.setattr(scaled_data, "cast", cast_by_no_scale)
+        if bug in IN_SUMS:
+            IN_SUMS[bug](patch)
         kind = kinds.get(bug or "", Axis)
         yield kind(axis.name, axis.size, axis.rank, axis.group, axis.traffic)
 

@@ -128,7 +128,7 @@ def test_the_bounds_tell_planted_mistakes(two: Ranks, name: str) -> None:
         assert_sums_are_right(two, name)
 
 
-def test_the_sum_in_fp32_is_rounded_once(two: Ranks) -> None:
+def assert_the_sum_is_rounded_once(two: Ranks, name: str) -> None:
     """From the ranks' own scales, in the order of the ranks."""
     parts = [
         [ScaledTensor.of(x, FP8).values() for x in gradients(JOBS["fp32"], rank)]
@@ -136,18 +136,20 @@ def test_the_sum_in_fp32_is_rounded_once(two: Ranks) -> None:
     ]
     for index, (first, second) in enumerate(zip(*parts, strict=True)):
         expected = ScaledTensor.of(first + second, FP8)
-        found = two[0]["fp32"]
-        assert torch.equal(found.codes[index].view(FP8.dtype).float(), expected.payload.float())
-        assert found.scales[index] == expected.dequant_scale
-        owner = next(rank["fp32, whole"] for rank in two if index in rank["fp32, whole"].owned)
-        assert torch.equal(owner.codes[index], found.codes[index])
+        for found in (rank[name] for rank in two if index in rank[name].owned):
+            assert torch.equal(found.codes[index].view(FP8.dtype).float(), expected.payload.float())
+            assert found.scales[index] == expected.dequant_scale
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_the_sum_in_fp8_follows_its_rule_bit_for_bit(two: Ranks, name: str) -> None:
+def test_the_sum_in_fp32_is_rounded_once(two: Ranks) -> None:
+    for name in ("fp32", "fp32, whole"):
+        assert_the_sum_is_rounded_once(two, name)
+
+
+def assert_the_sum_follows_its_rule(two: Ranks, name: str, how: str) -> None:
     """The largest dequant_scale divided by the factor, and codes rounded after each rank's."""
-    factor = np.float32(FACTORS[name](2))
-    parts = [[ScaledTensor.of(x, FP8) for x in gradients(JOBS[name], rank)] for rank in range(2)]
+    factor = np.float32(FACTORS[how](2))
+    parts = [[ScaledTensor.of(x, FP8) for x in gradients(JOBS[how], rank)] for rank in range(2)]
     for index, pair in enumerate(zip(*parts, strict=True)):
         used = [x.dequant_scale.item() for x in pair if x.values().any()]
         shared = np.float32(max(used, default=1.0))
@@ -161,6 +163,11 @@ def test_the_sum_in_fp8_follows_its_rule_bit_for_bit(two: Ranks, name: str) -> N
             assert rank[name].scales[index].item() == shared / factor
             found = rank[name].codes[index].view(FP8.dtype).float().numpy()
             np.testing.assert_array_equal(found, total)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_sum_in_fp8_follows_its_rule_bit_for_bit(two: Ranks, name: str) -> None:
+    assert_the_sum_follows_its_rule(two, name, name)
 
 
 @pytest.mark.parametrize("name", ["not finite, fp32", "not finite, auto"])

@@ -27,13 +27,16 @@ from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.errors import ConfigError
 from megafp8.models.init import pieces_of
-from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.mesh import join, single_rank
 from megafp8.specs import ParallelSpec, RunSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
-from megafp8.train.step import forward_backward
+from megafp8.train.step import forward_backward, reduce_gradients
 from tests.backends.te.real import autocast, recipes, te
 from tests.config.test_nemo_launcher import PATHS, launcher_yaml
+from tests.parallel import bugs
+from tests.parallel.rank_work import Piece
+from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, VOCAB, microbatch, optim_spec
 
 WIDTH, FFN, HEADS, LAYERS = 64, 128, 4, 2
@@ -276,3 +279,94 @@ def test_the_function_is_nemos(case: str | Path, tmp_path: Path) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     assert_it_is_nemos_function(where, model)
+
+
+IN_LAYOUTS = {"gpt3": FAMILIES["gpt3"], "llama 2 70B": FAMILIES["llama 2 70B"]}
+LAYOUTS = {
+    "tp": ParallelSpec(devices_per_node=2, tp=2),
+    "sequence parallel": ParallelSpec(devices_per_node=2, tp=2, sequence_parallel=True),
+}
+PRODUCTS = 2 * 7 * LAYERS + 3
+"""Products on the longest way of a gradient: in each layer there and back QKV, two of attention,
+projection and those of the MLP (with a gate as deep as without), and the head's."""
+BOUND = PRODUCTS * FFN**0.5 * 2**-24
+"""A product of at most FFN terms, added up in another order (two ranks add halves), moves by about
+the square root of their number in FP32 roundings of its size; a chain adds the moves up."""
+
+
+def high_precision_spec(tmp_path: Path, name: str, compute: str = "fp32") -> RunSpec:
+    """A family's run on one rank without FP8."""
+    model = FAMILIES[name] | {"num_attention_heads": 32}
+    changes = {f"model.{key}": value for key, value in model.items()}
+    spec = small_spec(launcher_yaml(tmp_path, **changes), model, "te")
+    precision = dataclasses.replace(spec.precision, fp8=None, compute=compute)
+    return dataclasses.replace(spec, precision=precision)
+
+
+def on_ranks(rank: Rank, jobs: dict[str, tuple[RunSpec, str | None]]) -> dict[str, Any]:
+    """Loss and gradients of each job on this rank; a job may have a planted mistake."""
+    found = {}
+    for name, (spec, bug) in jobs.items():
+        te.module.base.FP8GlobalStateManager.reset()
+        mesh = join(spec.parallel)
+        state = build(spec, mesh)
+        if bug is not None:
+            bugs.plant(bug, state)
+        loss, _ = forward_backward(state, [microbatch(0)])
+        reduce_gradients(state)
+        by_param = zip(state.masters.params, state.masters.param_grads, strict=True)
+        pieces = [
+            Piece(piece.name, piece.global_shape, piece.offset, grad[piece.local].clone())
+            for param, grad in by_param
+            for piece in pieces_of(param)
+        ]
+        found[name] = (loss.item(), pieces)
+    return found
+
+
+def whole(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
+    """The whole tensors; what several ranks have must be the same within FP32's rounding."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in (piece for pieces in ranks for piece in pieces):
+        tensor = found.setdefault(piece.name, torch.full(piece.global_shape, torch.nan))
+        sizes = zip(piece.offset, piece.tensor.shape, strict=True)
+        tensor[tuple(slice(at, at + size) for at, size in sizes)] = piece.tensor
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def logical_of_nemos(state: TrainState, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of `expected` by the names of whole tensors."""
+    found = {name: grad for name, grad in grads.items() if not name[0].isdigit()}
+    for index, layer in enumerate(layers_in(state.model)):
+        for name, param in layer.layer.named_parameters():
+            for piece in pieces_of(param):
+                found[piece.name] = grads[f"{index}.{name}"][piece.local]
+    return found
+
+
+def test_two_ranks_compute_nemos_function(tmp_path: Path) -> None:
+    """Tensor parallelism, with and without sequence parallelism, in FP32, against the layers that
+    NeMo has on one rank. A sum that is left out is found."""
+    specs = {name: high_precision_spec(tmp_path, name) for name in IN_LAYOUTS}
+    jobs: dict[str, tuple[RunSpec, str | None]] = {
+        f"{name}, {layout}": (dataclasses.replace(spec, parallel=parallel), None)
+        for name, spec in specs.items()
+        for layout, parallel in LAYOUTS.items()
+    }
+    planted = jobs["gpt3, tp"][0]
+    jobs |= {bug: (planted, bug) for bug in (
+        "te's output is not summed", "te's grad_input is not summed")}  # fmt: skip
+    ranks = run_ranks("tests.backends.te.real_nemo:on_ranks", 2, {"jobs": jobs})
+    for name, spec in specs.items():
+        state = build(spec, single_rank())
+        model = FAMILIES[name] | {"num_attention_heads": 32}
+        loss, grads = expected(state, model, None)
+        wanted = logical_of_nemos(state, grads)
+        for layout in LAYOUTS:
+            for rank in ranks:
+                assert rank[f"{name}, {layout}"][0] == pytest.approx(loss, rel=BOUND)
+            assert_near(whole([r[f"{name}, {layout}"][1] for r in ranks]), wanted, BOUND)
+        for bug in (bug for bug in jobs if name == "gpt3" and "summed" in bug):
+            with pytest.raises(AssertionError):
+                assert_near(whole([r[bug][1] for r in ranks]), wanted, BOUND)
