@@ -20,6 +20,7 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import Message
 from megafp8.specs import RunSpec
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 
 USABLE = 0.9
 """The fraction of a device's memory that a job may fill; the rest is the CUDA context's, the
@@ -69,11 +70,20 @@ class Plan:
     def fp8_over_bf16(self) -> float | None:
         """Return the predicted speed in FP8 over that in BF16.
 
-        It is None for a run in BF16, and under FP8-LM, whose own passes have no predicted time.
+        It is None for a run in BF16, under FP8-LM, whose own passes have no predicted time, and for
+        a recipe without kernels.
         """
-        if self.bf16 is None or not self.spec.optim.storage.is_plain:
+        if self.bf16 is None or not self.spec.optim.storage.is_plain or self.rule_in_torch:
             return None
         return self.bf16.total / self.time.total
+
+    @property
+    def rule_in_torch(self) -> str | None:
+        """Return the label of a recipe whose rule is in torch operations, if there is one."""
+        recipe = self.spec.precision.fp8
+        names = () if recipe is None else {recipe.name, *(r.precision for r in recipe.modules)}
+        some = sorted(name for name in names if name != HIGH_PRECISION)
+        return next((label_of(name) for name in some if not find_recipe(name).has_kernels()), None)
 
     @property
     def verdict(self) -> str | None:
@@ -262,6 +272,13 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
         yield f"FP8: {memory}"
         return
     ratio = plan.fp8_over_bf16
+    if plan.rule_in_torch is not None:
+        yield (
+            f"{plan.rule_in_torch}: {memory}. Whether it is faster than BF16 is not predicted: its "
+            "rule is in torch operations, and the figures above are those of FP8 kernels with such "
+            "scales"
+        )
+        return
     if ratio is None:
         yield (
             f"FP8-LM: {memory}. Whether it is faster than BF16 is not predicted: the times leave "

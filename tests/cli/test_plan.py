@@ -106,6 +106,15 @@ def test_fp8_lm_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["fp8_over_bf16"] is None
 
 
+def test_a_rule_in_torch_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernels whose times are counted do not exist."""
+    recipe = Path(__file__).parents[1] / "own_recipes" / "simulated_int8.py"
+    assert main([*JOB, f"model.fp8_recipe={recipe}"]) == 0
+    out = capsys.readouterr().out
+    assert "pays" not in out and "Int8 (simulated_int8.py): " in out
+    assert "faster than BF16 is not predicted: its rule is in torch operations" in out
+
+
 def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

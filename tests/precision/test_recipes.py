@@ -249,7 +249,7 @@ def test_module_rules_choose_by_name() -> None:
         "layers.0.mlp.fc2": None,
         "layers.1.mlp.fc2": "TensorwiseQuantizer",
         "layers.1.mlp.fc1": "BlockwiseQuantizer",
-        "layers.1.qkv": "DelayedQuantizer",
+        "layers.1.qkv": "HistoryQuantizer",
     }
     assert state.forward.names == ["layers.1.qkv.input", "layers.1.qkv.weight"]
 

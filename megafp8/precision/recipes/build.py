@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megafp8.precision.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.precision.quantizer import LinearQuantizer
 from megafp8.precision.recipes.base import Quantizing, Role, TensorQuantizer
-from megafp8.precision.recipes.delayed import DelayedQuantizer
+from megafp8.precision.recipes.history import HistoryQuantizer
 from megafp8.precision.recipes.rule import RuleQuantizer, RuleUpdate
 from megafp8.precision.scaling import ReduceMax, ScalingState
 from megafp8.specs import Fp8Recipe
@@ -55,7 +55,7 @@ def _tensor_quantizer(
     if traits.has_history:
         table = state.backward if role == "grad_output" else state.forward
         update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)
-        return DelayedQuantizer(state, table.register(f"{name}.{role}", update))
+        return HistoryQuantizer(state, table.register(f"{name}.{role}", update))
     own: TensorQuantizer | None = chosen.quantizer(given)
     return RuleQuantizer(chosen, given) if own is None else own
 

@@ -216,7 +216,7 @@ def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
     except UserError:
         raise
     except Exception as error:  # a rule of somebody else can raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise RuleError(f"{where}: {_place_of(error)}: {reason}") from error
     finally:
         state.rule_seconds += time.perf_counter() - began

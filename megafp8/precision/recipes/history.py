@@ -1,4 +1,4 @@
-"""Quantize with delayed scaling: the scale is in the table before the tensor is computed."""
+"""Quantize with a scale that is in a table before the tensor is computed (`has_history`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.precision.scaling import ScalingState, Slot
 
 
 @dataclass(frozen=True)
-class DelayedQuantizer(TensorQuantizer):
+class HistoryQuantizer(TensorQuantizer):
     """Cast with the table's scale, and add the amax to the table for later microbatches."""
 
     state: ScalingState
