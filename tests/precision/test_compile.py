@@ -153,7 +153,10 @@ def test_gcc_s_code_runs_on_the_threads_that_torch_has_started() -> None:
     assert library().lib.megafp8_has_threads() == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("note", ["cc's code rounds differently", "cc failed (line 1)"])
+@needs_compiler
+@pytest.mark.parametrize(
+    "note", ["cc's code rounds differently", "cc failed (line 1)", "no C compiler found (cc)"]
+)
 def test_tests_of_kernels_that_cannot_be_used_fail(
     note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +164,8 @@ def test_tests_of_kernels_that_cannot_be_used_fail(
     monkeypatch.setattr(c_kernels, "library", lambda: Library(None, note))
     with pytest.raises(AssertionError, match=re.escape(note)):
         need_kernels()
-    monkeypatch.setattr(c_kernels, "library", lambda: Library(None, "no C compiler found (cc)"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(pytest.skip.Exception):
         need_kernels()
 
