@@ -23,7 +23,9 @@ def _precision(*names: str) -> tuple[str, ...]:
 
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "megafp8/precision/kernels/*.[ch]": IN_C,
+    "megafp8/precision/kernels/grouped_*.h": (*SCALED[1:], *IN_C[:2]),
+    "megafp8/precision/kernels/scaled_*.h": (*SCALED, *IN_C[:2]),
+    "megafp8/precision/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/precision/kernels/compile.py": (*IN_C[:2], "precision/kernels/test_cpu_levels"),
     "megafp8/precision/kernels/scaled_mm.py": _precision(
         "kernels/test_scaled_mm", "kernels/test_engine"
