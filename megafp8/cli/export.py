@@ -20,7 +20,7 @@ from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder
 from megafp8.precision import formats
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
 from megafp8.secrets import say
 from megafp8.train.load import find_checkpoint, read_tensor, shape_of
 
@@ -54,11 +54,12 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
 
     Raises:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
-            model.
+            model, or a tokenizer's file holds a secret.
     """
-    checkpoint = find_checkpoint(run, print)
+    checkpoint = find_checkpoint(run, say)
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
+    refuse_secrets(home)
     tokenizer = find_tokenizer(home)
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)

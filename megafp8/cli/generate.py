@@ -19,6 +19,7 @@ from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError
 from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.secrets import printable, shown
 from megafp8.specs import GPTSpec
 from megafp8.train.generate import Sampling, beyond_training, generate
 from megafp8.train.load import find_checkpoint, load_model
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
     Raises:
         UserError: The run has no checkpoint or tokenizer, or the device cannot be used.
     """
-    checkpoint = find_checkpoint(options.run, lambda line: print(line, file=sys.stderr))
+    checkpoint = find_checkpoint(options.run, _note)
     home = home_of(checkpoint)
     tokenizer = find_tokenizer(home)
     if tokenizer is None:
@@ -80,24 +81,33 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
     dtype = options.dtype or run_dtype(reader.meta)
     device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_model(reader, DTYPES[dtype], device)
-    print(f"{checkpoint}: {dtype}, no FP8, on {device}", file=sys.stderr)
+    _note(f"{checkpoint}: {dtype}, no FP8, on {device}")
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
     num_tokens = options.tokens or fitting_tokens(model.spec, len(prompt))
     warning = beyond_training(model.spec, len(prompt), num_tokens)
     if warning is not None:
-        print(f"warning: {warning}", file=sys.stderr)
+        _note(f"warning: {warning}")
     tokens: list[int] = []
-    shown = ""
-    print(options.prompt, end="", flush=True)
+    written = ""
+    _write(options.prompt)
     for token in generate(model, prompt, num_tokens, sampling, vocab_size=tokenizer.vocab_size):
         if token == tokenizer.eod_id:
             break
         tokens.append(token)
         text = continuation(tokenizer, prompt, tokens)
         if not text.endswith("\ufffd"):  # the last token is not a part of a character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(continuation(tokenizer, prompt, tokens)[len(shown) :])
+            _write(text[len(written) :])
+            written = text
+    _write(continuation(tokenizer, prompt, tokens)[len(written) :] + "\n")
+
+
+def _note(line: str) -> None:
+    print(shown(line), file=sys.stderr, flush=True)
+
+
+def _write(text: str) -> None:
+    """Print a part of the text. A model of others may write what a terminal would obey."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def fitting_tokens(spec: GPTSpec, prompt: int) -> int:

@@ -114,7 +114,7 @@ def checked_loader(source: Source) -> CheckedLoader:
     root = {"defaults": defaults, "hydra": settings, **tree}
     ConfigStore.instance().store(_SWEEP_ROOT, root)
     loader = CheckedLoader(search_path(source))
-    loader.repository = Files(search_path(source))  # it checks a file before Hydra parses it
+    loader.repository = Files(source)  # it checks a file before Hydra parses it
     return loader
 
 

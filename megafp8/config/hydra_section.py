@@ -222,7 +222,7 @@ def _is_of_jobs(value: Any) -> bool:
 
 
 def _is_key_of_jobs(key: str) -> bool:
-    return re.match(r"\+{0,2}[A-Za-z]", key) is not None and not is_hydras(key)
+    return re.fullmatch(r"\+{0,2}[A-Za-z][\w./@-]*", key) is not None and not is_hydras(key)
 
 
 def _is_range(value: Mapping[str, Any]) -> bool:

@@ -9,11 +9,12 @@ with Hydra 1.3.2 to 1.3.8.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from hydra import version
@@ -36,6 +37,7 @@ from megafp8.config.hydra_section import HYDRA, choices
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride
 from megafp8.config.settings import Setting, flatten
 from megafp8.foreign import ForeignFileError, read_yaml_text
+from megafp8.secrets import HIDDEN, hide_values
 
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
@@ -155,10 +157,11 @@ def default_job() -> Mapping[str, Any]:
 
 
 class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
-    """Read each file once, after a check of its size, depth and aliases."""
+    """Read each file once, after a check of its place, name, size, depth and aliases."""
 
-    def __init__(self, path: ConfigSearchPathImpl) -> None:
-        super().__init__(path)
+    def __init__(self, source: Source) -> None:
+        super().__init__(search_path(source))
+        self._source = source
         self._read: dict[str, ConfigResult | None] = {}
 
     def load_config(self, config_path: str) -> ConfigResult | None:
@@ -170,15 +173,36 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
 
     def _check(self, config_path: str) -> None:
         """Raise `ForeignFileError` if a YAML file on the disk is not one to be parsed."""
+        if hide_values(config_path) != config_path:
+            raise ForeignFileError(f"{HIDDEN}: the name of a file in `defaults:` is a secret")
+        is_named = config_path == self._source.name  # on the command line
+        if not is_named and (PurePath(config_path).is_absolute() or self._climbs(config_path)):
+            raise ForeignFileError(f"{config_path}: it is outside of the folder of YAML files")
         source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
             return
         file = Path(source.path, config_path.removesuffix(".yaml") + ".yaml")
         with suppress(OSError):  # Hydra reports it
             try:
+                if not is_named:
+                    self._refuse_outside(file, Path(source.path))
                 read_yaml_text(file)
             except ForeignFileError as error:
                 raise ForeignFileError(f"{file.name}: {error}") from error
+
+    def _climbs(self, config_path: str) -> bool:
+        """Whether a path leads to a folder above, and not to that of the named file."""
+        path, named = (os.path.normpath(name) for name in (config_path, self._source.name))
+        return path.startswith("..") and os.path.dirname(path) != os.path.dirname(named)
+
+    def _refuse_outside(self, file: Path, folder: Path) -> None:
+        """Raise `ForeignFileError` if a file is not in the folder of those that name it.
+
+        Otherwise a YAML of others could copy a private file of the user into the record of a run.
+        """
+        real = file.resolve()
+        if not any(real.is_relative_to(f.resolve()) for f in (folder, self._source.file.parent)):
+            raise ForeignFileError(f"it is outside of {folder}, to which a link leads")
 
 
 def search_path(source: Source) -> ConfigSearchPathImpl:
@@ -198,7 +222,7 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
 
     A group from which the YAML itself chooses is left out, since Hydra overrides it there.
     """
-    files = files or Files(search_path(source))
+    files = files or Files(source)
     primary = files.load_config(source.name)
     items = primary.defaults_list if primary is not None else None
     chosen = [getattr(item, "group", None) for item in items or ()]
@@ -209,7 +233,7 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
 
 def _files(source: Source, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
     """Return the files in the order of merging, each with the section that its settings go to."""
-    files = Files(search_path(source))
+    files = Files(source)
     ConfigStore.instance().store(
         ROOT_CONFIG, {"defaults": ["_self_", *root_defaults(source, files)]}
     )

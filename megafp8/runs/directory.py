@@ -34,7 +34,7 @@ from megafp8.files import (
 from megafp8.foreign import read_yaml
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
-from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign
+from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refuse_links
 from megafp8.runs.place import checked_name, expanded, named_directory
 from megafp8.specs import RunSpec
 
@@ -247,6 +247,7 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
     config = choice.path / CONFIG_NAME
     try:
         if choice.continues:
+            refuse_links(choice.path)
             with run_errors_reported(choice.path, "reading the run's settings"):
                 old = recorded_settings(choice.path)
             if old is not None:

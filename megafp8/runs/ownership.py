@@ -61,6 +61,9 @@ WRITTEN = (
 )
 """The names of all that a run writes in its directory, as patterns."""
 
+_WRITTEN_IN_PLACE = (*LOGS, CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE)
+"""The files that a run opens to add to them; the others are replaced as a whole."""
+
 _ONLY_APPENDED = (CONSOLE_FILE,)
 """A shell may have made this file for the command's output, and a run only appends to it."""
 
@@ -72,16 +75,19 @@ _NAMES_SHOWN = 5
 def refuse_foreign(path: Path, names: Iterable[str]) -> None:
     """Raise `RunError` if a run in `path` would overwrite files that no run of ours has written.
 
-    Empty files do not count. In a directory that has a run of ours nothing is refused.
+    Empty files do not count. In a directory that has a run of ours only links and special files
+    are refused.
 
     Args:
         path: The directory in which a run is about to begin.
         names: What the directory holds.
 
     Raises:
-        RunError: The directory is not that of a run, and has some of the names in `WRITTEN`.
+        RunError: The directory is not that of a run, and has some of the names in `WRITTEN`, or a
+            link or special file has a name of a file that the run would add to.
     """
     if _has_run(path):
+        refuse_links(path)
         return
     found = sorted(name for name in names if _is_foreign(path, name))
     if not found:
@@ -91,6 +97,19 @@ def refuse_foreign(path: Path, names: Iterable[str]) -> None:
         f"{path} holds other files than a run's, and a run would overwrite: {shown}. Nothing was "
         "changed. Give a new or an empty folder"
     )
+
+
+def refuse_links(path: Path) -> None:
+    """Raise `RunError` if a run that continues would write through a link, a FIFO or a device.
+
+    Somebody else may have made the directory, and a link may lead to any file of this user.
+    """
+    for file in (path / name for name in _WRITTEN_IN_PLACE):
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise RunError(
+                f"{file} is a link or no ordinary file, and the run would write to what it stands "
+                "for. Nothing was changed. Remove it, or put the file itself there"
+            )
 
 
 def _has_run(path: Path) -> bool:
@@ -118,11 +137,13 @@ def _is_of_training(step_dir: Path) -> bool:
 
 def _is_foreign(path: Path, name: str) -> bool:
     """Whether a run would overwrite or delete something that is not a run's."""
-    if not any(fnmatchcase(name, pattern) for pattern in WRITTEN) or name in _ONLY_APPENDED:
+    if not any(fnmatchcase(name, pattern) for pattern in WRITTEN):
         return False
     file = path / name
-    if file.is_symlink():
+    if file.is_symlink() or not (file.is_file() or file.is_dir()):
         return True
+    if name in _ONLY_APPENDED:
+        return False
     if name == CHECKPOINTS_DIR and file.is_dir():
         return not all(is_ours(each.name) for each in file.iterdir())
     if name == LOCK_NAME and _is_lock(file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint.step_directories import remove_leftovers
+from megafp8.config.resume import full_identity
 from megafp8.errors import RunError
 from megafp8.runs import directory as rundir
 from megafp8.runs.directory import is_locked
@@ -105,6 +107,39 @@ def test_other_names_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
     again = rundir.enter(spec_for(tmp_path), is_sweep=False)
     assert again.continues
     again.release()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "health.jsonl", "events.jsonl", "samples.jsonl", "console.log"]
+)
+def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind: str) -> None:
+    """A run that goes on would add lines to the file of this user to which the link leads."""
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("mine\n")
+
+    def put() -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(precious) if kind == "link" else os.mkfifo(folder / name)
+
+    put()
+    with pytest.raises(RunError, match="a run would overwrite: "):  # the folder has no run yet
+        rundir.enter(spec_for(folder), is_sweep=False)
+    (folder / name).unlink()
+    rundir.enter(spec_for(folder), is_sweep=False).release()
+    put()
+    for enters in (rundir.check, lambda spec: rundir.enter(spec, is_sweep=False)):
+        with pytest.raises(RunError, match=f"{name} is a link or no ordinary file"):
+            enters(spec_for(folder))
+    record = json.loads((folder / "run.json").read_text())
+    with pytest.raises(RunError, match=f"{name} is a link or no ordinary file"):
+        unnamed = settings_of(f'exp_manager.exp_dir="{tmp_path}"')
+        (folder / "run.json").write_text(
+            json.dumps(record | {"identity": full_identity(unnamed.resolved)})
+        )
+        rundir.enter(unnamed, is_sweep=False)
+    assert precious.read_text() == "mine\n"
 
 
 def test_a_run_without_its_record_is_still_a_run(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ A terminal obeys what follows an escape character, and a value may be of any len
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from megafp8.cli import migrate, preprocess, runs
+from megafp8.cli import generate, migrate, preprocess, runs
 from megafp8.observe.console import settings_lines
 
 ESCAPE = "\x1b]0;owned\x07"
@@ -92,3 +93,14 @@ def test_a_setting_of_any_length_is_one_line_of_the_console() -> None:
     (line,) = settings_lines([row])
     assert len(line) < LONGEST and "45000 characters" in line
     assert line.endswith("command line, default job null")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_model_writes(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of others may write anything; a file gets its text as it is."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    generate._write(f"def f():\n\t{ESCAPE}")
+    written = capsys.readouterr().out
+    assert written.startswith("def f():\n\t") and ("\x1b" in written) is not is_terminal

@@ -176,6 +176,8 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["hardware=mi300"], "hardware=mi300: is not known"),
+        (["hardware.memory_gib=1e400"], "hardware.memory_gib=inf: must be above 0"),
+        (["--vocab-size", "99999999999999999999"], "is not a size from 1 to 16777216"),
         (["hardware.memory_gib=much"], "hardware.memory_gib=much: is not a number"),
         (["hardware="], "hardware=: has no value"),
         (["--vocab-size", "0"], "--vocab-size=0: is not a size"),

@@ -19,6 +19,7 @@ from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.config.errors import SettingError
 from megafp8.config.hydra_section import IN_A_FILE, TARGETS, file_problems
 from megafp8.config.layers import find_source
+from megafp8.config.load import load
 
 FOLDERS = {"hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir"}
 """The settings that may hold a path: folders that a sweep makes, as `exp_manager.exp_dir` is."""
@@ -196,6 +197,51 @@ def test_the_defaults_of_a_file_may_choose_what_acts(item: str, tmp_path: Path) 
     source = find_source(tmp_path, "mine")
     cfg = composed(source, checked_loader(source), [])
     assert ("joblib" in cfg.hydra.launcher._target_) == ("joblib" in item)
+
+
+OUTSIDE = (
+    "/../private/hosts@{}", "/..@{}: private/hosts", "//FOLDER/private/hosts@{}", "x@{}: linked",
+    "y@{}: hosts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("item", OUTSIDE)
+@pytest.mark.parametrize("more", [[], ["-m", "model.seed=1,2"]])
+def test_a_file_does_not_take_in_files_of_other_folders(
+    item: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would copy a private file of the user into the record of a run."""
+    conf, private = tmp_path / "conf", tmp_path / "private"
+    for folder in (conf / "x", private):
+        folder.mkdir(parents=True)
+    (private / "hosts.yaml").write_text("user: me\n")
+    (conf / "x/linked.yaml").symlink_to(private / "hosts.yaml")
+    (conf / "y").symlink_to(private)
+    text = item.format("model.ub_tp_comm_overlap_cfg").replace("FOLDER", str(tmp_path))
+    (conf / "mine.yaml").write_text(f"defaults:\n- pretrain_gpt\n- {text}\n- _self_\n")
+    assert run_app(["-cd", str(conf), "-cn", "mine", *more], refuse) == 2
+    assert "it is outside of " in capsys.readouterr().err
+
+
+def test_files_beside_the_one_that_the_command_line_names(tmp_path: Path) -> None:
+    (tmp_path / "conf/x").mkdir(parents=True)
+    (tmp_path / "conf/x/inside.yaml").write_text("# @package _global_\nmodel: {seed: 5}\n")
+    (tmp_path / "conf/linked.yaml").symlink_to("x/inside.yaml")
+    (tmp_path / "conf/x/deep.yaml").write_text("# @package _global_\ndefaults: [../linked]\n")
+    (tmp_path / "near.yaml").write_text("model: {seed: 6}\n")
+    for item, seed in (("linked", 5), ("x: inside", 5), ("x: deep", 5)):
+        text = f"defaults:\n- pretrain_gpt\n- {item}\n- _self_\n"
+        (tmp_path / "conf/mine.yaml").write_text(text)
+        assert load(config_dir=tmp_path / "conf", config_name="mine").model.seed == seed
+    (tmp_path / "other.yaml").write_text("defaults: [/pretrain_gpt, near, _self_]\n")
+    assert load(config_dir=tmp_path / "conf", config_name="../other").model.seed == 6
+
+
+@pytest.mark.parametrize("key", ["model.seed=1 hydra.job.env_set.X", "model.seed 2", "~model.seed"])
+def test_a_key_of_a_sweeps_jobs_is_one_word(key: str) -> None:
+    params = {"sweeper": {"params": {key: "1,2"}}}
+    (problem,) = file_problems("hydra", params, "x.yaml")
+    assert problem.key == "hydra.sweeper.params"
 
 
 @pytest.mark.parametrize("word", ["+hydra.job.env_set.X=1", "hydra/job_logging=default"])

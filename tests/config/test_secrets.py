@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,27 @@ def test_a_sweep_refuses_secrets_that_hydra_would_write(
     assert run_app(words, lambda cfg, info: 0) == 2
     shown = capsys.readouterr()
     assert leaves_nothing(planted, shown.out + shown.err) and "other_planted" not in shown.err
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["x: ${oc.env:HF_TOKEN}", f"x: {PLANTED}", f"x/{PLANTED}", f"optional x: {PLANTED}s",
+     f"optional hydra/{PLANTED}: x"],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [[], ["-m", "model.seed=1,2"], ["--cfg", "job"]])
+def test_no_file_is_chosen_by_a_secret(
+    item: str, more: list[str], planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name of a file is the origin of its settings, which are recorded."""
+    conf = planted / "conf"
+    (conf / "x").mkdir(parents=True)
+    (conf / f"x/{PLANTED}.yaml").write_text("# @package _global_\nmodel: {seed: 7}\n")
+    (conf / "mine.yaml").write_text(f"defaults:\n- pretrain_gpt\n- {item}\n- _self_\n")
+    (planted / "work").mkdir()
+    os.chdir(planted / "work")
+    assert run_app(["-cd", str(conf), "-cn", "mine", *more], lambda cfg, info: 0) == 2
+    shown = capsys.readouterr()
+    assert "is a secret" in shown.err and leaves_nothing(planted / "work", shown.out + shown.err)
 
 
 def test_a_folder_whose_name_holds_a_secret_is_refused(

@@ -73,6 +73,22 @@ def test_what_is_counted_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         require_memory(spec, single_rank(), warned.append)
 
 
+def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = run_spec(compute="bf16")
+    two = dataclasses.replace(spec.parallel, devices_per_node=2)
+    spec = dataclasses.replace(spec, parallel=two)
+    one = needs_of(spec, rank_memory(spec, 0)).on_host
+    monkeypatch.setattr(enough_memory, "process_limits", lambda: [])
+    monkeypatch.setattr(enough_memory, "machine_limits", lambda: [limit])
+    monkeypatch.setattr(enough_memory, "gather", lambda mesh, own: [own, own, own])
+    for limit in (Limit(2 * one, GIB, "a limit"), Limit(2 * one - 1, GIB, "a limit")):
+        if limit.num_bytes == 2 * one:  # the third rank is on another machine
+            require_memory(spec, single_rank(), print)
+        else:
+            with pytest.raises(RunError, match="the job of 2 ranks on this machine needs at least"):
+                require_memory(spec, single_rank(), print)
+
+
 def test_limits_and_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = Limit(4 * GIB, 2 * GIB, "ulimit -v")
     assert problems((GIB, 2 * GIB), [limit], "a rank") == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli import import_hf
+from megafp8.cli import export, import_hf
 from tests.train.runs import ENVIRONMENT, ROOT, Place
 
 PLANTED = "hf_pLaNtEd0123456789"
@@ -101,6 +101,48 @@ def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweep
     names = {path.name for path in place.cwd.rglob("*") if path.is_file()}
     assert {"summary.json", "events.jsonl", "report.html", "manifest.json"} <= names
     assert ("multirun.yaml" in names) == sweeps and not found_in(place.cwd)
+    if not sweeps:
+        exported_without_secrets(place)
+
+
+def exported_without_secrets(place: Place) -> None:
+    """Export the model of a run, and check all that the command wrote and said."""
+    command = [sys.executable, "-m", "megafp8.cli.export", str(place.dir())]
+    for folder, code in (("exported", 0), (f"a-{PLANTED}", 2)):
+        done = subprocess.run(
+            [*command, str(place.cwd / folder)],
+            cwd=ROOT,
+            env=ENVIRONMENT | SECRETS,
+            capture_output=True,
+            timeout=300,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == code and b"Traceback" not in output, output.decode()
+        assert PLANTED.encode() not in output and PLANTED[::-1].encode() not in output
+    written = {path.name for path in (place.cwd / "exported").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
+    assert not found_in(place.cwd)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_an_export_copies_no_secret(
+    file: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Someone may have put one into the files of a run, from which an export copies."""
+    done = place.run("trainer.max_steps=1", "model.optim.sched.warmup_steps=0")
+    assert done.code == 0, done.output
+    path = place.dir() / file
+    if file == "tokenizer_config.json":
+        tree = json.loads(path.read_text()) | {"auth_token": PLANTED[::-1]}
+        path.write_text(json.dumps(tree))
+    else:
+        path.write_text(f"a template with {PLANTED}")
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    ours = place.cwd / "exported"
+    assert export.main([str(place.dir()), str(ours)]) == 2
+    shown = capsys.readouterr()
+    assert file in shown.err and not found_in(ours)
+    assert PLANTED not in shown.out + shown.err and PLANTED[::-1] not in shown.out + shown.err
 
 
 @pytest.mark.parametrize(
