@@ -43,15 +43,11 @@ class FusedLayer(TransformerLayer):
     def __init__(self, parts: FusedParts, index: int) -> None:
         super().__init__(parts, index)
         assert isinstance(parts.scaling, ScalingState)
-        self.scaling, self.dtype, kind = (
-            parts.scaling,
-            parts.dtype,
-            KINDS.get(parts.spec.activation),
-        )
+        self.scaling, self.dtype = parts.scaling, parts.dtype
         self.qkv_link = self._after_norm(self.attention_norm, self.attention.qkv)
         self.fc1_link = self._after_norm(self.mlp_norm, self.mlp.fc1)
-        self.fc2_link: Link | None = None  # the activation has no kernel
-        if kind is not None:
+        self.fc2_link: Link | None = None
+        if kind := KINDS.get(parts.spec.activation):  # otherwise the activation has no kernel
             assert isinstance(self.mlp.fc2, Linear)
             self.fc2_link = Link(ActivationProducer(kind), self.mlp.fc2)
 
@@ -64,7 +60,8 @@ class FusedLayer(TransformerLayer):
         if self.is_post:
             x = self.attention_norm(x + self.attention_dropout(self.attention(x, context)))
             inner_BSF = self.mlp.fc1(x.to(self.dtype))
-            x = self.mlp_norm(x + self.mlp_dropout(self._contract(inner_BSF)))
+            out_BSD = self._run(self._activation_link(), inner_BSF, self.mlp.contract)
+            x = self.mlp_norm(x + self.mlp_dropout(out_BSD))
         else:
             x, attended = self._attend(x, context)
             x, out = self._add_and_run_mlp(x, self.attention_dropout(attended))
@@ -81,9 +78,9 @@ class FusedLayer(TransformerLayer):
             sizes = core.sizes(link.linear.weight.shape[0])
             heads = heads_of(x_BSD.shape[0], sizes, context.rotary)
             if chain.can_run([link], heads):
-                done = chain.run([link], x_BSD.flatten(0, -2), self.dtype, consumer=heads)
-                stream_BSD = done.stream.view(x_BSD.shape)
-                return stream_BSD, self.attention.attend(QKV(*done.parts), context)
+                x_TD = x_BSD.flatten(0, -2)
+                stream_TD, *parts = chain.run([link], x_TD, self.dtype, consumer=heads)
+                return stream_TD.view(x_BSD.shape), self.attention.attend(QKV(*parts), context)
         qkv_BSF = self._run(link, x_BSD, lambda x: self.attention.qkv(self.attention_norm(x)))
         return x_BSD, self.attention.attend(qkv_BSF, context)
 
@@ -96,16 +93,12 @@ class FusedLayer(TransformerLayer):
         if not chain.can_run(links):
             stream_BSD = x_BSD + addend_BSD
             inner_BSF = self._run(first, stream_BSD, lambda x: self.mlp.fc1(self.mlp_norm(x)))
-            return stream_BSD, self._contract(inner_BSF)
+            return stream_BSD, self._run(second, inner_BSF, self.mlp.contract)
         flat_TD, addend_TD = x_BSD.flatten(0, -2), addend_BSD.flatten(0, -2)
-        done = chain.run(links, flat_TD, self.dtype, addend_TX=addend_TD)
-        out_BSF = _like(done.parts[0], x_BSD)
-        if second is None:
-            out_BSF = self.mlp.contract(out_BSF)
-        return done.stream.view(x_BSD.shape), out_BSF
-
-    def _contract(self, inner_BSF: torch.Tensor) -> torch.Tensor:
-        return self._run(self._activation_link(), inner_BSF, self.mlp.contract)
+        stream_TD, out_TF = chain.run(links, flat_TD, self.dtype, addend_TX=addend_TD)
+        out_BSF = _like(out_TF, x_BSD)
+        out_BSD = self.mlp.contract(out_BSF) if second is None else out_BSF
+        return stream_TD.view(x_BSD.shape), out_BSD
 
     def _run(
         self, link: Link | None, x_BSF: torch.Tensor, apart: Callable[[torch.Tensor], torch.Tensor]
@@ -113,7 +106,7 @@ class FusedLayer(TransformerLayer):
         """Return what `link` makes of x, or `apart`, which computes it without a chain."""
         if link is None or not chain.can_run([link]):
             return apart(x_BSF)
-        return _like(chain.run([link], x_BSF.flatten(0, -2), self.dtype).parts[0], x_BSF)
+        return _like(chain.run([link], x_BSF.flatten(0, -2), self.dtype)[1], x_BSF)
 
     def _after_norm(self, norm: nn.Module, linear: nn.Module) -> Link:
         assert isinstance(norm, Norm) and isinstance(linear, Linear)

@@ -32,9 +32,7 @@ class KVCache:
     def extend(
         self, layer: int, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new keys and values of a layer; return all of them, the new ones last: [B, G,
-        K, E].
-        """
+        """Append a layer's new keys and values; return all, the new ones last: [B, G, K, E]."""
         if layer in self.layers:
             k_old, v_old = self.layers[layer]
             k_BGSE, v_BGSE = torch.cat((k_old, k_BGSE), 2), torch.cat((v_old, v_BGSE), 2)
@@ -220,8 +218,7 @@ class AttentionCore(nn.Module):
         )
 
     def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
-        """Count and return the FLOPs of the two forward products, halved because the mask is
-        causal.
+        """Count and return the FLOPs of the two forward products, halved by the causal mask.
 
         They are counted before the products run: a recomputation for backward stops inside the last
         product. Backward has four such products.

@@ -104,8 +104,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
-        out_BSD: torch.Tensor = self.contract(self.fc1(x_BSD.to(self.dtype)))
-        return out_BSD
+        return self.contract(self.fc1(x_BSD.to(self.dtype)))
 
     def contract(self, inner_BSF: torch.Tensor) -> torch.Tensor:
         """Return fc2(dropout(activation(inner))): [B, S, F] -> [B, S, D]."""

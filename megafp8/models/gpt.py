@@ -107,9 +107,7 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> nn.Parameter:
-        """Return the weight [V, D] of the output head: its own one, or the embedding's if they
-        are tied.
-        """
+        """Return the output head's weight [V, D]: its own, or the embedding's if they are tied."""
         return self.head_weight if hasattr(self, "head_weight") else self.embedding.word
 
     def hidden(

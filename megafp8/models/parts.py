@@ -61,9 +61,7 @@ class Parts:
         return Embedding(self)
 
     def word_weight(self, replica: int = 0) -> nn.Parameter:
-        """Return the input embedding's weight [V, D]; `replica` > 0 is another pipeline stage's
-        copy.
-        """
+        """Return the input embedding's weight [V, D], or copy `replica` > 0 in another stage."""
         return self._vocabulary_weight("embedding.word.weight", replica)
 
     def head_weight(self) -> nn.Parameter:
@@ -88,9 +86,7 @@ class Parts:
         return PlainLinear(self, linear, std)
 
     def attention_core(self, name: str, index: int) -> nn.Module:
-        """Return the attention core: ([B, S, queries + keys + values], context) -> [B, S,
-        queries].
-        """
+        """Return the core: ([B, S, queries + keys + values], context) -> [B, S, queries]."""
         spec = self.spec
         return self.make_core(
             spec.head_size,
@@ -160,9 +156,7 @@ class Parts:
     def normal_parameter(
         self, shape: tuple[int, ...], pieces: Sequence[Piece], std: float
     ) -> nn.Parameter:
-        """Return a parameter in `dtype` that is drawn from N(0, std), with its place in the
-        model.
-        """
+        """Return a parameter in `dtype`, drawn from N(0, std), with its place in the model."""
         return parameter(shape, pieces, normal(std, self.seed), self.dtype)
 
     def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
@@ -242,24 +236,12 @@ class PlainLinear(nn.Module):
 
     def __init__(self, parts: Parts, linear: LayerLinear, std: float) -> None:
         super().__init__()
-        total, in_features = linear.local_shape(1)
-        pieces, bias_pieces, begin = [], [], 0
-        for part in linear.parts:
-            local, shape = slice(begin, begin + part.out_features), (part.out_features,)
-            pieces.append(
-                Piece(
-                    f"{part.name}.weight",
-                    (*shape, in_features),
-                    (0, 0),
-                    (local, slice(0, in_features)),
-                )
-            )
-            bias_pieces.append(Piece(f"{part.name}.bias", shape, (0,), (local,)))
-            begin += part.out_features
-        self.weight = parts.normal_parameter((total, in_features), pieces, std)
+        pieces, bias_pieces = linear.pieces(1, 0)
+        shape = linear.local_shape(1)
+        self.weight = parts.normal_parameter(shape, pieces, std)
         self.bias: nn.Parameter | None = None
         if parts.spec.bias:
-            self.bias = parameter((total,), bias_pieces, constant(0.0), parts.dtype)
+            self.bias = parameter(shape[:1], bias_pieces, constant(0.0), parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the linear's output: [B, S, in] -> [B, S, out]."""
@@ -276,9 +258,7 @@ class Dropout(nn.Module):
         self.traced_mask: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` with dropped elements set to 0 and the others divided by 1 - p, in
-        training.
-        """
+        """Return `x`; in training dropped elements are 0 and the others divided by 1 - p."""
         if not self.training or self.p == 0:
             return x
         if self.traced_mask is not None and torch.compiler.is_compiling():
@@ -318,9 +298,7 @@ class Elementwise(nn.Module):
         self.function, self.is_gated = function, is_gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation of `x`: [..., F] -> [..., F], or [..., 2F] -> [..., F] if it is
-        gated.
-        """
+        """Return the activation of `x`: [..., F] -> [..., F]; if it is gated, from [..., 2F]."""
         if not self.is_gated:
             return self.function(x)
         gate, up = x.chunk(2, dim=-1)

@@ -25,7 +25,7 @@ from megafp8.parallel.sequence import (
     WholeSequence,
     own_shard,
 )
-from megafp8.parallel.tensor import ColumnParallel, RowParallel, column_pieces, row_pieces
+from megafp8.parallel.tensor import ColumnParallel, RowParallel
 from megafp8.parallel.vocab import (
     VocabParallelHeadLoss,
     loss_by_triton,
@@ -92,9 +92,7 @@ class NativeParts(Parts):
             self.make_core = partial(RingAttentionCore, cp=given.cp)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """Return the embeddings of `tokens_BS`; with sequence parallelism this rank's [B, S/tp,
-        D].
-        """
+        """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""
         if self.tp.size > 1:
             return vocab_parallel_look_up(
                 tokens_BS, weight_VD, self.sink, self.tp, scatter=self.sequence_parallel
@@ -112,20 +110,12 @@ class NativeParts(Parts):
     def linear(self, linear: LayerLinear, std: float) -> nn.Module:
         """Return a column-parallel linear (QKV, FC1) or a row-parallel one (projection, FC2)."""
         shape = linear.local_shape(self.tp.size)
-        if linear.is_column:
-            weights, biases = column_pieces(linear, self.tp)
-            comm = self._comm(ColumnParallel, SequenceColumnParallel)
-        else:
-            weights, biases = row_pieces(linear, self.tp)
-            comm = self._comm(RowParallel, SequenceRowParallel)
+        weights, biases = linear.pieces(self.tp.size, self.tp.rank)
+        comms: tuple[Callable[[Axis], LinearComm], ...] = (RowParallel, ColumnParallel)
+        if self.sequence_parallel:
+            comms = (SequenceRowParallel, SequenceColumnParallel)
+        comm = NoComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
         return self._linear(linear.name, shape, weights, biases, std, comm)
-
-    def _comm(
-        self, plain: Callable[[Axis], LinearComm], sequence: Callable[[Axis], LinearComm]
-    ) -> LinearComm:
-        if self.tp.size == 1:
-            return NoComm()
-        return (sequence if self.sequence_parallel else plain)(self.tp)
 
     def _linear(
         self,
@@ -167,9 +157,7 @@ class NativeParts(Parts):
         return first, both(again, self.scaling.recomputation())
 
     def attention_core(self, name: str, index: int) -> nn.Module:
-        """Return the attention core of this rank's heads; ring attention with context
-        parallelism.
-        """
+        """Return the core of this rank's heads; ring attention with context parallelism."""
         core = super().attention_core(name, index)
         return WholeSequence(core, self.tp) if self.sequence_parallel else core
 

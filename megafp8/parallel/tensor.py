@@ -15,8 +15,6 @@ from megafp8.parallel.collectives import Axis
 from megafp8.precision.linear import NoComm
 from megafp8.precision.recipes.base import Role
 from megafp8.precision.scaling import Pending, ReduceMax
-from megafp8.specs.geometry import Piece
-from megafp8.specs.layer import LayerLinear
 
 
 @dataclass(frozen=True)
@@ -62,31 +60,3 @@ class RowParallel(NoComm):
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return the output [T, O] summed over the ranks."""
         return self.tp.all_reduce_sum(output_TO)
-
-
-def column_pieces(linear: LayerLinear, tp: Axis) -> tuple[list[Piece], list[Piece]]:
-    """Return (weight pieces, bias pieces): this rank's rows of a fused column-parallel weight."""
-    weights, biases, begin, in_features = [], [], 0, linear.in_features
-    for part in linear.parts:
-        share = part.out_features // tp.size
-        local, offset = slice(begin, begin + share), tp.rank * share
-        columns = slice(0, in_features)
-        shape = (part.out_features,)
-        name = part.name
-        weights.append(
-            Piece(f"{name}.weight", (*shape, in_features), (offset, 0), (local, columns))
-        )
-        biases.append(Piece(f"{name}.bias", shape, (offset,), (local,)))
-        begin += share
-    return weights, biases
-
-
-def row_pieces(linear: LayerLinear, tp: Axis) -> tuple[list[Piece], list[Piece]]:
-    """Return (weight pieces, bias pieces) of a row-parallel weight: this rank's columns, whole
-    bias.
-    """
-    (part,) = linear.parts
-    out, share = linear.local_shape(tp.size)
-    local = (slice(0, out), slice(0, share))
-    weight = Piece(f"{part.name}.weight", (out, linear.in_features), (0, tp.rank * share), local)
-    return [weight], [Piece(f"{part.name}.bias", (out,), (0,), (slice(0, out),))]

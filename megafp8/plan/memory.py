@@ -290,7 +290,7 @@ def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
     kept = 2 * _norm_bytes(spec)
     kept += _attention_bytes(spec, keeps_core=keeps_core)
     for linear in linears:
-        if linear.is_column:
+        if linear.whole.is_column:
             kept += _input_bytes(spec, linear, between)
         elif linear.whole.in_mlp or not (keeps_core and _keeps_input_as_it_is(spec, linear)):
             kept += _input_bytes(spec, linear, tokens)  # otherwise it is attention's output itself
@@ -385,7 +385,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     size = compute_itemsize(spec)
     residual = 2 * _layer_input_bytes(spec)
     activation = tokens * size * sum(features_between(linears, in_mlp=True))
-    before = [linear for linear in linears if linear.whole.in_mlp and linear.is_column]
+    before = [linear for linear in linears if linear.whole.in_mlp and linear.whole.is_column]
     casts = 2 * tokens * sum(linear.out_features for linear in before if linear.in_fp8)
     work = residual + activation + casts + _whole_gradients(spec, layers[0])
     recompute = model.recompute

@@ -25,15 +25,10 @@ class Linear:
     """Describe one linear of a layer as one tensor-parallel rank holds it."""
 
     whole: LayerLinear  # as all ranks hold it together
-    in_features: int
     out_features: int
+    in_features: int
     has_bias: bool  # whether this rank holds a bias, of `out_features`
     precision: ModulePrecision
-
-    @property
-    def is_column(self) -> bool:
-        """Whether tensor-parallel ranks divide its out features, not its in features."""
-        return self.whole.is_column
 
     @property
     def traits(self) -> Traits | None:
@@ -115,13 +110,11 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
 
 def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, ...]:
     """Return the linears of one layer, as one rank holds them."""
-    found = []
-    for linear in layer_linears(spec.model, layer):
-        rows, columns = linear.local_shape(spec.parallel.tp)
-        found.append(
-            Linear(linear, columns, rows, spec.model.bias, _precision_of(spec, linear.name))
-        )
-    return tuple(found)
+    tp, has_bias = spec.parallel.tp, spec.model.bias
+    return tuple(
+        Linear(linear, *linear.local_shape(tp), has_bias, _precision_of(spec, linear.name))
+        for linear in layer_linears(spec.model, layer)
+    )
 
 
 def features_between(linears: Sequence[Linear], *, in_mlp: bool) -> tuple[int, int]:
@@ -131,8 +124,8 @@ def features_between(linears: Sequence[Linear], *, in_mlp: bool) -> tuple[int, i
     projection).
     """
     chosen = [linear for linear in linears if linear.whole.in_mlp == in_mlp]
-    written = sum(linear.out_features for linear in chosen if linear.is_column)
-    return written, sum(linear.in_features for linear in chosen if not linear.is_column)
+    written = sum(linear.out_features for linear in chosen if linear.whole.is_column)
+    return written, sum(linear.in_features for linear in chosen if not linear.whole.is_column)
 
 
 def fp8_products(spec: RunSpec, linear: Linear) -> frozenset[GemmName]:
@@ -228,12 +221,12 @@ def _parameters(
             yield Parameter(positions, hidden, plain, False, in_layer=False)
     in_fp8 = spec.precision.fp8 is not None and spec.precision.fp8.params_in_fp8
     for linear in linears:
-        if linear.is_column:  # a norm comes before QKV, and another before FC1
+        if linear.whole.is_column:  # a norm comes before QKV, and another before FC1
             yield from norm
         itemsize = 1 if in_fp8 and linear.in_fp8 else compute
         yield Parameter(linear.out_features, linear.in_features, itemsize, True, linear)
         if linear.has_bias:
-            yield Parameter(linear.out_features, 1, compute, linear.is_column)
+            yield Parameter(linear.out_features, 1, compute, linear.whole.is_column)
     if has_last:
         if model.transformer_block_type != "post_ln":
             yield from (replace(param, in_layer=False) for param in norm)

@@ -266,7 +266,7 @@ def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
     casts: float = 0
     for linear in linears:
         by_kernel = has_kernel and linear.whole.in_mlp
-        if linear.is_column:
+        if linear.whole.is_column:
             width = 0 if by_kernel else linear.out_features / model.hidden_size
             casts += _cast_bytes(linear, between, width, producer="norm")
         else:

@@ -96,8 +96,8 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     size = compute_itemsize(spec)
     whole = tokens * spec.model.hidden_size * size  # a microbatch's activations
     passes = 1 + recomputed_fraction(spec, shape.stages)
-    columns = [linear for linear in shape.linears if linear.is_column]
-    rows = [linear for linear in shape.linears if not linear.is_column]
+    columns = [linear for linear in shape.linears if linear.whole.is_column]
+    rows = [linear for linear in shape.linears if not linear.whole.is_column]
 
     def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
@@ -353,8 +353,8 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
     for linear in shape.linears:
         if linear.traits is not None and linear.traits.agrees:
-            of_input = parallel.sequence_parallel or not linear.is_column
-            of_grad = parallel.sequence_parallel or linear.is_column
+            of_input = parallel.sequence_parallel or not linear.whole.is_column
+            of_grad = parallel.sequence_parallel or linear.whole.is_column
             times += 1 + count * (of_input * passes + of_grad)
     yield Message(
         axis="tp",

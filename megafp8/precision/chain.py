@@ -2,8 +2,8 @@
 
 A chain is norm - linear, activation - linear, or norm - linear - activation - linear. Each norm or
 activation casts its own result, which the linear after it reads. In the backward pass the
-activation casts the gradient that the linear before it reads, and so does what follows the chain,
-if it can (`Consumer`). The norm also adds what is added to the residual stream before it, and its
+activation casts the gradient that the linear before it reads, and so do the heads (`heads.Heads`)
+after QKV. The norm also adds what is added to the residual stream before it, and its
 backward pass adds the gradient that reaches the stream elsewhere. So no tensor between the links
 is written only to be cast, and no addition is a pass of its own.
 
@@ -15,12 +15,14 @@ It needs the scales before the tensors (`delayed`) and Triton; `can_run` says wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from megafp8 import torch_private
-from megafp8.precision.fused import ActivationProducer, CastInto, Make, Produced, Producer
+from megafp8.precision.fused import ActivationProducer, Producer
+from megafp8.precision.heads import Heads
 from megafp8.precision.linear import GradOutput, Linear, backward_of, forward_of, summing
 from megafp8.precision.recipes.base import Operand
 from megafp8.precision.tensor import Fp8Tensor
@@ -33,30 +35,7 @@ class Link(NamedTuple):
     linear: Linear
 
 
-class Consumer(Protocol):
-    """Take the output of a chain apart, and cast the gradients of the parts as one tensor."""
-
-    def parts(self, output_TO: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what is computed from the output; a part may be a view of it."""
-        ...
-
-    def cast_grads(self, grads: Sequence[torch.Tensor], into: CastInto) -> Produced:
-        """Return the gradient of the output [T, O], given those of its parts, cast by `into`."""
-        ...
-
-
-class ChainOutput(NamedTuple):
-    """Hold what a chain computes.
-
-    `stream` [T, X] is the chain's input, with what was added to it. `parts` are the output [T, O],
-    or what the consumer made of it.
-    """
-
-    stream: torch.Tensor
-    parts: tuple[torch.Tensor, ...]
-
-
-def can_run(links: Sequence[Link], consumer: Consumer | None = None) -> bool:
+def can_run(links: Sequence[Link], consumer: Heads | None = None) -> bool:
     """Whether every linear's input is cast by the norm or activation before it.
 
     With a consumer, also whether it can cast the gradient of the last linear's output. A chain does
@@ -79,16 +58,17 @@ def run(
     dtype: torch.dtype,
     *,
     addend_TX: torch.Tensor | None = None,
-    consumer: Consumer | None = None,
-) -> ChainOutput:
+    consumer: Heads | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Run a chain in which `can_run`; the linears compute in `dtype`.
 
-    The chain reads x + addend. An addend needs a chain that begins with a norm.
+    The chain reads x + addend. An addend needs a chain that begins with a norm. The first result is
+    this sum [T, X]; after it come the output [T, O], or what the consumer made of it.
     """
     params: list[torch.Tensor | None] = []
     for producer, linear in links:
         params += [linear.weight, linear.bias, *producer.params]
-    stream_TX, *parts = _Chain.apply(  # type: ignore[no-untyped-call]
+    made: tuple[torch.Tensor, ...] = _Chain.apply(  # type: ignore[no-untyped-call]
         x_TX.contiguous(),
         None if addend_TX is None else addend_TX.contiguous(),
         tuple(links),
@@ -97,7 +77,7 @@ def run(
         torch.is_grad_enabled(),
         *params,
     )
-    return ChainOutput(stream_TX, tuple(parts))
+    return made
 
 
 class _Chain(torch.autograd.Function):
@@ -107,7 +87,7 @@ class _Chain(torch.autograd.Function):
         x_TX: torch.Tensor,
         addend_TX: torch.Tensor | None,
         links: tuple[Link, ...],
-        consumer: Consumer | None,
+        consumer: Heads | None,
         dtype: torch.dtype,
         is_grad_enabled: bool,
         *params: torch.Tensor | None,
@@ -117,7 +97,7 @@ class _Chain(torch.autograd.Function):
         ctx.weights, ctx.remakes, ctx.counts = [], [], []
         for producer, linear in links:
             assert linear.quantizer is not None
-            make = _making(producer, value_TX, addend)
+            make = partial(producer.cast, value_TX, addend_TX=addend)
             input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
             if made.total is not None:
                 stream_TX = value_TX = made.total
@@ -146,7 +126,8 @@ class _Chain(torch.autograd.Function):
         grad = _grad_of_output(ctx, grads)
         for index in reversed(range(len(ctx.links))):
             producer, linear = ctx.links[index]
-            payload, scale, x_TX, *kept = _take_last(tensors, ctx.counts[index])
+            payload, scale, x_TX, *kept = tensors[-ctx.counts[index] :]
+            del tensors[-ctx.counts[index] :]
             input: Operand = ctx.remakes[index](payload, scale)
             found = backward_of(linear, grad, input, ctx.weights[index])
             assert found.input is not None
@@ -167,10 +148,6 @@ class _Chain(torch.autograd.Function):
             of_params = [found.weight, found.bias, *of_producer, *of_params]
         of_addend = None if ctx.addend_dtype is None else grad_x.to(ctx.addend_dtype)
         return grad_x, of_addend, None, None, None, None, *of_params
-
-
-def _making(producer: Producer, x_TX: torch.Tensor, addend_TX: torch.Tensor | None) -> Make:
-    return lambda into: producer.cast(x_TX, into, addend_TX)
 
 
 def _grad_of_output(ctx: Any, grads: Sequence[torch.Tensor]) -> GradOutput:
@@ -204,10 +181,3 @@ def _through(
         with_sum=before.bias is not None,
     )
     return GradOutput(operands, made.partial_sums, dtype)
-
-
-def _take_last(tensors: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """Remove the last `count` tensors from the list and return them."""
-    taken = tensors[-count:]
-    del tensors[-count:]
-    return taken

@@ -65,39 +65,6 @@ Make = Callable[[CastInto], Produced]
 """Computes a tensor and casts it as the argument says."""
 
 
-class Producer(Protocol):
-    """Compute the input of a linear and cast it in one pass, in Triton and without autograd."""
-
-    @property
-    def params(self) -> tuple[torch.Tensor, ...]:
-        """Return the parameters that get a gradient."""
-        ...
-
-    def cast(
-        self, x_TX: torch.Tensor, into: CastInto, addend_TX: torch.Tensor | None = None
-    ) -> Produced:
-        """Compute the producer's result of `x_TX` (+ addend) and cast it as `into` says.
-
-        Only norms take an addend. `Produced.total` is then the sum.
-        """
-        ...
-
-    def backward(
-        self,
-        grad_TI: torch.Tensor,
-        x_TX: torch.Tensor,
-        kept: tuple[torch.Tensor, ...],
-        addend_TX: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of x, plus the addend, and parts of the gradients of `params`.
-
-        The gradient of x [T, X] has its dtype. A parameter's gradient is the sum of its parts
-        [P, ...], which are FP32, over P. `kept` are the tensors of `Produced.kept`. Only norms take
-        an addend.
-        """
-        ...
-
-
 class Normalization(Protocol):
     """Hold the parameters of a norm; FSDP replaces them while a layer runs."""
 
@@ -126,7 +93,10 @@ class NormProducer:
     def cast(
         self, x_TX: torch.Tensor, into: CastInto, addend_TX: torch.Tensor | None = None
     ) -> Produced:
-        """Compute the norm of each row of `x_TX` (+ addend) and cast it as `into` says."""
+        """Compute the norm of each row of `x_TX` (+ addend) and cast it as `into` says.
+
+        With an addend `Produced.total` is the sum.
+        """
         from megafp8.precision.kernels.triton_norm import norm_cast
 
         done = norm_cast(
@@ -154,7 +124,11 @@ class NormProducer:
         kept: tuple[torch.Tensor, ...],
         addend_TX: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of x (+ addend), and parts of those of `params`."""
+        """Return the gradient of x (+ addend), and parts of those of `params`, [P, ...] each.
+
+        The gradient of x [T, X] has its dtype. The parts are FP32, and their sum over P is the
+        gradient. `kept` are the tensors of `Produced.kept`.
+        """
         from megafp8.precision.kernels.triton_norm import NormStatistics, norm_backward
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
@@ -198,6 +172,10 @@ class ActivationProducer:
         from megafp8.precision.kernels.triton_cast import cast
 
         return cast_by(cast, x_TX, into, activation=self.kind, grad_MN=grad_TI)
+
+
+Producer = NormProducer | ActivationProducer
+"""Computes the input of a linear and casts it in one pass, in Triton and without autograd."""
 
 
 def cast_by(kernel: Callable[..., Any], source: object, into: CastInto, **options: Any) -> Produced:

@@ -18,7 +18,7 @@ Turn = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [S, R] or [B, 1, 
 
 @dataclass(frozen=True)
 class Heads:
-    """Say how the output of a QKV linear is split into heads; a `chain.Consumer`.
+    """Say how the output of a QKV linear is split into heads, where a chain ends.
 
     `turn` None leaves queries and keys as they are.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from megafp8.specs.geometry import Piece
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.traits import GemmName
@@ -30,7 +30,7 @@ class LayerLinear:
     name: str
     in_features: int
     parts: tuple[SubLinear, ...]
-    divided: Literal["out", "in"]  # the features that tensor-parallel ranks divide
+    is_column: bool  # tensor-parallel ranks divide its out features, or else its in features
     products: tuple[GemmName, ...] = GEMMS
 
     @property
@@ -44,11 +44,6 @@ class LayerLinear:
         return self.in_features * self.out_features
 
     @property
-    def is_column(self) -> bool:
-        """Whether tensor-parallel ranks divide its out features (column-parallel)."""
-        return self.divided == "out"
-
-    @property
     def in_mlp(self) -> bool:
         """Whether it belongs to the layer's MLP, and not to its attention."""
         return ".mlp." in self.name
@@ -58,6 +53,21 @@ class LayerLinear:
         if self.is_column:
             return self.out_features // tp, self.in_features
         return self.out_features, self.in_features // tp
+
+    def pieces(self, tp: int, rank: int) -> tuple[list[Piece], list[Piece]]:
+        """Return which parts of the logical weights and biases rank `rank` of `tp` ranks holds."""
+        weights, biases, begin = [], [], 0
+        columns = self.local_shape(tp)[1]
+        for part in self.parts:
+            name, out = part.name, part.out_features
+            share = out // tp if self.is_column else out
+            row, column = (rank * share, 0) if self.is_column else (0, rank * columns)
+            local, begin = slice(begin, begin + share), begin + share
+            shape = (out, self.in_features)
+            weight = Piece(f"{name}.weight", shape, (row, column), (local, slice(0, columns)))
+            weights.append(weight)
+            biases.append(Piece(f"{name}.bias", (out,), (row,), (local,)))
+        return weights, biases
 
 
 def layer_linears(spec: GPTSpec, layer: int) -> tuple[LayerLinear, ...]:
@@ -70,10 +80,10 @@ def layer_linears(spec: GPTSpec, layer: int) -> tuple[LayerLinear, ...]:
     projection = SubLinear(f"{name}.attention.projection", hidden)
     fc2 = SubLinear(f"{name}.mlp.fc2", hidden)
     return (
-        LayerLinear(f"{name}.attention.qkv", hidden, qkv, "out"),
-        LayerLinear(projection.name, spec.query_size, (projection,), "in"),
-        LayerLinear(f"{name}.mlp.fc1", hidden, fc1, "out"),
-        LayerLinear(fc2.name, ffn, (fc2,), "in"),
+        LayerLinear(f"{name}.attention.qkv", hidden, qkv, True),
+        LayerLinear(projection.name, spec.query_size, (projection,), False),
+        LayerLinear(f"{name}.mlp.fc1", hidden, fc1, True),
+        LayerLinear(fc2.name, ffn, (fc2,), False),
     )
 
 

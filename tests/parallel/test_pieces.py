@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import join, single_rank
-from megafp8.parallel.tensor import column_pieces, row_pieces
 from megafp8.specs import ParallelSpec
 from megafp8.specs.layer import LayerLinear, SubLinear
 
 QKV = LayerLinear(
-    "qkv", 6, (SubLinear("query", 8), SubLinear("key", 8), SubLinear("value", 4)), "out"
+    "qkv", 6, (SubLinear("query", 8), SubLinear("key", 8), SubLinear("value", 4)), True
 )
-FC2 = LayerLinear("fc2", 12, (SubLinear("fc2", 5),), "in")
+FC2 = LayerLinear("fc2", 12, (SubLinear("fc2", 5),), False)
 
 
 def test_fused_columns_by_hand() -> None:
     """Rank 1 of 2: the second half of query, of key and of value, one after the other."""
-    weights, biases = column_pieces(QKV, Axis("tp", 2, 1))
+    weights, biases = QKV.pieces(2, 1)
     found = [(p.name, p.global_shape, p.offset, p.local[0]) for p in weights]
     assert found == [
         ("query.weight", (8, 6), (4, 0), slice(0, 4)),
@@ -35,7 +33,7 @@ def test_fused_columns_by_hand() -> None:
 
 
 def test_rows_by_hand() -> None:
-    weights, biases = row_pieces(FC2, Axis("tp", 3, 2))
+    weights, biases = FC2.pieces(3, 2)
     (weight,), (bias,) = weights, biases
     assert (weight.global_shape, weight.offset) == ((5, 12), (0, 8))
     assert weight.local == (slice(0, 5), slice(0, 4)) and weight.is_sharded
@@ -46,8 +44,7 @@ def test_rows_by_hand() -> None:
 def test_ranks_cover_every_element_once(size: int) -> None:
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
-        tp = Axis("tp", size, rank)
-        for piece in (*column_pieces(QKV, tp)[0], *row_pieces(FC2, tp)[0]):
+        for piece in (*QKV.pieces(size, rank)[0], *FC2.pieces(size, rank)[0]):
             count = counts.setdefault(piece.name, torch.zeros(piece.global_shape))
             extent = [
                 slice(start, start + part.stop - part.start)

@@ -104,12 +104,6 @@ def casts_gathered_weights_always(layer: nn.Module) -> bool:
     return hasattr(type(layer.get_submodule("layernorm_mlp")), "is_fsdp2")
 
 
-def gemms_in_layer(index: int) -> Iterator[tuple[str, str, int, int, str]]:
-    """Yield each linear of layer `index`: its logical name, and what `GEMM_OF` says of it."""
-    for name in linear_names([index]):
-        yield name, *GEMM_OF[name.removeprefix(f"layers.{index}.")]
-
-
 def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
     """Return which kinds of layers a model has: in FP8 (True) or not, or both."""
     first = [linear_names([index])[0] for index in range(spec.num_layers)]
@@ -219,7 +213,8 @@ class TransformerEngineParts(NativeParts):
             mlp: Any = layer.get_submodule("layernorm_mlp")
             mlp.bias_gelu_nvfusion = False
         if self.te_scaling is not None and in_fp8:
-            for name, path, number, num_gemms, _ in gemms_in_layer(index):
+            for name in linear_names([index]):
+                path, number, num_gemms, _ = GEMM_OF[name.removeprefix(f"layers.{index}.")]
                 gemm = TeGemm(name, layer.get_submodule(path), number, num_gemms)
                 self.te_scaling.register(gemm, index)
             for tensor in tensors_of_attention(self.attention_in_fp8, layer, index):
