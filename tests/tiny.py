@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from megafp8.data.loader import Microbatch
 from megafp8.parallel.mesh import Mesh, single_rank
@@ -134,6 +133,6 @@ def microbatch(seed: int, batch: int = 2, ignored: float = 0.0) -> Microbatch:
     return Microbatch(np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(targets))
 
 
-def precision_share(model: nn.Module, spec: GPTSpec, recipe: Fp8Recipe) -> PrecisionShare:
+def precision_share(state: TrainState, spec: GPTSpec) -> PrecisionShare:
     """Return the FP8 fraction of a model that is on one rank."""
-    return share_of_ranks([linear_flops(model, recipe)], spec, num_replicas=1)
+    return share_of_ranks([linear_flops(state.backend.planned(state.model))], spec, num_replicas=1)

@@ -12,14 +12,18 @@ import importlib
 import importlib.metadata
 import logging
 import warnings
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from megafp8.backends.native import NativeBackend, planned_of
+from megafp8.backends.protocol import Backend
 from megafp8.hardware import bf16
 from megafp8.models.init import constant, parameter
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given, NativeParts
 from megafp8.precision.formats import DTYPE_NAMES, formats_of
 from megafp8.precision.gemm import GemmCounter
@@ -29,14 +33,15 @@ from megafp8.precision.recipes.base import Role
 from megafp8.precision.recipes.build import linear_quantizer
 from megafp8.precision.scaling import ScalingState
 from megafp8.precision.weights import GatheredFp8
-from megafp8.specs import Fp8Recipe
+from megafp8.specs import Fp8Recipe, RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.geometry import Piece
-from megafp8.specs.layer import first_and_last_linear
-from megafp8.specs.precision import GEMMS, ModulePrecision, PlannedGemms
+from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_where
 from megafp8.specs.traits import GemmName
 
 OLDEST = (0, 14)
+TRAITS = BACKENDS["torchao"]
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"
 
 
@@ -214,7 +219,9 @@ class TorchaoLinear(nn.Module):
     def planned(self) -> PlannedGemms:
         """Return which of the linear's products run in FP8."""
         fp8 = tuple(gemm for gemm in GEMMS if gemm not in self._high)
-        return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, "chosen by product")
+        high = ", ".join(gemm for gemm in GEMMS if gemm in self._high)
+        reasons = (f"{high}, chosen by product",) if high else ()
+        return PlannedGemms(self.name, 2 * self.linear.weight.numel(), fp8, reasons)
 
     def _count(self, place: GemmName, flops: int, dtype: torch.dtype, in_fp8: bool) -> None:
         wide = DTYPE_NAMES[dtype]
@@ -251,7 +258,7 @@ class TorchaoParts(NativeParts):
         std: float,
         comm: LinearComm,
     ) -> Any:
-        chosen = precision_of(self.recipe, name, self.spec.num_layers)
+        chosen = TRAITS.precision_of(self.recipe, name, self.spec.num_layers)
         if chosen == HIGH_PRECISION:
             return super()._linear(name, shape, weights, biases, std, comm)
         bias = parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None
@@ -267,12 +274,43 @@ class TorchaoParts(NativeParts):
         )
 
 
-def precision_of(recipe: Fp8Recipe, name: str, num_layers: int) -> ModulePrecision:
-    """Return the precision of linear `name`: that of its rule, else the default.
+class TorchaoBackend(NativeBackend):
+    """torchao's linears, and our own where it keeps high precision."""
 
-    Without a rule the first and the last linear stay out of FP8.
-    """
-    is_named = any(rule.matches(name) for rule in recipe.modules)
-    if not is_named and name in first_and_last_linear(num_layers):
-        return HIGH_PRECISION
-    return recipe.precision_of(name)
+    def __init__(self, spec: RunSpec, mesh: Mesh, given: Given) -> None:
+        """Let health look through a scaling state of ours, as torchao keeps none."""
+        Backend.__init__(self, spec, mesh, given)
+        recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
+        assert recipe is not None
+        self.scaling = seen_by = ScalingState(recipe)
+        seen_by.to(mesh.device)
+        self.parts = TorchaoParts(
+            given,
+            recipe=recipe,
+            seen_by=seen_by,
+            emulate=mesh.device.type == "cpu",
+            gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
+        )
+
+    kernel, fp8_flops, weight_copies = Backend.kernel, Backend.fp8_flops, Backend.weight_copies
+
+    @classmethod
+    def why_not(cls, spec: RunSpec, device: torch.device) -> Iterable[str]:
+        recipe = spec.precision.fp8
+        reason = "torchao runs FP8 alone" if recipe is None else why_not(recipe, device)
+        return () if reason is None else (reason,)
+
+    def describe(self) -> str:
+        emulated = ", emulated: FP32 GEMMs over the same casts"
+        return (
+            f"torchao {version()}{emulated if self.device.type == 'cpu' else ''}; first and last "
+            "linear in high precision unless model.fp8_modules names them"
+        )
+
+    def planned(self, model: nn.Module) -> Iterator[PlannedGemms]:
+        assert self.spec.precision.fp8 is not None
+        kept = "first or last, kept by torchao's default"
+        yield from planned_of(model, self.spec.precision.fp8, unnamed=kept)
+        for module in model.modules():
+            if isinstance(module, TorchaoLinear):
+                yield module.planned()

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from megafp8.backends import choose
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE
@@ -33,6 +32,7 @@ from megafp8.specs import RunSpec
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import dryrun
+from megafp8.train.build import check_on_cpu
 from megafp8.train.dryrun import Layout, RankShare
 from megafp8.train.report.fp8 import require_fp8, share_of_ranks
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             f"makes {world} ranks, and a layout of at most {MAX_SIMULATED} is simulated",
             "Simulate fewer replicas of the model; python -m megafp8.cli.plan counts them all",
         )
-    choose.check(spec, torch.device("cpu"))
+    check_on_cpu(spec)
     spec, whose = with_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:

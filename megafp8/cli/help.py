@@ -21,7 +21,6 @@ from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.rows import condition_text
 from megafp8.config.schema import all_keys
 from megafp8.config.schema.model import Architecture
-from megafp8.config.te_layers import BACKEND, TABLE
 from megafp8.config.together import TOGETHER
 from megafp8.config.values import plain
 
@@ -405,6 +404,8 @@ def _item(key: Key, value: Any) -> Iterator[str]:
 
 
 def _together() -> Iterator[str]:
+    from megafp8.config.te_layers import BACKEND, TABLE  # a run without Transformer Engine has none
+
     of_te = [row._replace(when={BACKEND: "te", **row.when}) for row in TABLE]
     for row in (*TOGETHER, *of_te):
         excludes, when = (

@@ -20,6 +20,7 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import Message
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 
 USABLE = 0.9
@@ -319,22 +320,12 @@ def assumptions(plan: Plan) -> Iterator[str]:
 def backend_note(spec: RunSpec) -> str:
     """Return for which backend's layers the figures hold."""
     precision = spec.precision
-    if precision.backend == "torchao":
-        return (
-            "Backend torchao: its linears keep their inputs in the compute dtype and no FP8 copies "
-            "of weights, as counted here; their time is taken to be that of our own linears."
-        )
-    if precision.backend == "te":
-        return (
-            "Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
-            "counted; its activations, workspace and time are taken to be those of our own layers."
-        )
     if precision.auto is not None and precision.auto.why_not_te is None:
         return (
             "Figures are those of our own layers (model.fp8_backend=native). Where Transformer "
             "Engine is installed, auto runs its layers, whose own buffers are not counted."
         )
-    return "Figures are those of our own layers (native)."
+    return BACKENDS[precision.backend].note
 
 
 def listed(found: Sequence[Found] | None) -> Iterator[str]:

@@ -13,7 +13,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config import te_environment
 from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
@@ -340,6 +339,8 @@ def _environment_problems(values: Mapping[str, Any]) -> list[SettingError]:
     """Return which environment variables ask Transformer Engine for another rule than settings."""
     if values.get(BACKEND) != "te":
         return []
+    from megafp8.config import te_environment  # other runs need nothing of it
+
     sound = effective(within_ranges(values))
     found = te_environment.findings(sound, os.environ)
     return [SettingError(f.key, "te", f.reason, f.hint) for f in found]

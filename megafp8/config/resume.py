@@ -25,7 +25,6 @@ from megafp8.config.keys import FREE_KINDS, Values
 from megafp8.config.overrides import quoted
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
-from megafp8.config.te_layers import SPLIT
 from megafp8.config.values import parse_modules, split_accumulator, without_match
 from megafp8.specs.recipes import HIGH_PRECISION, problem
 
@@ -95,7 +94,7 @@ def differences(
         was, now = last.get(key, _ABSENT), after.get(key, _ABSENT)
         if key == "model.fp8_modules":  # older versions ignored a pattern without a match
             was, now = _rules_with_match(was, before), _rules_with_match(now, after)
-        if key == SPLIT:  # null is what the backend does
+        if key == "model.fp8_split_accumulator":  # null is what the backend does
             was, now = split_accumulator({**before, key: was}), split_accumulator(after)
         if _meaning(key, was) != _meaning(key, now):
             found.append(Difference(key, was, now))

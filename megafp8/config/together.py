@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import te_layers
 from megafp8.config.keys import Values
 from megafp8.config.rows import (
     CURRENT,
@@ -359,4 +358,6 @@ def findings(values: Values) -> Iterator[Finding]:
     """Yield what the table refuses, and what Transformer Engine cannot do where it is asked for."""
     yield from refusals(TOGETHER, values)
     if values.get(BACKEND) == "te":
+        from megafp8.config import te_layers  # other runs need nothing of it
+
         yield from te_layers.findings(values)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from megafp8.backends.te.names import fused_adam
 from megafp8.specs import OptimSpec
 
 Groups = list[dict[str, Any]]
@@ -46,7 +46,8 @@ def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
         return TORCH, TORCH.name
     if not runs_foreign_kernels(device):
         return TORCH, f"{TORCH.name} (Apex's and Transformer Engine's need a GPU)"
-    return choose_foreign(spec, device, {"Apex": apex_adam, "Transformer Engine": fused_adam})
+    te_adam = partial(fused_adam, "transformer_engine", "transformer_engine.pytorch.optimizers")
+    return choose_foreign(spec, device, {"Apex": apex_adam, "Transformer Engine": te_adam})
 
 
 def runs_foreign_kernels(device: torch.device) -> bool:
@@ -78,17 +79,25 @@ def choose_foreign(
 
 def apex_adam() -> Any | None:
     """Return NVIDIA Apex's FusedAdam, or None; on PyPI, the name `apex` is another project's."""
-    if importlib.util.find_spec("apex") is None:
+    return fused_adam("apex", "apex.optimizers")
+
+
+def fused_adam(package: str, module: str) -> Any | None:
+    """Return the class FusedAdam of a package's module, or None where it is missing.
+
+    The first import of Transformer Engine takes seconds.
+    """
+    if importlib.util.find_spec(package) is None:
         return None
     try:
-        return getattr(importlib.import_module("apex.optimizers"), "FusedAdam", None)
-    except (ImportError, OSError, RuntimeError):
+        return getattr(importlib.import_module(module), "FusedAdam", None)
+    except (ImportError, OSError, RuntimeError):  # built for another torch or without its libraries
         return None
 
 
-def _maker(fused_adam: Any) -> Callable[[Groups, OptimSpec], Any]:
+def _maker(found: Any) -> Callable[[Groups, OptimSpec], Any]:
     def make(groups: Groups, spec: OptimSpec) -> Any:
-        return fused_adam(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, adam_w_mode=True)
+        return found(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, adam_w_mode=True)
 
     return make
 

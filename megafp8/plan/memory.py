@@ -43,6 +43,7 @@ from megafp8.plan.shape import (
     tokens_of,
 )
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.optim import GROUP_BYTES, ITEM_BYTES, MOMENT_GROUP
 
 HEAD_CHUNK_TOKENS = 8192
@@ -235,8 +236,9 @@ def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
-    """Whether a linear keeps its input in the compute dtype, as torchao's linears do."""
-    return spec.precision.backend == "torchao" or "grad_weight" not in fp8_products(spec, linear)
+    """Whether a linear keeps its input in the compute dtype."""
+    traits = BACKENDS[spec.precision.backend]
+    return traits.keeps_inputs or "grad_weight" not in fp8_products(spec, linear)
 
 
 def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
@@ -407,7 +409,7 @@ def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
     recipe = spec.precision.fp8
     if recipe is None or recipe.params_in_fp8 or spec.parallel.fsdp is not None:
         return 0
-    if spec.precision.backend == "torchao":
+    if not BACKENDS[spec.precision.backend].copies_weights:
         return 0
     return sum(
         linear.weight_elements * len(fp8_products(spec, linear) & {"output", "grad_input"})

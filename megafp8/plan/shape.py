@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megafp8.specs import RunSpec
-from megafp8.specs.layer import LayerLinear, first_and_last_linear, layer_linears
+from megafp8.specs.backends import BACKENDS
+from megafp8.specs.layer import LayerLinear, layer_linears
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of, owners_of
 from megafp8.specs.precision import ModulePrecision
@@ -140,11 +141,8 @@ def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
     recipe = spec.precision.fp8
     if recipe is None:
         return HIGH_PRECISION
-    if spec.precision.backend == "torchao":  # its first and last linear stay out, unless named
-        ends = first_and_last_linear(spec.model.num_layers)
-        if linear in ends and not any(rule.matches(linear) for rule in recipe.modules):
-            return HIGH_PRECISION
-    return recipe.precision_of(linear)
+    traits = BACKENDS[spec.precision.backend]
+    return traits.precision_of(recipe, linear, spec.model.num_layers)
 
 
 def stages_of(spec: RunSpec, pipeline_rank: int) -> list[int]:

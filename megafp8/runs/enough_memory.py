@@ -19,6 +19,7 @@ from megafp8.parallel.agreement import gather, on_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.memory import RankMemory, rank_memory
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 
 CHECK = "MEGAFP8_MEMORY_CHECK"
 """The environment variable that, as `warn`, makes the refusal a warning, if the count is wrong."""
@@ -44,7 +45,7 @@ def needs_of(spec: RunSpec, memory: RankMemory) -> Needs:
     """
     held = memory.held
     own = held.total
-    if spec.precision.backend != "native":  # it may keep weights and scales in another form
+    if not BACKENDS[spec.precision.backend].is_counted:
         own = held.masters + held.moments + held.gradients
     data = _step_data(spec)
     drawn = _FP32 * memory.num_params

@@ -101,6 +101,13 @@ class AutoBackend:
 
     why_not_te: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Return for a header why this backend was chosen."""
+        if self.why_not_te is None:
+            return "chosen by model.fp8_backend=auto"
+        return f"not Transformer Engine: {self.why_not_te}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
@@ -125,7 +132,7 @@ class PrecisionSpec:
 
 
 class PlannedGemms(NamedTuple):
-    """Say which of a linear's three products will run in FP8, and why the others will not.
+    """Say which of the three products of a linear, or of a layer's, run in FP8.
 
     `flops` counts one product for one token; the three products are of the same size.
     """
@@ -133,4 +140,4 @@ class PlannedGemms(NamedTuple):
     name: str
     flops: int
     fp8: tuple[GemmName, ...]  # the products that run in FP8
-    reason: str  # why the other products do not
+    reasons: tuple[str, ...]  # why the other products do not, with their names

@@ -8,7 +8,7 @@ others, or both; which, its quantizer says (`rowwise_usage`, `columnwise_usage`)
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from megafp8.te_cpu.enums import FORMATS, ScaleFormat
 from megafp8.te_cpu.missing import missing
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
+# Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
+BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
+# Where they keep bytes and scales, of whole tensors and of blocks.
+MEMORY = (*BYTES, "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -27,6 +31,27 @@ def is_quantized(tensor: Any) -> bool:
     One kind is a subclass of `torch.Tensor`, which a parameter may be; the other one is not.
     """
     return hasattr(tensor, "_fp8_dtype")
+
+
+def bytes_of(tensor: Any) -> torch.Tensor | None:
+    """Return the bytes of a quantized tensor; None for one in high precision."""
+    if not is_quantized(tensor):
+        return None
+    for name in BYTES:
+        if (found := getattr(tensor, name, None)) is not None:
+            assert isinstance(found, torch.Tensor)
+            return found
+    return None
+
+
+def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose memory a tensor occupies; an ordinary one yields itself."""
+    if not is_quantized(tensor):
+        yield tensor
+        return
+    for name in MEMORY:
+        if isinstance(found := getattr(tensor, name, None), torch.Tensor):
+            yield found
 
 
 def kind_of(quantizer: Quantizer) -> str:

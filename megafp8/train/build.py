@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megafp8.backends import choose
-from megafp8.backends.te import weights as te_weights
+from megafp8.backends.protocol import Backend
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
@@ -18,18 +18,16 @@ from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.optim.stored_split import SplitStoredMasters
 from megafp8.optim.stored_zero import ShardedStoredMasters
-from megafp8.optim.zero import Fp8Weights, OwnFp8Weights, ShardedMasters
+from megafp8.optim.zero import ShardedMasters
 from megafp8.parallel.data import GradBucket, GradReducer, NotingSink, buckets_of
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.plan.shape import divides_elements
 from megafp8.precision.formats import DTYPES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
 from megafp8.precision.scaling import NoScaling, ScalingState
-from megafp8.precision.weights import StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
@@ -49,15 +47,15 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     compiled = None
     if spec.train.compile == "block":
         compiled = compile_layers(model, mesh.device, is_sharded=spec.parallel.fsdp is not None)
-    masters = make_masters(spec, mesh, model)
+    masters = make_masters(spec, mesh, model, backend)
     connect_gradients(spec, sinks, masters)
-    if spec.precision.backend == "te":
-        te_weights.sum_in_products(model, sinks.main)
+    backend.connect(model, sinks.main)
     scale = spec.precision.loss_scale
     return TrainState(
         model=model,
         masters=masters,
         optimizer=make_optimizer(spec, masters),
+        backend=backend,
         scaling=backend.scaling,
         streams=streams,
         sink=sinks.main,
@@ -70,6 +68,22 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         compiled=compiled,
         graphs=graphs,
     )
+
+
+def settle_backend(spec: RunSpec, mesh: Mesh) -> RunSpec:
+    """Return the spec with the backend that `auto` means here; all ranks call this together.
+
+    Raises:
+        ConfigError: The backend cannot run here.
+    """
+    spec = choose.settle(spec, mesh)
+    choose.check(spec, mesh.device)
+    return spec
+
+
+def check_on_cpu(spec: RunSpec) -> None:
+    """Raise `ConfigError` if a dry run cannot build the backend's layers on a CPU."""
+    choose.check(spec, torch.device("cpu"))
 
 
 def make_graphs(
@@ -133,55 +147,40 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     return Sinks(main, outer, reducer, deferring)
 
 
-def make_model(spec: RunSpec, mesh: Mesh, backend: choose.Backend) -> GPT | PipelinedGPT:
+def make_model(spec: RunSpec, mesh: Mesh, backend: Backend) -> GPT | PipelinedGPT:
     """Return the GPT, or this rank's stage of it, on its device; move the scaling state there."""
     parts = backend.parts
     model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
     model.to(mesh.device)
-    if isinstance(backend.scaling, ScalingState):
-        backend.scaling.to(mesh.device)
+    if isinstance(scaling := backend.scaling, ScalingState):
+        scaling.to(mesh.device)
     return model
 
 
-def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Masters:
+def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend) -> Masters:
     """Return the optimizer's master weights, whole or this rank's shard of them.
 
     They are in FP32, or in the formats of `spec.optim.storage`.
     """
     parallel = spec.parallel
-    in_fp8 = {
-        linear.weight: linear.weight_form
-        for linear in linears_of(model)
-        if isinstance(linear.weight_form, StoredFp8)
-    }
     masters: Masters
     if parallel.fsdp is not None:
         assert isinstance(model, GPT), "pipelines are refused"
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
     elif not spec.optim.storage.is_plain:
-        masters = make_stored_masters(spec, mesh, model, in_fp8)
+        masters = make_stored_masters(spec, mesh, model, backend)
     elif spec.optim.shards_states:
         masters = ShardedMasters(
             model.parameters(),
-            weights_in_fp8(spec, model, in_fp8),
+            backend.fp8_weights(model),
             mesh.data,
             bucket_bytes=parallel.grad_bucket_bytes,
             alone=tied_of(model),
         )
     else:
-        stores = {weight: form.store for weight, form in in_fp8.items()}
-        masters = Masters(model.parameters(), stores | te_weights.stores_of(model))
+        masters = Masters(model.parameters(), backend.stores(model))
     masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
-
-
-def weights_in_fp8(
-    spec: RunSpec, model: GPT | PipelinedGPT, own: Mapping[nn.Parameter, StoredFp8]
-) -> Fp8Weights:
-    """Return what keeps weights in FP8 where ranks have parts of their masters."""
-    if spec.precision.backend == "te":
-        return te_weights.TeFp8Weights(model)
-    return OwnFp8Weights(own)
 
 
 def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
@@ -191,20 +190,15 @@ def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
 
 
 def make_stored_masters(
-    spec: RunSpec,
-    mesh: Mesh,
-    model: GPT | PipelinedGPT,
-    in_fp8: Mapping[nn.Parameter, StoredFp8],
+    spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend
 ) -> StoredMasters:
     """Return master weights in the formats of `spec.optim.storage`, whole or those of a rank."""
     storage, size = spec.optim.storage, spec.parallel.grad_bucket_bytes
-    weights = [linear.weight for linear in linears_of(model)] + te_weights.weights_of(model)
-    params = list(model.parameters())
+    params, weights = list(model.parameters()), backend.weights(model)
     tied = tied_of(model)
     masters: StoredMasters
     if not spec.optim.shards_states:
-        stores = {weight: form.store for weight, form in in_fp8.items()}
-        stores |= te_weights.stores_of(model)
+        stores = backend.stores(model)
         masters = StoredMasters(params, storage, weights, stores, data=mesh.data, bucket_bytes=size)
     else:
         splits = divides_elements(spec)
@@ -212,28 +206,14 @@ def make_stored_masters(
             params,
             storage,
             weights,
-            weights_in_fp8(spec, model, in_fp8),
+            backend.fp8_weights(model),
             mesh.data,
             bucket_bytes=size,
             tied=tied,
             frees_grads=spec.optim.shards_grads,
         )
-    read_stored_weights(model, masters, DTYPES[spec.precision.compute])
-    te_weights.read_stored_weights(model, masters.own_weights)
+    backend.read_stored(model, masters.own_weights)
     return masters
-
-
-def read_stored_weights(
-    model: GPT | PipelinedGPT, masters: StoredMasters, compute_dtype: torch.dtype
-) -> None:
-    """Let linears read weights that are their own masters in few bits."""
-    for linear in linears_of(model):
-        if (stored := masters.own_weights.get(linear.weight)) is None:
-            continue
-        if linear.quantizer is None:
-            linear.weight_form = StoredFewPlain(stored, compute_dtype)
-        else:
-            linear.weight_form = StoredFew(stored, linear.quantizer, compute_dtype)
 
 
 def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:

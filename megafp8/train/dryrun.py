@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,15 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from megafp8 import torch_private
-from megafp8.backends import choose
-from megafp8.backends.te import dryrun as te_dryrun
-from megafp8.backends.te.tensors import memory_of
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.optim.stored import StoredMasters
 from megafp8.optim.stored_owned import OwnedStoredMasters
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
-from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.weights import CachedFp8, RecastFp8
 from megafp8.specs import RunSpec
-from megafp8.te_cpu.tensors import is_quantized
 from megafp8.torch_private import run_backward, storage_key
 from megafp8.train.build import build
 from megafp8.train.live_bytes import LiveBytes
@@ -107,10 +100,11 @@ def ranks_to_show(spec: RunSpec) -> list[int]:
 def simulated(spec: RunSpec, rank: int) -> Iterator[TrainState]:
     """Yield the parts of `rank`, on the meta device."""
     with simulated_rank(spec.parallel, rank) as mesh:
+        state = build(spec, mesh)
         try:
-            yield build(spec, mesh)
+            yield state
         finally:
-            choose.forget(spec)
+            state.backend.forget()
 
 
 def rank_share(spec: RunSpec, rank: int) -> RankShare:
@@ -127,9 +121,9 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
             layers=tuple(layers_of(state)),
             shapes=tuple(shapes_of(state)),
             num_params=sum(param.numel() for param in state.model.parameters()),
-            held=held_bytes(state, spec),
+            held=held_bytes(state),
             step=step_bytes(state, spec),
-            linears=None if recipe is None else linear_flops(state.model, recipe),
+            linears=None if recipe is None else linear_flops(state.backend.planned(state.model)),
         )
 
 
@@ -143,7 +137,7 @@ def whole_layout(spec: RunSpec) -> Layout:
         with simulated(spec, stage * each) as state:
             num_params += logical_params(state)
             if spec.precision.fp8 is not None:
-                stages.append(linear_flops(state.model, spec.precision.fp8))
+                stages.append(linear_flops(state.backend.planned(state.model)))
             if orders is None and parallel.pp > 1:
                 orders = orders_of(state, parallel.pp, num_microbatches)
     num_stages = parallel.pp * parallel.pipeline.stages_per_rank
@@ -180,21 +174,18 @@ def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[i
     for param in state.model.parameters():
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
-            dtype = "fp8" if is_quantized(param) else str(param.dtype).removeprefix("torch.")
+            is_plain = any(memory is param for memory in state.backend.memory_of(param))
+            dtype = str(param.dtype).removeprefix("torch.") if is_plain else "fp8"
             yield piece.name, piece.global_shape, local, dtype
 
 
-def held_bytes(state: TrainState, spec: RunSpec) -> HeldBytes:
-    """Return the bytes of the state, each storage once; its tensors may be real or meta ones.
-
-    Transformer Engine keeps its own scales and histories on a GPU. The tables that mirror them are
-    in the memory of the CPU.
-    """
+def held_bytes(state: TrainState) -> HeldBytes:
+    """Return the bytes of the state, each storage once; its tensors may be real or meta ones."""
     seen: set[int] = set()
 
     def own(tensors: Iterable[torch.Tensor]) -> int:
         total = 0
-        for memory in (memory for tensor in tensors for memory in memory_of(tensor)):
+        for memory in (memory for x in tensors for memory in state.backend.memory_of(x)):
             storage = memory.untyped_storage()
             key = storage_key(storage)
             if key not in seen:
@@ -203,18 +194,13 @@ def held_bytes(state: TrainState, spec: RunSpec) -> HeldBytes:
         return total
 
     masters = state.masters
-    tables = state.scaling.tables if isinstance(state.scaling, ScalingState) else {}
-    scaling = [tensor for table in tables.values() for tensor in table.tensors().values()]
-    if spec.precision.backend == "te":
-        mirror = scaling if spec.parallel.accelerator == "cpu" else []
-        scaling = [*mirror, *te_dryrun.scaling_tensors(state.model)]
     moments = (state.optimizer.state_tensors(name) for name in ("exp_avg", "exp_avg_sq"))
     return HeldBytes(
         weights=own(state.model.parameters()),
         masters=own(masters.masters),
         moments=own(tensor for tensors in moments for tensor in tensors),
         gradients=own([*masters.own_grads, *masters.param_grads, *masters.grads]),
-        scaling=own(scaling),
+        scaling=own(state.backend.scaling_tensors(state.model)),
     )
 
 
@@ -225,7 +211,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     microbatches before it are there from its beginning.
     """
     count = spec.train.num_microbatches(state.mesh.dp.size)
-    alive = LiveBytes("meta")
+    alive = LiveBytes("meta", state.backend.memory_of)
     alive.watch(freed_gradients(state))
     state.sink.begin_step()
     state.masters.begin_step()
@@ -237,15 +223,12 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     state.scaling.begin_microbatch(0)
     kept: dict[int, int] = {}
     most = with_gradients = 0
-    te_layers: AbstractContextManager[None] = nullcontext()
-    if spec.precision.backend == "te":
-        on_gpu = spec.parallel.accelerator == "gpu"
-        te_layers = te_dryrun.without_values(state.model, on_gpu=on_gpu)
+    without_values = state.backend.without_values(state.model)
     if spec.parallel.accelerator == "gpu":
         for gpt in stages_of(state).values():
             if gpt.has_head:
                 setattr(gpt.head_loss, "loss_of_chunk", _loss_by_kernel)  # noqa: B010
-    with MetaKernels(spec.parallel.accelerator), te_layers, alive:
+    with MetaKernels(spec.parallel.accelerator), without_values, alive:
         for gpt in stages_of(state).values():
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
         gc.collect()  # graphs of autograd that refer to themselves are not copies of weights
@@ -269,11 +252,10 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     pp, in_flight = state.mesh.pp.size, max(kept.values())
     if pp > 1:
         in_flight = most_held(orders_of(state, pp, count)[state.mesh.pp.rank], kept)
-    on_gpu = spec.parallel.accelerator == "gpu" and spec.precision.backend == "native"
-    copies = tensor_core_copies(state) if on_gpu else made
+    copies = state.backend.weight_copies(state.model)
     return StepBytes(
         kept=kept,
-        weight_copies=copies,
+        weight_copies=made if copies is None else copies,
         one_microbatch=most,
         in_flight=in_flight,
         has_graphs=spec.train.cuda_graph,
@@ -298,20 +280,6 @@ def _loss_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the tensors of `HeadLoss.loss_of_chunk` on a GPU: the gradient is over the logits."""
     return logits_CV.new_zeros((), dtype=torch.float32), logits_CV if with_grad else None
-
-
-def tensor_core_copies(state: TrainState) -> int:
-    """Return the bytes of the FP8 copies of weights that tensor cores read.
-
-    A weight has one in each orientation in which a product in FP8 reads it. A weight that is kept
-    in FP8 only has no copy.
-    """
-    return sum(
-        linear.weight.numel() * len({"output", "grad_input"}.intersection(quantizer.fp8_gemms))
-        for linear in linears_of(state.model)
-        if isinstance(linear.weight_form, CachedFp8 | RecastFp8)
-        and (quantizer := linear.quantizer) is not None
-    )
 
 
 def stages_of(state: TrainState) -> dict[int, GPT]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.backends.te.tensors import memory_of
 from megafp8.torch_private import TorchDispatchMode, storage_key, tree_leaves
+
+MemoryOf = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
 
 class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that are made inside this context and still exist.
 
-    With `device` only those on devices of this type count. Peaks are those since `begin`.
+    With `device` only those on devices of this type count. `memory_of` returns the tensors whose
+    memory a tensor occupies, as `Backend.memory_of` does. Peaks are those since `begin`.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, memory_of: MemoryOf = lambda x: (x,)) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+        self.device, self._memory_of = device, memory_of
         self.most = 0
         self.most_with_watched = 0
         self._watched: list[torch.UntypedStorage] = []
@@ -51,9 +53,9 @@ class LiveBytes(TorchDispatchMode):
         return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set(map(storage_key, _storages((args, kwargs))))
+        given = set(map(storage_key, self._storages((args, kwargs))))
         out = func(*args, **(kwargs or {}))
-        for storage in _storages(out):
+        for storage in self._storages(out):
             key = storage_key(storage)
             if self.device not in (None, storage.device.type):
                 continue
@@ -67,7 +69,6 @@ class LiveBytes(TorchDispatchMode):
             self.most_with_watched = max(self.most_with_watched, now + more)
         return out
 
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return [memory.untyped_storage() for tensor in tensors for memory in memory_of(tensor)]
+    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+        return [memory.untyped_storage() for x in tensors for memory in self._memory_of(x)]

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from megafp8 import __version__
-from megafp8.backends import choose
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.config.resume import LAST_IN_EFFECT
@@ -42,7 +41,7 @@ from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import load, state_dict
-from megafp8.train.build import build
+from megafp8.train.build import build, settle_backend
 from megafp8.train.load import start_from
 from megafp8.train.loop import save, train
 from megafp8.train.process import StopRequest, TimeLimit, prepare_process
@@ -84,8 +83,7 @@ def pretrain(
     mesh = join(spec.parallel)  # a signal ends ranks that still wait: no run has begun
     with StopRequest() as stop:
         try:
-            spec = choose.settle(spec, mesh)
-            choose.check(spec, mesh.device)
+            spec = settle_backend(spec, mesh)
             prepare_process(
                 mesh.device,
                 fp32=spec.precision.compute == "fp32",

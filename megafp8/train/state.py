@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megafp8.backends.protocol import Backend
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
@@ -29,6 +30,7 @@ class TrainState:
     model: GPT | PipelinedGPT
     masters: Masters
     optimizer: AdamW
+    backend: Backend
     scaling: ScalingState | NoScaling
     streams: RandomStreams
     sink: MainGradSink

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.backends.te.state import TeScaling
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.meta import COUNTS, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
@@ -153,8 +152,7 @@ def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
         notify(line)
     if isinstance(state.scaling, ScalingState):
         load_scaling(reader, state, notify)
-        if isinstance(state.scaling, TeScaling):
-            state.scaling.push()
+        state.backend.after_load()
     for line in _load_factors(reader, state):
         notify(line)
     if "rng/torch" in reader.names():

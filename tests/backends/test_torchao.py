@@ -223,7 +223,7 @@ def test_gemms_are_counted_by_what_they_ran_in(name: str) -> None:
 @EACH
 def test_the_planned_share_is_the_counted_one(recipe: Fp8Recipe) -> None:
     state = run_of(recipe)
-    share = precision_share(state.model, gpt_spec(), recipe)
+    share = precision_share(state, gpt_spec())
     require_fp8(share)
     assert any("layers.0.attention.qkv, layers.1.mlp.fc2 (first or last" in t for t in share.higher)
     train_step(state, [microbatch(1)])

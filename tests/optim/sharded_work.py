@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megafp8.backends.te.tensors import memory_of
 from megafp8.models.gpt import GPT
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import LossScaleSpec, ParallelSpec
+from megafp8.te_cpu.tensors import memory_of
 from megafp8.train.build import build
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.report.header import StateBytes, bytes_of

@@ -9,7 +9,6 @@ from megafp8.train.dryrun import held_bytes
 from megafp8.train.step import train_step
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank
-from tests.tiny import run_spec
 
 
 class Measured(NamedTuple):
@@ -32,7 +31,7 @@ def second_step(case: Case) -> Measured:
     train_step(state, case.microbatches(1, mesh))
     after = mesh.traffic.num_bytes
     sent = {key: n - before.get(key, 0) for key, n in after.items() if n > before.get(key, 0)}
-    held = held_bytes(state, run_spec(parallel=case.parallel))
+    held = held_bytes(state)
     # FSDP's parameters are its masters; to torch they have the size of the whole tensors.
     weights = 0 if case.parallel.fsdp is not None else held.weights
     return Measured(sent, held.total - held.weights + weights)

@@ -96,7 +96,7 @@ def of_a_rank(spec: RunSpec, planned: dict[int, int]) -> dict[str, Any]:
     """
     state, held = built(spec)
     kept = {}
-    with LiveBytes() as watched:
+    with LiveBytes(memory_of=state.backend.memory_of) as watched:
         for index, gpt in stages_of(state).items():
             output = forward(gpt, spec, state)
             until = time.monotonic() + PATIENCE_SECONDS

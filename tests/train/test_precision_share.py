@@ -42,7 +42,7 @@ def test_the_names_of_linears_are_those_of_the_model(shape: dict[str, Any]) -> N
 def test_planned_share_is_the_counted_one(changes: dict[str, Any]) -> None:
     recipe = Fp8Recipe(**changes)
     state = build_run(compute="bf16", fp8=recipe)
-    share = precision_share(state.model, gpt_spec(), recipe)
+    share = precision_share(state, gpt_spec())
     train_step(state, [microbatch(1)])
     flops = {key: n for key, n in state.counter.flops.items() if key[1] != "attention"}
     counted = sum(n for (precision, _), n in flops.items() if precision == "fp8")
@@ -57,7 +57,7 @@ def test_what_stays_higher_is_named_with_its_reason() -> None:
     )
     recipe = Fp8Recipe(modules=rules, high_precision_gemms=frozenset({"grad_weight"}))
     state = build_run(compute="bf16", fp8=recipe)
-    text = "; ".join(precision_share(state.model, gpt_spec(), recipe).higher)
+    text = "; ".join(precision_share(state, gpt_spec()).higher)
     assert "layers.0.mlp.fc2, layers.1.mlp.fc2 (model.fp8_modules)" in text
     assert "layers.0.mlp.fc1 (model.first_last_layers_bf16)" in text
     assert "(grad_weight, chosen by product)" in text
@@ -66,7 +66,7 @@ def test_what_stays_higher_is_named_with_its_reason() -> None:
 def test_ranks_together_hold_the_model() -> None:
     """FLOPs of two stages, two ranks and two replicas are summed; names and head appear once."""
     recipe = Fp8Recipe(modules=(ModuleRule("layers.1.*", "high_precision"),))
-    whole = precision_share(build_run(compute="bf16", fp8=recipe).model, gpt_spec(), recipe)
+    whole = precision_share(build_run(compute="bf16", fp8=recipe), gpt_spec())
     quarter = LinearFlops(whole.fp8_flops // 2, whole.fp8_flops // 2, {})
     other = LinearFlops(0, whole.fp8_flops // 2, {"model.fp8_modules": ["layers.1.mlp.fc1"]})
     ranks = [quarter, quarter, other, other] * 2
@@ -79,4 +79,4 @@ def test_fp8_that_is_nowhere_does_not_start() -> None:
     recipe = Fp8Recipe(modules=(ModuleRule("*", "high_precision"),))
     state = build_run(compute="bf16", fp8=recipe)
     with pytest.raises(ConfigError, match="no product would run in FP8"):
-        require_fp8(precision_share(state.model, gpt_spec(), recipe))
+        require_fp8(precision_share(state, gpt_spec()))

@@ -161,7 +161,8 @@ class TeLayer(nn.Module):
         linears = layer_linears(self.spec, self.index)
         flops = 2 * sum(linear.weight_elements for linear in linears) // self.tp_size
         fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
-        return PlannedGemms(f"layers.{self.index}", flops, fp8, "chosen by name")
+        reasons = () if self.in_fp8 else (f"{', '.join(GEMMS)}, chosen by name",)
+        return PlannedGemms(f"layers.{self.index}", flops, fp8, reasons)
 
     def _count_attention(
         self, x_BSD: torch.Tensor, out_BSD: torch.Tensor, *, is_recomputed: bool

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -175,17 +174,3 @@ def describe(version: str) -> str:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def fused_adam() -> Any | None:
-    """Return the class, or None where the package is missing or lacks it.
-
-    The first import takes seconds.
-    """
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    try:
-        from transformer_engine.pytorch.optimizers import FusedAdam
-    except (ImportError, OSError, RuntimeError):  # built for another torch or without its libraries
-        return None
-    return FusedAdam

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.backends.te.tensors import bytes_of
 from megafp8.precision.formats import DTYPE_NAMES
 from megafp8.precision.gemm import GemmCounter
 from megafp8.specs.traits import GemmName
+from megafp8.te_cpu.tensors import bytes_of
 
 # By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
 # input.

@@ -1,6 +1,6 @@
 """Keep the weights of Transformer Engine's layers in FP8 alone (`fp8_params`), in each layout.
 
-    Replicated optimizer   a weight's own `copy_` quantizes its whole master (`stores_of`)
+    Replicated optimizer   a weight's own `copy_` quantizes its whole master (`TeBackend.stores`)
     ZeRO-1                 ranks have parts of masters, which Transformer Engine's function for
                            distributed optimizers quantizes (`TeFp8Weights`)
     FSDP                   ranks have rows of masters, cast before each gather (`TeGatheredFp8`)
@@ -11,20 +11,17 @@ each whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
-from megafp8.backends.te.lent import LentWeights
 from megafp8.backends.te.names import TeNames
+from megafp8.optim.zero import MasterPart
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
-from megafp8.precision.grad_sink import MainGradSink, ScaledGradSink
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.te_cpu.tensors import is_quantized
 
 # Elements that one block of threads computes, as Transformer Engine calls its functions.
@@ -56,65 +53,6 @@ def fp8_weights(model: nn.Module) -> dict[nn.Parameter, TeLayer]:
     }
 
 
-def stores_of(model: nn.Module) -> dict[nn.Parameter, Callable[[torch.Tensor], None]]:
-    """Return, for each weight that Transformer Engine keeps in FP8, what writes a master into it.
-
-    The master is rounded to the compute dtype, as ours are, and written by the weight's `copy_`.
-    """
-
-    def store(param: nn.Parameter, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
-        def into_fp8(master: torch.Tensor) -> None:
-            param.copy_(master.to(dtype))
-
-        return into_fp8
-
-    return {param: store(param, layer.dtype) for param, layer in fp8_weights(model).items()}
-
-
-def sum_in_products(model: nn.Module, sink: MainGradSink) -> None:
-    """Let Transformer Engine's products add gradients to the sums of `sink`, unrounded.
-
-    In a dry run autograd delivers them.
-    """
-    for layer in layers_in(model):
-        if layer.summed_in_products:
-            sink.sum_in_products(layer.summed_in_products)
-            layer.begin_products = partial(sink.begin_products, layer.summed_in_products)
-        elif isinstance(sink, ScaledGradSink):
-            sink.collect(layer.weights)
-
-
-def weights_of(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of the linears in Transformer Engine's layers."""
-    return [weight for layer in layers_in(model) for weight in layer.weights]
-
-
-def read_stored_weights(model: nn.Module, stored: Mapping[nn.Parameter, ScaledTensor]) -> None:
-    """Let Transformer Engine's layers read weights that are their own masters in few bits."""
-    for layer in layers_in(model):
-        own = {weight: stored[weight] for weight in layer.weights if weight in stored}
-        layer.stored = LentWeights(own, layer.dtype)
-
-
-class Part(Protocol):
-    """Describe the part of a weight's FP32 master that this rank owns, flat."""
-
-    @property
-    def param(self) -> nn.Parameter:
-        """Return the weight."""
-        ...
-
-    @property
-    def begin(self) -> int:
-        """Return the number of the part's first element, in the weight's memory order."""
-        ...
-
-    @property
-    def master(self) -> torch.Tensor:
-        """Return the values, FP32."""
-        ...
-
-
 class TeFp8Weights:
     """Keeps Transformer Engine's weights in FP8 where each rank has parts of their masters."""
 
@@ -132,7 +70,7 @@ class TeFp8Weights:
         self._names(param).tensor_utils.replace_raw_data(param, place.view(param.shape))
 
     @torch.no_grad()
-    def store(self, parts: Sequence[Part], shards: Axis) -> None:
+    def store(self, parts: Sequence[MasterPart], shards: Axis) -> None:
         """Quantize this rank's parts into the row-wise bytes, and agree on the amaxes.
 
         Transformer Engine's own function does both. It also drops the bytes in the other

@@ -8,33 +8,21 @@ never in FP8 and not included here; summary.json has the counted fraction with a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from megafp8.backends.te.layer import TeLayer
-from megafp8.backends.te.state import TeScaling
-from megafp8.backends.torchao import TorchaoLinear
 from megafp8.errors import ConfigError
 from megafp8.files import Warn
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.parallel.parts import linears_of
-from megafp8.precision.engine import Engine
-from megafp8.precision.formats import DTYPE_NAMES
-from megafp8.precision.gemm import wide_dtype
 from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
-from megafp8.precision.kernels.compile import library
-from megafp8.precision.linear import Linear
 from megafp8.precision.scaling import ScalingState
-from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
+from megafp8.specs import GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
-from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of, traits_of
+from megafp8.specs.recipes import traits_of
 from megafp8.train.state import TrainState
 
 
@@ -97,34 +85,21 @@ def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
     recipe = spec.precision.fp8
     if recipe is None:
         return None
-    parts = gather(state.mesh, linear_flops(state.model, recipe))
+    parts = gather(state.mesh, linear_flops(state.backend.planned(state.model)))
     share = share_of_ranks(parts, spec.model, state.mesh.data.size)
     require_fp8(share)
     return share
 
 
-def linear_flops(model: nn.Module, recipe: Fp8Recipe) -> LinearFlops:
-    """Return the FLOPs of one rank's model, of our own linears and of other backends' modules."""
+def linear_flops(planned: Iterable[PlannedGemms]) -> LinearFlops:
+    """Return the FLOPs of linears, in FP8 and in all."""
     fp8 = total = 0
     reasons: dict[str, list[str]] = defaultdict(list)
-    for linear in linears_of(model):
-        flops = 2 * linear.weight.numel()
-        total += flops * len(GEMMS)
-        if linear.quantizer is None:
-            reasons[_why(linear, recipe)].append(linear.name)
-            continue
-        fp8 += flops * len(linear.quantizer.fp8_gemms)
-        for gemm in GEMMS:
-            if not linear.quantizer.is_fp8(gemm):
-                own = find_recipe(recipe.precision_of(linear.name)).traits.high_precision
-                why = "model.fp8_recipe" if gemm in own else "chosen by product"
-                reasons[f"{gemm}, {why}"].append(linear.name)
-    for planned in _planned(model):
-        total += planned.flops * len(GEMMS)
-        fp8 += planned.flops * len(planned.fp8)
-        if len(planned.fp8) < len(GEMMS):
-            missing = ", ".join(gemm for gemm in GEMMS if gemm not in planned.fp8)
-            reasons[f"{missing}, {planned.reason}"].append(planned.name)
+    for linear in planned:
+        total += linear.flops * len(GEMMS)
+        fp8 += linear.flops * len(linear.fp8)
+        for reason in linear.reasons:
+            reasons[reason].append(linear.name)
     return LinearFlops(fp8, total, dict(reasons))
 
 
@@ -139,66 +114,10 @@ def require_fp8(share: PrecisionShare) -> None:
         )
 
 
-def _why(linear: Linear, recipe: Fp8Recipe) -> str:
-    rule = next((rule for rule in recipe.modules if rule.matches(linear.name)), None)
-    return "first or last, kept by torchao's default" if rule is None else rule.source
-
-
-def _planned(model: nn.Module) -> Iterator[PlannedGemms]:
-    for module in model.modules():
-        if isinstance(module, TorchaoLinear | TeLayer):
-            yield module.planned()
-
-
 def _names(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{len(names)} linears, {names[0]} to {names[-1]}"
-
-
-def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:
-    """Return a description of the kernels that run the recipe's products and casts on `device`.
-
-    `engine` is the scaling state's; `work` is the dtype of the products' results.
-    """
-    named = [recipe.name, *(rule.precision for rule in recipe.modules)]
-    recipes = [name for name in dict.fromkeys(named) if name != HIGH_PRECISION]
-    in_hardware = [
-        all(
-            layout is not None and engine.multiplies(layout, work)
-            for layout in find_recipe(name).traits.layouts
-        )
-        for name in recipes
-    ]
-    wide = DTYPE_NAMES[wide_dtype(device, work)].upper()
-    kinds = " and ".join(dict.fromkeys(find_recipe(name).traits.kind for name in recipes))
-    over = f"{kinds} bytes"
-    if kinds == "simulated":
-        wide, over = "FP32", "the values of the rule"
-    cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over {over}"
-    if all(in_hardware):
-        products = cores
-    elif not any(in_hardware):
-        products = emulated
-    else:
-        mixed = zip(recipes, in_hardware, strict=True)
-        products = ", ".join(f"{label_of(name)} on {cores}" for name, runs in mixed if runs)
-        products += f", the others {emulated}"
-    casts = _caster(engine, device)
-    in_torch = [name for name in recipes if not find_recipe(name).has_kernels()]
-    if in_torch and casts != "torch":
-        casts = (
-            "torch"
-            if len(in_torch) == len(recipes)
-            else f"{casts}, of {label_of(in_torch[0])} in torch"
-        )
-    return f"{products}, casts in {casts}"
-
-
-def _caster(engine: Engine, device: torch.device) -> str:
-    if engine.uses_triton:
-        return "Triton"
-    return "C" if device.type == "cpu" and library().lib is not None else "torch"
 
 
 MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
@@ -216,11 +135,10 @@ class HealthLog:
         """
         self._state, self._spec, self._warn = state, spec, warn
         self._probe: HealthProbe | TableProbe | None = None
-        if isinstance(state.scaling, TeScaling) and spec.mode != "off":
-            self._probe = TableProbe(state.scaling)
-        elif isinstance(state.scaling, ScalingState) and spec.mode != "off":
-            if state.graphs is not None and spec.reads_tables(state.scaling.recipe):
-                self._probe = TableProbe(state.scaling)  # so that logged steps replay, too
+        if isinstance(state.scaling, ScalingState) and spec.mode != "off":
+            replays = state.graphs is not None and spec.reads_tables(state.scaling.recipe)
+            if replays or not state.backend.shows_casts:  # logged steps replay, too
+                self._probe = TableProbe(state.scaling)
             else:
                 self._probe = HealthProbe(state.scaling, spec.mode)
         self._file: MetricsFile | None = None

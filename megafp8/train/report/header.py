@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.backends import choose
-from megafp8.backends.te.tensors import memory_of
 from megafp8.hardware import bf16, cpu
 from megafp8.hardware.peak import measured_tflops
 from megafp8.models.init import pieces_of
@@ -29,7 +27,8 @@ from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
-from megafp8.train.report.fp8 import PrecisionShare, kernels_of
+from megafp8.train.live_bytes import MemoryOf
+from megafp8.train.report.fp8 import PrecisionShare
 from megafp8.train.state import TrainState
 
 
@@ -135,7 +134,7 @@ def _fp8_share(spec: RunSpec, state: TrainState, share: PrecisionShare | None) -
     kind = find_recipe(spec.precision.fp8.name).traits.kind
     return [
         f"{kind}: {share.share:.1%} of the GEMM FLOPs of a step without attention "
-        f"({fp8_kernel(spec, state)}); in higher precision: {'; '.join(share.higher)}"
+        f"({state.backend.kernel()}); in higher precision: {'; '.join(share.higher)}"
     ]
 
 
@@ -185,7 +184,8 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
     moments = [state.optimizer.stored_states(name) for name in STATES]
     for row, segment in enumerate(masters.segments):
         if segment.param in masters.linears:
-            held = [masters.masters[row], masters.grads[row], *_weight_of(segment)]
+            weight = _weight_of(segment, state.backend.memory_of)
+            held = [masters.masters[row], masters.grads[row], *weight]
             held += [tensor for each in moments for tensor in each[row].held]
             total += storage_bytes_of_views(held)
             num_params += segment.end - segment.begin
@@ -208,7 +208,7 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
     return [f"{line}: {total / num_params:.1f} bytes a parameter of the linears"]
 
 
-def _weight_of(segment: Segment) -> list[torch.Tensor]:
+def _weight_of(segment: Segment, memory_of: MemoryOf) -> list[torch.Tensor]:
     """Return the weights of a segment; Transformer Engine may keep FP8 bytes in two orientations.
 
     Their scales are left out.
@@ -249,15 +249,15 @@ def smoke_options(spec: RunSpec) -> list[str]:
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """Return the number formats of a run, and the kernels that run them on this machine."""
-    parts = [_formats_of(spec, state)]
+    parts = [part for part in (_formats_of(spec), state.backend.describe()) if part]
     if spec.precision.compute == "bf16" and bf16.fp32_products(state.mesh.device):
         parts.append(f"BF16 values, FP32 products: {cpu.why_not()}")
-    if chosen := choose.describe_choice(spec):
-        parts.append(chosen)
+    if spec.precision.auto is not None:
+        parts.append(spec.precision.auto.text)
     return "; ".join(parts)
 
 
-def _formats_of(spec: RunSpec, state: TrainState) -> str:
+def _formats_of(spec: RunSpec) -> str:
     compute = spec.precision.compute.upper()
     if not spec.precision.half_weights:
         compute += " GEMMs over FP32 weights and residual stream"
@@ -267,19 +267,8 @@ def _formats_of(spec: RunSpec, state: TrainState) -> str:
         compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
     if recipe is None:
-        if spec.precision.backend == "te":
-            return f"{compute}; {choose.describe(spec, state.mesh.device)}"
         return compute
-    numbers = numbers_of(recipe)
-    device = state.mesh.device
-    if spec.precision.backend != "native":
-        what = f"{numbers}, in QKV, projection, FC1, FC2; the rest {compute}"
-        return f"{what}; {choose.describe(spec, device)}"
-    work = DTYPES[spec.precision.compute]
-    return (
-        f"{numbers}, in QKV, projection, FC1, FC2; the rest {compute}; native, "
-        f"{kernels_of(recipe, state.scaling.engine, device, work)}"
-    )
+    return f"{numbers_of(recipe)}, in QKV, projection, FC1, FC2; the rest {compute}"
 
 
 def numbers_of(recipe: Fp8Recipe) -> str:
@@ -291,16 +280,6 @@ def numbers_of(recipe: Fp8Recipe) -> str:
         return f"{traits.kind} {name}, E2M1"
     formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
     return f"{traits.kind} {name}, {formats}"
-
-
-def fp8_kernel(spec: RunSpec, state: TrainState) -> str:
-    """Return backend and kernel of the FP8 products, such as `native emulated`."""
-    recipe, device = spec.precision.fp8, state.mesh.device
-    if spec.precision.backend != "native" or recipe is None:
-        return choose.fp8_kernel(spec, device)
-    kernels = kernels_of(recipe, state.scaling.engine, device, DTYPES[spec.precision.compute])
-    kinds = [kind for kind in ("tensor cores", "emulated") if kind in kernels]
-    return f"native {' and '.join(kinds)}"
 
 
 @dataclass(frozen=True)
@@ -320,7 +299,7 @@ def bytes_of(state: TrainState) -> StateBytes:
     """Return the bytes that this rank's state takes, counted in its tensors."""
     masters, optimizer = state.masters, state.optimizer
     return StateBytes(
-        weights=storage_bytes(t for param in masters.held_params for t in memory_of(param)),
+        weights=storage_bytes(t for p in masters.held_params for t in state.backend.memory_of(p)),
         masters=storage_bytes(masters.masters),
         moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
         gradients=storage_bytes([*masters.own_grads, *masters.param_grads, *masters.grads]),

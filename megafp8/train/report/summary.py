@@ -23,7 +23,7 @@ from megafp8.runs.data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
-from megafp8.train.report.header import fp8_kernel, precision_of
+from megafp8.train.report.header import precision_of
 from megafp8.train.run import Run
 from megafp8.train.validate import validate, validated_tokens
 
@@ -153,10 +153,7 @@ def _counted(run: Run) -> dict[str, object]:
     attention = sum(n for (_, place), n in counter.flops.items() if place == "attention")
     gemms = max(1, sum(totals.values()) - attention)
     in_fp8 = totals.get("fp8", 0)
-    if spec.precision.backend == "native":
-        by_kernel = {f"native {kind}": n / gemms for kind, n in counter.fp8_backends.items()}
-    else:
-        by_kernel = {fp8_kernel(spec, state): in_fp8 / gemms}
+    by_kernel = {kernel: n / gemms for kernel, n in state.backend.fp8_flops(counter).items()}
     return {
         "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
         "fp8_share_planned": 0.0 if share is None else share.share,

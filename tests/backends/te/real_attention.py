@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.backends import choose
+from megafp8.backends.te import backend as te_backend
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.names import load
 from megafp8.specs.precision import AttentionInFp8
@@ -39,7 +39,7 @@ def run_with(attention: AttentionInFp8, monkeypatch: pytest.MonkeyPatch) -> Trai
     MANAGER.reset()
     make = te_recipe.make
     with monkeypatch.context() as patch:
-        patch.setattr(choose, "attention_in_fp8", lambda spec, device: attention)
+        patch.setattr(te_backend, "attention_in_fp8", lambda spec, device: attention)
         patch.setattr(te_recipe, "make", lambda recipe, module, asked: make(recipe, module))
         return run_of("te", DELAYED)
 
@@ -94,7 +94,7 @@ def test_linears_that_are_asked_for_fp8_have_a_row(
     ask the first, for which reason settings with both are refused."""
     MANAGER.reset()
     with monkeypatch.context() as patch:
-        patch.setattr(choose, "attention_in_fp8", lambda spec, device: attention)
+        patch.setattr(te_backend, "attention_in_fp8", lambda spec, device: attention)
         state = run_of("te", DELAYED, position_embedding_type=positions)
     module: Any = state.model.get_submodule("layers.0.layer.self_attention")
     if "fp8_output" not in inspect.signature(module.core_attention.forward).parameters:

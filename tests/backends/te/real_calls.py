@@ -176,7 +176,7 @@ def test_a_layer_out_of_fp8_runs_in_a_region_of_its_own(calls: Calls) -> None:
     step(state, 0)
     assert [given["enabled"] for given in calls.named("region")] == [True, False, True, False]
     assert {name.split(".")[1] for name in state.scaling.tables["forward"].names} == {"0"}
-    share = precision_share(state.model, MODEL, DELAYED)
+    share = precision_share(state, MODEL)
     assert any("layers.1 (output, grad_input, grad_weight, chosen" in t for t in share.higher)
 
 

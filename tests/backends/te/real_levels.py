@@ -25,7 +25,6 @@ from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.lent import Lent
-from megafp8.backends.te.tensors import memory_of
 from megafp8.models.init import pieces_of
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.mesh import single_rank
@@ -33,7 +32,7 @@ from megafp8.specs import Fp8Recipe, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.tensors import is_quantized
+from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.dryrun import held_bytes, simulated
@@ -312,10 +311,10 @@ def test_bytes_a_linear_parameter_are_the_tables(level: str) -> None:
 def test_a_dry_run_holds_the_bytes_of_a_run(level: str) -> None:
     """All but the scales; at O1 and O2 also as our own engine holds them."""
     run = spec_at(level)
-    held = held_bytes(at_level(level), run)
-    ours = held_bytes(at_level(level, "native"), spec_at(level, "native"))
+    held = held_bytes(at_level(level))
+    ours = held_bytes(at_level(level, "native"))
     with simulated(run, 0) as state:
-        dry = held_bytes(state, run)
+        dry = held_bytes(state)
     for kind in ("weights", "masters", "moments", "gradients"):
         live = getattr(held, kind)
         assert getattr(dry, kind) == live > 0, kind

@@ -513,7 +513,7 @@ def test_auto_needs_an_fp8_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     settled = choose.settle(auto_spec(DELAYED), mesh)
     assert settled.precision.backend == "native"
-    assert "compute capability 8.9" in choose.describe_choice(settled)
+    assert "compute capability 8.9" in precision_of(settled, build(settled, single_rank()))
     assert choose.settle(auto_spec(None), mesh).precision.backend == "te"
 
 
@@ -524,9 +524,12 @@ def test_check_loads_it_and_says_what_runs() -> None:
     )
     device = torch.device("cpu")
     choose.check(spec, device)
-    text = choose.describe(spec, device)
-    assert text == f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
-    assert choose.fp8_kernel(spec, device) == "te emulated"
+    backend = build(spec, single_rank()).backend
+    assert (
+        backend.describe()
+        == f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
+    )
+    assert backend.kernel() == "te emulated"
 
 
 @pytest.mark.parametrize("window", [12, 16])

@@ -57,7 +57,8 @@ def test_auto_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     mesh = single_rank(torch.device("cuda"))
     settled = choose.settle(dataclasses.replace(spec, precision=precision), mesh)
-    line = choose.describe_choice(settled)
+    assert settled.precision.auto is not None
+    line = settled.precision.auto.text
     assert settled.precision.backend == "native" and line.startswith("not Transformer Engine: ")
     for word in ("tanh form", "pre-norm", "NVTE_UNFUSED_FP8_UPDATE=1", "is not installed"):
         assert word in line, line

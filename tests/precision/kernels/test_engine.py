@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.backends.native import kernels_of
 from megafp8.precision.engine import EMULATED, LAYOUTS, Engine, engine_of
 from megafp8.precision.formats import E4M3, E5M2
 from megafp8.precision.gemm import GemmCounter, gemm
@@ -26,7 +27,6 @@ from megafp8.precision.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, RecipeName
 from megafp8.specs.recipes import RECIPES
-from megafp8.train.report.fp8 import kernels_of
 from megafp8.train.step import train_step
 from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
 from tests.precision.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu

@@ -1,0 +1,62 @@
+"""State what packages without torch must know of a backend: its bytes, its limits and its words.
+
+This is the part without torch of `megafp8/backends/protocol.py`. What Transformer Engine's layers
+cannot do is the table of `megafp8/config/te_layers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megafp8.specs.layer import first_and_last_linear
+from megafp8.specs.precision import BackendName, Fp8Recipe, ModulePrecision
+from megafp8.specs.recipes import HIGH_PRECISION
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits:
+    """Describe a backend to plan and checks.
+
+    Attributes:
+        note: For which backend's layers the figures of a plan hold.
+        keeps_inputs: Whether its linears keep their inputs in the compute dtype for the backward
+            pass, also where the product is in FP8.
+        copies_weights: Whether it keeps FP8 copies of weights for a whole step.
+        keeps_ends_high: Whether the model's first and last linear stay in high precision unless a
+            rule names them.
+        is_counted: Whether the plan counts its weights and scales exactly; otherwise it may keep
+            them in another form.
+    """
+
+    note: str
+    keeps_inputs: bool = False
+    copies_weights: bool = True
+    keeps_ends_high: bool = False
+    is_counted: bool = False
+
+    def precision_of(self, recipe: Fp8Recipe, linear: str, num_layers: int) -> ModulePrecision:
+        """Return the recipe under which the linear of this name runs, in a model of many layers."""
+        if self.keeps_ends_high and linear in first_and_last_linear(num_layers):
+            is_named = any(rule.matches(linear) for rule in recipe.modules)
+            return recipe.precision_of(linear) if is_named else HIGH_PRECISION
+        return recipe.precision_of(linear)
+
+
+BACKENDS: Mapping[BackendName, BackendTraits] = {
+    "native": BackendTraits(
+        note="Figures are those of our own layers (native).",
+        is_counted=True,
+    ),
+    "te": BackendTraits(
+        note="Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
+        "counted; its activations, workspace and time are taken to be those of our own layers.",
+    ),
+    "torchao": BackendTraits(
+        note="Backend torchao: its linears keep their inputs in the compute dtype and no FP8 "
+        "copies of weights, as counted here; their time is taken to be that of our own linears.",
+        keeps_inputs=True,
+        copies_weights=False,
+        keeps_ends_high=True,
+    ),
+}
