@@ -29,6 +29,7 @@ OF_OTHERS = {
     "megafp8/c*/*.py": ("*._get_node", "*._value", "*._target_"),
     # what Transformer Engine's Python keeps in its tensors and quantizers
     "megafp8/backends/te/*": ("[!t]*._*", "tensor._*", "tex._*"),
+    "megafp8/te_cpu/*": ("[!t]*._*", "tensor._*", "tex._*"),
     "megafp8/data/*tokenizer*.py": ("self._encoding._*",),
     "benchmarks/*": ("quantizer(x)._data",),
 }
