@@ -336,7 +336,8 @@ def listed(found: Sequence[Found] | None) -> Iterator[str]:
     if not found:
         yield "No layout of these ranks fits, with FSDP or without it: use more devices."
         return
-    yield "layouts that fit, the fastest first (predicted), each with the settings to add:"
+    yield "layouts that fit, the fastest first (predicted), each with settings that add to yours or"
+    yield "replace them:"
     for place, layout in enumerate(found, start=1):
         seconds, size = format_seconds(layout.time.total), format_bytes(layout.num_bytes)
         yield f"{place}. {seconds:>9}  {size:>9}  {layout_text(layout.spec)}"

@@ -266,10 +266,16 @@ LAYOUT = [
 ]
 
 
+def with_layout_of(words: list[str], overrides: list[str]) -> list[str]:
+    """The words of a command with a layout's settings, which replace those of the same keys."""
+    keys = {word.partition("=")[0] for word in overrides}
+    return [word for word in words if word.partition("=")[0] not in keys] + overrides
+
+
 def test_a_search_replaces_the_layout_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It finds what it finds without one, and each layout runs after the words of the command."""
+    """It finds what it finds without one, and each layout runs with the words of the command."""
     for words in (JOB, [*JOB, *LAYOUT]):
         assert main([*words, "--search", "--json"]) == 0
     plain, with_layout = capsys.readouterr().out.split("\n}\n{")
@@ -277,7 +283,7 @@ def test_a_search_replaces_the_layout_of_the_command_line(
     seconds = [layout["step_seconds"] for layout in plain["layouts"]]
     assert [layout["step_seconds"] for layout in with_layout["layouts"]] == seconds
     for layout in with_layout["layouts"]:
-        assert main([*JOB, *LAYOUT, *layout["overrides"], "--json"]) == 0
+        assert main([*with_layout_of([*JOB, *LAYOUT], layout["overrides"]), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["step_seconds"]["total"] == pytest.approx(layout["step_seconds"])
 
@@ -305,12 +311,13 @@ def test_a_search_tries_several_stages_a_rank(capsys: pytest.CaptureFixture[str]
     best = layouts[0]["overrides"]
     virtual = "model.virtual_pipeline_model_parallel_size"
     assert any(word.startswith(virtual) and not word.endswith("null") for word in best)
-    assert main([*LARGE, *best, "--json"]) == 0, "a run would take it"
+    assert main([*with_layout_of(LARGE, best), "--json"]) == 0, "a run would take it"
     found = json.loads(capsys.readouterr().out)
     assert found["step_seconds"]["total"] == pytest.approx(layouts[0]["step_seconds"])
     assert max(rank["total"] for rank in found["ranks"]) == layouts[0]["bytes"]
     for stages in (1, 2, 3):
-        assert main([*LARGE, *best, f"{virtual}={stages}", "--json"]) in (0, 1)
+        words = with_layout_of(with_layout_of(LARGE, best), [f"{virtual}={stages}"])
+        assert main([*words, "--json"]) in (0, 1)
         other = json.loads(capsys.readouterr().out)
         assert not other["fits"] or other["step_seconds"]["total"] >= layouts[0]["step_seconds"]
     others = [[word for word in layout["overrides"] if virtual not in word] for layout in layouts]

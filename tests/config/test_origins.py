@@ -92,4 +92,5 @@ def test_a_users_yaml_may_choose_hydras_settings(folder: Path) -> None:
     (folder / "sweeps.yaml").write_text(start + "hydra: {sweep: {dir: there}}\n")
     loaded = load_all([], folder, "sweeps")
     assert loaded.cfg == load_all().cfg
-    assert [str(setting.origin) for setting in loaded.inert] == ["sweeps.yaml"]
+    inert = [(setting.key, str(setting.origin)) for setting in loaded.inert]
+    assert inert == [("hydra", "sweeps.yaml"), ("hydra/launcher", "sweeps.yaml")]
