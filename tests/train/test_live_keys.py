@@ -338,7 +338,8 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.name": Trains("adam"),
     "model.optim.lr": Trains(0.01),
     "model.optim.weight_decay": Trains(0.5),
-    "model.do_layer_norm_weight_decay": Trains(True),
+    # Norms' weights are 1, and in BF16 a usual decay changes none of them in two steps.
+    "model.do_layer_norm_weight_decay": Trains(True, ("model.optim.weight_decay=50",)),
     "model.optim.betas": Trains([0.5, 0.6]),
     "model.optim.eps": Trains(0.1),
     "model.optim.sched.name": Trains(
