@@ -17,7 +17,7 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import TRUST, load_recipes_of
 from megafp8.config.resolve import data_spec, observe_spec, resolve
 from megafp8.errors import UserError
-from megafp8.hardware.torch_build import HINT, why_no_gpu
+from megafp8.ops.torch_build import HINT, why_no_gpu
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
+from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.collectives import Axis, Pending
 from megafp8.parallel.launch import follow_launcher, is_rank, launch, leave_process
 from megafp8.parallel.mesh import join, leave
-from megafp8.precision.scaling import ScalingState
 from megafp8.train.build import build
 from megafp8.train.process import prepare_process
 from megafp8.train.step import forward_backward

@@ -3,7 +3,7 @@
     python -m benchmarks.compiled_layer
 
 No device is used and nothing is timed. The plain and the fused layer run on meta tensors by the
-paths of a GPU (tests/precision/kernels/layer_counts.py). Of the compiled layer, Inductor's
+paths of a GPU (tests/fp8/kernels/layer_counts.py). Of the compiled layer, Inductor's
 scheduler gives the kernels and the bytes that they read and write (inductor_counts.py beside it).
 The linears in it are operations of the graph: what runs within them is counted on meta tensors, and
 attention is the same 1 + 3 launches. Bytes are those of passes over activations, for one token and
@@ -20,8 +20,8 @@ import torch
 from benchmarks.gpu_common import RESULTS
 from megafp8.backends.native_block import FusedLayer
 from megafp8.models.block import TransformerLayer
-from tests.precision.kernels.inductor_counts import fused_by_inductor
-from tests.precision.kernels.layer_counts import GPT, LLAMA, RECIPES, counting, second_microbatch
+from tests.fp8.kernels.inductor_counts import fused_by_inductor
+from tests.fp8.kernels.layer_counts import GPT, LLAMA, RECIPES, counting, second_microbatch
 
 ATTENTION_LAUNCHES = 4
 Counts = tuple[int, float]

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from megafp8.precision.cast import decode, quantize, quantize_and_sum
-from megafp8.precision.formats import E4M3
-from megafp8.precision.kernels.compile import library
+from megafp8.fp8.cast import decode, quantize, quantize_and_sum
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.kernels.compile import library
 
 
 def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:

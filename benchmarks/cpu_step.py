@@ -31,9 +31,9 @@ import torch
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
-from megafp8.hardware import cpu
+from megafp8.fp8.kernels.compile import library
+from megafp8.ops import cpu
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.kernels.compile import library
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.process import prepare_process

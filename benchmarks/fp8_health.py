@@ -25,9 +25,9 @@ import torch
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
+from megafp8.fp8.health import HealthProbe
+from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.health import HealthProbe
-from megafp8.precision.scaling import ScalingState
 from megafp8.train.build import build
 from megafp8.train.process import prepare_process
 from megafp8.train.step import forward_backward

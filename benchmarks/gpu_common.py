@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megafp8.torch_private import pause_gpu
+from megafp8.ops.torch_private import pause_gpu
 
 PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
 RESULTS = Path(__file__).parent / "results"

@@ -27,7 +27,7 @@ from gpu_common import (
     timed,
 )
 
-from megafp8.precision.kernels.scaled_mm import scaled_mm, unsupported
+from megafp8.ops.scaled_mm import scaled_mm, unsupported
 
 
 def floor_seconds(size: int, precision: str, name: str) -> float:

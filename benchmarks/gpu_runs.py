@@ -24,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from gpu_common import RESULTS, Results, device_and_name, spread, timed
 
-from megafp8.precision.engine import EMULATED, engine_of
-from megafp8.precision.kernels.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
-from megafp8.precision.recipes.base import Need, Role
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.tensor import spread as spread_scale
+from megafp8.fp8.engine import EMULATED, engine_of
+from megafp8.fp8.quantizers.base import Need, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.tensor import spread as spread_scale
+from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
 

@@ -1,6 +1,6 @@
 """Record a trace of delayed scaling, Transformer Engine's or our own, and replay it.
 
-    python benchmarks/gpu_trace.py --engine te --steps 200 --out tests/precision/traces/te_h100
+    python benchmarks/gpu_trace.py --engine te --steps 200 --out tests/fp8/traces/te_h100
 
 A small GPT is trained on random tokens. benchmarks/traces.py describes the file. Without
 `--engine te`, the trace is of our own engine on the same model.
@@ -23,8 +23,8 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import ConfigError
+from megafp8.fp8.formats import FORMATS
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.formats import FORMATS
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.step import train_step

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import normal, parameter
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.masters import Masters
 from megafp8.optim.scaled_adam import kernel_name
 from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.geometry import whole
 

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.traces import Sample, Trace
 from megafp8.backends.te.state import TeScaling
-from megafp8.precision.formats import Fp8Format
-from megafp8.precision.scaling import Direction, ScaleTable
+from megafp8.fp8.formats import Fp8Format
+from megafp8.fp8.scaling import Direction, ScaleTable
 
 UPDATE = (
     "reduce_and_update_fp8_tensors"  # Transformer Engine's method; its one argument is forward=True

@@ -46,7 +46,7 @@ ALL_SECONDS = 1750.0  # and all of them thirty
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
     "tests/gpu",
-    "tests/precision/kernels",
+    "tests/fp8/kernels",
     "tests/models/test_attention_block.py",
     "tests/observe/test_memory.py",
     "tests/train/test_profiling.py",

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megafp8.precision.kernels.compile import library
+from megafp8.fp8.kernels.compile import library
 
 
 def need_kernels() -> None:

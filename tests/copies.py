@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megafp8 import torch_private
+from megafp8.ops import torch_private
 
 TO_THE_HOST = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__index__")
 FROM_NUMBERS = ("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor")

@@ -94,7 +94,7 @@ IMITATIONS = {
 REAL_ALONE = ("AVX512-BF16", "AMX", "Arm")
 
 NUMERIC = (
-    "tests/precision",
+    "tests/fp8",
     "tests/models",
     "tests/optim/test_scaled_adam.py",
     "tests/parallel/test_fsdp.py",
@@ -104,10 +104,10 @@ NUMERIC = (
     "tests/train/test_dryrun.py",
 )
 QUICK = (
-    "tests/precision/test_cast.py::test_special_values",
-    "tests/precision/test_cast.py::test_ties_and_their_neighbours",
-    "tests/precision/test_cast.py::test_decoding_of_every_code",
-    "tests/precision/test_linear.py::test_output_and_gradients_follow_the_specification",
+    "tests/fp8/test_cast.py::test_special_values",
+    "tests/fp8/test_cast.py::test_ties_and_their_neighbours",
+    "tests/fp8/test_cast.py::test_decoding_of_every_code",
+    "tests/fp8/test_linear.py::test_output_and_gradients_follow_the_specification",
     "tests/optim/test_scaled_adam.py::test_c_has_torchs_bits_at_every_size",
     "tests/train/test_step.py::test_training_learns",
     "tests/parallel/test_vocab.py::test_loss_and_gradient_equal_the_plain_ones",

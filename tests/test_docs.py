@@ -44,7 +44,8 @@ LEFT_BY_RUNS = re.compile(
 NOT_OURS = frozenset(
     {
         "megafp8/te",  # a folder in a cache
-        "tests/precision/traces/NAME",
+        "tests/fp8/traces/NAME",
+        "megafp8.recipes",  # a group of entry points
         "megafp8.sqsh",
         "megafp8.sif",
         "model.layers.0",  # in docs/front_door.md, of any PyTorch model
@@ -278,7 +279,7 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
         ("`nowhere` in [a](../megafp8/errors.py)", "nowhere in ../megafp8/errors.py"),
         ("**`Nowhere`** ([a](../megafp8/errors.py))", "Nowhere in ../megafp8/errors.py"),
         ("`tests/nowhere`", "path tests/nowhere"),
-        ("`precision/nowhere.py`", "path precision/nowhere.py"),
+        ("`fp8/nowhere.py`", "path fp8/nowhere.py"),
         ("`test_nowhere.py`", "file test_nowhere.py"),
         ("`test_that_is_nowhere`", "test test_that_is_nowhere"),
         ("`megafp8.nowhere`", "module megafp8.nowhere"),
@@ -303,7 +304,7 @@ def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
     [
         "[a](training.md#exit-codes), [b](../README.md), [c](https://example.org)",
         "`UserError` in [errors.py](../megafp8/errors.py)",
-        "`megafp8/precision/kernels/triton_*.py`, `precision/gemm.py`, `test_docs.py`",
+        "`megafp8/fp8/kernels/triton_*.py`, `fp8/gemm.py`, `test_docs.py`",
         "`from megafp8 import fp8`, `megafp8.errors`, `python -m megafp8.cli.dryrun --rank N`",
         "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
     ],

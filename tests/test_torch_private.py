@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8 import torch_private
+from megafp8.ops import torch_private
 from tests.test_layers import ROOT, source_files
 
-OWN_FILE = "megafp8/torch_private.py"
+OWN_FILE = "megafp8/ops/torch_private.py"
 OF_OTHERS = {
     "*": ("os._exit", "sys._getframe", "sys._current_frames"),
     # Hydra and OmegaConf

@@ -12,13 +12,13 @@ import torch
 
 from megafp8.backends.protocol import Backend
 from megafp8.errors import ConfigError
+from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import GradSink
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.agreement import first_known
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given
-from megafp8.precision.formats import DTYPES
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import GradSink
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import AutoBackend
 from megafp8.specs.recipes import find_recipe

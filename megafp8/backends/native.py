@@ -9,16 +9,16 @@ from torch import nn
 
 from megafp8.backends.native_block import FusedParts
 from megafp8.backends.protocol import Backend, Stores
+from megafp8.fp8.engine import Engine
+from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
+from megafp8.fp8.gemm import GemmCounter, wide_dtype
+from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import NoScaling, ScalingState
+from megafp8.fp8.weights import CachedFp8, RecastFp8, StoredFew, StoredFewPlain, StoredFp8
 from megafp8.optim.zero import Fp8Weights, OwnFp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given, NativeParts, linears_of
-from megafp8.precision.engine import Engine
-from megafp8.precision.formats import DTYPE_NAMES, DTYPES
-from megafp8.precision.gemm import GemmCounter, wide_dtype
-from megafp8.precision.kernels.compile import library
-from megafp8.precision.scaled import ScaledTensor
-from megafp8.precision.scaling import NoScaling, ScalingState
-from megafp8.precision.weights import CachedFp8, RecastFp8, StoredFew, StoredFewPlain, StoredFp8
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of

@@ -14,15 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from megafp8.fp8 import chain
+from megafp8.fp8.chain import Link
+from megafp8.fp8.fused import KINDS, ActivationProducer, NormProducer
+from megafp8.fp8.linear import Linear
+from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Norm
 from megafp8.parallel.parts import NativeParts, heads_of
-from megafp8.precision import chain
-from megafp8.precision.chain import Link
-from megafp8.precision.fused import KINDS, ActivationProducer, NormProducer
-from megafp8.precision.linear import Linear
-from megafp8.precision.scaling import ScalingState
 
 
 class FusedParts(NativeParts):

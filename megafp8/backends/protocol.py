@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import MainGradSink
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.parts import Parts
 from megafp8.optim.zero import Fp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.scaled import ScaledTensor
-from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import PlannedGemms
 

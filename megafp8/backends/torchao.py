@@ -21,18 +21,18 @@ from torch import nn
 
 from megafp8.backends.native import NativeBackend, planned_of
 from megafp8.backends.protocol import Backend
-from megafp8.hardware import bf16
+from megafp8.fp8.formats import DTYPE_NAMES, formats_of
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.linear import LinearComm
+from megafp8.fp8.quantizer import LinearQuantizer
+from megafp8.fp8.quantizers.base import Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.weights import GatheredFp8
 from megafp8.models.init import constant, parameter
+from megafp8.ops import bf16
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.precision.formats import DTYPE_NAMES, formats_of
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.linear import LinearComm
-from megafp8.precision.quantizer import LinearQuantizer
-from megafp8.precision.recipes.base import Role
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.weights import GatheredFp8
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.geometry import Piece

@@ -29,7 +29,7 @@ from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_of
 from megafp8.errors import CheckpointError, UnreadableError
 from megafp8.files import note_progress, why_unreadable
-from megafp8.precision.grouped import values_of
+from megafp8.fp8.grouped import values_of
 from megafp8.specs.geometry import Box
 
 SCALES = "scales/"

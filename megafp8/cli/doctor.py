@@ -164,7 +164,7 @@ def _nccl() -> Finding:
 
 
 def _cpu() -> Finding:
-    from megafp8.hardware import cpu
+    from megafp8.ops import cpu
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     flags = cpu.read_flags() or frozenset()

@@ -19,7 +19,7 @@ from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder
-from megafp8.precision import formats
+from megafp8.fp8 import formats
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
 from megafp8.secrets import say
 from megafp8.train.load import find_checkpoint, read_tensor, shape_of

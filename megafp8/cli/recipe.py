@@ -35,7 +35,7 @@ def _check(name: str) -> int:
         reason = str(error).removeprefix(f"{name}: ")
         hint = "Correct the name or the file; docs/recipes.md describes a recipe"
         raise SettingError("NAME", name, reason, hint, origin=COMMAND_LINE) from error
-    from megafp8.fp8.check import check  # torch takes seconds, and an error above does not
+    from megafp8.fp8.checker import check  # torch takes seconds, and an error above does not
 
     report = check(name)
     show(f"{report}\n")

@@ -40,7 +40,7 @@ from megafp8.config.values import (
     unescaped,
     warmup_steps,
 )
-from megafp8.hardware.torch_build import HINT, why_no_gpu
+from megafp8.ops.torch_build import HINT, why_no_gpu
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,

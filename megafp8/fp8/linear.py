@@ -1,189 +1,370 @@
-"""Modules of other people's models whose three products run in FP8, on their own parameters.
+"""Run a linear: three GEMMs, in FP8 or not, on one rank or as one tensor-parallel rank's part.
 
-A converted module stays the same object with the same parameters, hooks and names. Its class alone
-changes, to a subclass of what it was, so `isinstance(module, nn.Linear)` still holds.
+output      = input       @ weight.T      (+ bias)
+grad_input  = grad_output @ weight
+grad_weight = grad_output.T @ input
 """
 
-# T tokens (all leading dims)   I in features   O out features
+# T tokens (batch x sequence)   I in features (I/tp row-parallel)   O out (O/tp column-parallel)
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from megafp8.errors import UserError
-from megafp8.precision import linear as native
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import ComputeGrad
-from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.quantizer import LinearQuantizer
-from megafp8.precision.recipes.base import Operand
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.weights import WeightForm
-
-Phase = Literal["outside", "microbatch", "evaluation"]
+from megafp8.fp8.engine import EMULATED
+from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.fp8.grad_sink import ComputeGrad, GradSink, GradSum
+from megafp8.fp8.quantizer import LinearQuantizer
+from megafp8.fp8.quantizers.base import Operand, Operands, Role, column_sum
+from megafp8.fp8.scaling import Pending, ReduceMax
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.weights import weight_form
+from megafp8.specs.traits import GemmName
 
 
-class Fp8Error(UserError):
-    """A model, an option or a use that FP8 conversion cannot take.
+class LinearComm(Protocol):
+    """Exchange the tensors that cross ranks around the three GEMMs of one linear.
 
-    The message names the module or the option (`subject`), the reason, and what to do (`hint`).
+    T is the number of tokens of this rank's input, I the in features and O the out features of its
+    part of the weight. Each method says when it is called. No method records anything for autograd,
+    since the linear has its own backward pass. `NoComm` is the implementation for one rank;
+    `parallel.tensor` and `parallel.sequence` have those for several.
     """
 
-    def __init__(self, subject: str, reason: str, hint: str) -> None:
-        super().__init__(f"{subject}: {reason}. {hint}.")
-        self.subject, self.reason, self.hint = subject, reason, hint
-
-
-@dataclass
-class Shared:
-    """Hold what all converted linears of one model share: scales, counts, the current phase."""
-
-    scaling: ScalingState
-    counter: GemmCounter = field(default_factory=GemmCounter)
-    phase: Phase = "outside"
-    device: torch.device = torch.device("cpu")
-    linears: dict[str, Converted] = field(default_factory=dict)
-    identity: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.adopt()
-
-    def adopt(self) -> None:
-        """Belong to a state from now on; `copy.deepcopy` of a model makes one without a state."""
-        self.identity = id(self)
-
     @property
-    def is_copy(self) -> bool:
-        """Whether this was copied with its model, while the state stayed with the original."""
-        return self.identity != id(self)
+    def sums_output(self) -> bool:
+        """Whether the ranks' outputs are summed, because each rank has a part of I.
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether no context of a state encloses the linears."""
-        return self.phase == "outside" or self.is_copy
-
-    def follow(self) -> None:
-        """Move the scales to the device of the weights.
-
-        Raises:
-            Fp8Error: The weights lie on several devices, or on the meta device.
+        The bias is then added once, after `reduce_output`.
         """
-        first: tuple[str, torch.device] | None = None
-        for name, linear in self.linears.items():
-            device = linear.weight.device
-            if device.type == "meta":
-                raise Fp8Error(name, "has its weight on the meta device", "Give it memory first")
-            if first is not None and device != first[1]:
-                raise Fp8Error(
-                    name,
-                    f"lies on {device}, while {first[0]} lies on {first[1]}",
-                    "Keep the converted linears of one model on one device",
-                )
-            first = first or (name, device)
-        assert first is not None
-        if first[1] != self.device:
-            self.device = first[1]
-            self.scaling.to(self.device)
-            self.scaling.weights_version += 1
+        ...
 
-    def forward_pass(self, bound: Bound) -> AbstractContextManager[None]:
-        """Return the context in which one linear casts and multiplies.
+    def tokens_out(self, tokens_in: int) -> int:
+        """Return the number of the output's tokens, given `tokens_in` of this rank's input."""
+        ...
 
-        Raises:
-            Fp8Error: Training with delayed scaling outside of a microbatch.
+    def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the tokens of all ranks, given this rank's input [T, I].
+
+        The input is in FP8 if it is quantized, and crosses ranks so. The method is called before
+        the product for `output`, and again in the backward pass before the product for
+        `grad_weight`, so that only this rank's tokens are kept in between. The result is [ranks *
+        T, I], or the argument itself where every rank has all tokens.
         """
-        if not self.is_outside:
-            return nullcontext()
-        if not torch.is_grad_enabled():
-            return self.scaling.evaluation()
-        if bound.is_delayed and self.is_copy:
-            raise self._of_a_copy(bound)
-        if bound.is_delayed:
-            raise Fp8Error(
-                bound.name,
-                "a forward pass with gradients ran outside of a microbatch, so delayed scaling "
-                "would never update its scales",
-                "Put `with state.microbatch():` around forward and backward, or "
-                "`with state.evaluation():` or `torch.no_grad()` around an evaluation",
-            )
-        self.scaling.weights_version += 1  # the weight may have changed since its last use
-        return nullcontext()
+        ...
 
-    def check_backward(self, bound: Bound) -> None:
-        """Raise `Fp8Error` for a backward pass whose amaxes no microbatch would collect."""
-        if bound.is_delayed and self.is_outside:
-            if self.is_copy:
-                raise self._of_a_copy(bound)
-            raise Fp8Error(
-                bound.name,
-                "its backward pass ran outside of a microbatch, so delayed scaling would miss the "
-                "output gradient",
-                "Call `loss.backward()` inside of `with state.microbatch():`",
-            )
+    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output, given the product's result on this rank, before the bias.
 
-    def _of_a_copy(self, bound: Bound) -> Fp8Error:
-        return Fp8Error(
-            bound.name,
-            "belongs to a copy of the converted model (copy.deepcopy, pickle), whose scales no "
-            "state updates: state.microbatch() is the original's",
-            "Evaluate the copy under `torch.no_grad()`; or copy the model before fp8.convert, and "
-            "convert the copy to train it",
+        It is called after the product for `output`, and sums over ranks where `sums_output` is set.
+        The result has `tokens_out` tokens, and O features.
+        """
+        ...
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient of all ranks' tokens, given this rank's.
+
+        It is called in the backward pass, before the products for `grad_input` and `grad_weight`:
+        once if one quantization serves both products, otherwise once for each. The gradient crosses
+        ranks in FP8 if it is quantized. The result is the argument itself where every rank has all
+        tokens.
+        """
+        ...
+
+    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        """Start to sum the input gradient over ranks; `wait` of the result returns the sum, [T, I].
+
+        It is called after the product for `grad_input`, whose result has the tokens that
+        `gather_input` returned. The linear computes the weight gradient before it waits, so that
+        reduction and product overlap.
+        """
+        ...
+
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return a function that takes the maximum over the ranks that hold parts of a tensor.
+
+        The function's argument, which it overwrites, is the amax of this rank's part of the tensor
+        `role`, 0-d FP32. None says that this rank holds the whole tensor. `reduce_max` is called
+        when the linear is built, once for each tensor with current scaling.
+        """
+        ...
+
+
+class NoComm:
+    """Exchange nothing: the linear lives on one rank."""
+
+    sums_output = False
+
+    def tokens_out(self, tokens_in: int) -> int:
+        """Return `tokens_in`: the output has the input's tokens."""
+        return tokens_in
+
+    def gather_input(self, input_TI: Operand) -> Operand:
+        """Return the input itself."""
+        return input_TI
+
+    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
+        """Return the output itself."""
+        return output_TO
+
+    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
+        """Return the output gradient itself."""
+        return grad_output_TO
+
+    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        """Return the input gradient as a reduction that is over already."""
+        return Pending(grad_input_TI)
+
+    def reduce_max(self, role: Role) -> ReduceMax | None:
+        """Return None: this rank holds every tensor whole."""
+        return None
+
+
+class Linear(nn.Module):
+    """Compute a linear with an [O, I] weight and, unless it is None, an [O] bias.
+
+    `quantizer` None computes in the weight's own dtype. `stored_compute_dtype` asks for a weight
+    that is kept in FP8 alone (`fp8_params`) and is the dtype in which the linear computes: the
+    parameter is then the payload, which the weight's form (`StoredFp8`) fills from the master
+    weight. The gradients of such a weight go into the sink, never to `.grad`. `is_gathered` says
+    that FSDP gathers the weight for each use.
+    """
+
+    def __init__(
+        self,
+        weight_OI: nn.Parameter,
+        bias_O: nn.Parameter | None,
+        *,
+        name: str,
+        quantizer: LinearQuantizer | None,
+        comm: LinearComm,
+        sink: GradSink,
+        counter: GemmCounter,
+        stored_compute_dtype: torch.dtype | None = None,
+        is_gathered: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight_OI, bias_O
+        self.name = name
+        self.quantizer, self.comm, self.sink, self.counter = quantizer, comm, sink, counter
+        self.weight_form = weight_form(
+            weight_OI,
+            quantizer,
+            stored_compute_dtype=stored_compute_dtype,
+            is_gathered=is_gathered,
+        )
+        # The operation that stands for this linear in a compiled layer: [T, I] -> [T', O].
+        self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the output, [B, ..., I] -> [B, ..., O], in the input's dtype.
+
+        Where `comm` gathers tokens or scatters them, the first dim is that many times longer or
+        shorter.
+        """
+        flat_TI = input.flatten(0, -2)
+        if self.compiled is not None and torch.compiler.is_compiling():
+            output_TO = self.compiled(flat_TI)
+        else:
+            output_TO = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
+            )
+        return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
+
+    def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
+        """Return the input [T, I] as the products for `output` and `grad_weight` read it.
+
+        `with_first` False says that no backward pass will follow.
+        """
+        if self.quantizer is None:
+            return Operands(input_TI, input_TI)
+        return self.quantizer.operands("input", input_TI, with_first=with_first)
+
+    def grad_output_operands(self, grad_output_TO: torch.Tensor) -> GradOutput:
+        """Return the output gradient [T, O] as the products read it, and its sums over tokens."""
+        has_bias = self.bias is not None
+        if self.quantizer is None:
+            both = Operands(grad_output_TO, grad_output_TO)
+            sums_PO = column_sum(grad_output_TO) if has_bias else None
+            return GradOutput(both, sums_PO, grad_output_TO.dtype)
+        found = self.quantizer.operands_and_sums("grad_output", grad_output_TO, with_sum=has_bias)
+        return GradOutput(*found, grad_output_TO.dtype)
+
+    def weight_operands(self, work: torch.dtype, num_tokens: int = 0) -> Operands:
+        """Return the weight as the products of a microbatch of `num_tokens` read it."""
+        return self.weight_form.operands(self.weight, work, num_tokens)
+
+    def product(
+        self,
+        place: GemmName,
+        a: Operand,
+        b: Operand,
+        work: torch.dtype,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        bias: torch.Tensor | None = None,
+        into: GradSum | None = None,
+    ) -> torch.Tensor:
+        """Run one of the linear's three GEMMs on this device's engine.
+
+        Arguments and result are those of `gemm.gemm`.
+        """
+        engine, use_fast_accum = EMULATED, False
+        if self.quantizer is not None:
+            engine, use_fast_accum = self.quantizer.products(place)
+        return gemm(
+            a,
+            b,
+            work=work,
+            counter=self.counter,
+            place=place,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            bias=bias,
+            engine=engine,
+            use_fast_accum=use_fast_accum,
+            into=into,
         )
 
 
-@dataclass
-class Bound:
-    """Hold what FP8 adds to one module. `is_transposed`: the module keeps its weight as [I, O]."""
+class GradOutput(NamedTuple):
+    """Hold the gradient of a linear's output [T, O], as the products read it.
 
-    name: str
-    quantizer: LinearQuantizer
-    weight_form: WeightForm
-    shared: Shared
-    is_delayed: bool
-    is_transposed: bool
-
-
-class _Sink:
-    """Return each gradient to autograd, in the dtype of its parameter; None for frozen ones."""
-
-    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        return compute(None).to(weight.dtype) if weight.requires_grad else None
-
-    def add_rows(
-        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
-    ) -> torch.Tensor | None:
-        raise AssertionError("a linear has no look-up")
-
-
-class _Use:
-    """Stand for `precision.linear.Linear` in both passes of one use of a converted module.
-
-    `weight_OI` and `bias_O` are the module's parameters as this use reads them: transposed where
-    the module keeps [I, O], and in the dtype of `torch.autocast` where that is on.
+    `sums` [P, O] are its FP32 sums over P groups of tokens, which add up to the bias's gradient.
+    None stands for sums that no bias needs. `work` is the gradient's own dtype.
     """
 
-    comm, sink = NoComm(), _Sink()
-    input_operands = Linear.input_operands
-    grad_output_operands = Linear.grad_output_operands
-    weight_operands = Linear.weight_operands
-    product = Linear.product
-
-    def __init__(self, bound: Bound, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self.bound, self.weight, self.bias = bound, weight_OI, bias_O
-        self.quantizer, self.weight_form = bound.quantizer, bound.weight_form
-        self.counter = bound.shared.counter
+    operands: Operands
+    sums: torch.Tensor | None
+    work: torch.dtype
 
 
-class _Products(torch.autograd.Function):
-    """Run the forward and backward of `precision.linear` for parameters of another module."""
+@dataclass(frozen=True)
+class Forward:
+    """Hold the result of a forward pass: the output, and the operands that the backward pass reads.
+
+    `weight` is None if the weight is gathered again in the backward pass.
+    """
+
+    output: torch.Tensor
+    input: Operand
+    weight: Operand | None
+
+
+def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
+    """Run a linear's forward pass, [T, I] -> [T', O], without autograd.
+
+    It casts, computes the product, and exchanges what crosses ranks; T' is `tokens_out` of T.
+    `for_backward` says that a backward pass follows.
+    """
+    input = layer.input_operands(input_TI, with_first=for_backward)
+    return forward_of(layer, input, input_TI.dtype, input_TI.shape[0])
+
+
+def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: int) -> Forward:
+    """Run `forward` with an input of `num_tokens` tokens that is quantized already.
+
+    `work` is the dtype of the result.
+    """
+    weight = layer.weight_operands(work, num_tokens)
+    bias_O, sums_output = layer.bias, layer.comm.sums_output
+    output_TO = layer.product(
+        "output",
+        layer.comm.gather_input(input.along_last),
+        weight.along_last,
+        work,
+        transpose_b=True,
+        bias=None if sums_output else bias_O,
+    )
+    output_TO = layer.comm.reduce_output(output_TO)
+    if bias_O is not None and sums_output:
+        output_TO = output_TO + bias_O
+    is_saved = layer.weight_form.is_saved_for_backward
+    return Forward(output_TO, input.along_first, weight.along_first if is_saved else None)
+
+
+class Gradients(NamedTuple):
+    """Hold the gradients that a backward pass returns to autograd.
+
+    A gradient is None if autograd does not need it or if the sink has taken it.
+    """
+
+    input: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def backward(
+    layer: Linear,
+    grad_output_TO: torch.Tensor,
+    input: Operand,
+    weight: Operand | None,
+    *,
+    needs_input: bool = True,
+) -> Gradients:
+    """Run a linear's backward pass, given the gradient of its output and the operands of `Forward`.
+
+    `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
+    asks for it.
+    """
+    grad_output = layer.grad_output_operands(grad_output_TO)
+    return backward_of(layer, grad_output, input, weight, needs_input=needs_input)
+
+
+def backward_of(
+    layer: Linear,
+    grad_output: GradOutput,
+    input: Operand,
+    weight: Operand | None,
+    *,
+    needs_input: bool = True,
+) -> Gradients:
+    """Run `backward` with an output gradient that is quantized already."""
+    operands, sums_PO, work = grad_output
+    along_last, along_first = _gathered(layer.comm, operands)
+    pending = None
+    if needs_input:
+        if weight is None:
+            weight = layer.weight_operands(work).along_first
+        grad_input_TI = layer.product("grad_input", along_last, weight, work)
+        pending = layer.comm.reduce_grad_input(grad_input_TI)
+
+    def compute_grad_weight(into: GradSum | None, /) -> torch.Tensor:
+        tokens = layer.comm.gather_input(input)
+        return layer.product("grad_weight", along_first, tokens, work, transpose_a=True, into=into)
+
+    grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
+    grad_bias = None
+    if layer.bias is not None:
+        assert sums_PO is not None, "the bias needs them"
+        grad_bias = layer.sink.add(layer.bias, summing(sums_PO))
+    return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+
+
+def summing(parts_PN: torch.Tensor) -> ComputeGrad:
+    """Return what computes the gradient of a bias or a norm's weight, [N], from its FP32 parts."""
+
+    def compute(into: GradSum | None, /) -> torch.Tensor:
+        if parts_PN.shape[0] == 1:
+            return parts_PN[0]
+        if into is not None and into.is_first and into.total.dtype == parts_PN.dtype:
+            return torch.sum(parts_PN, 0, out=into.total)
+        return parts_PN.sum(0)
+
+    return compute
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Run a linear under autograd.
+
+    `weight_OI` and `bias_O` are the layer's own; they are arguments so that autograd sees them.
+    """
 
     @staticmethod
     def forward(
@@ -191,110 +372,42 @@ class _Products(torch.autograd.Function):
         input_TI: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        use: _Use,
+        layer: Linear,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        done = native.forward(cast(Linear, use), input_TI, for_backward=is_grad_enabled)
+        done = forward(layer, input_TI, for_backward=is_grad_enabled)
         if is_grad_enabled:
-            kept = done.input
-            ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
-            if isinstance(kept, Fp8Tensor):
-                ctx.save_for_backward(*kept.tensors)
-            else:
-                ctx.save_for_backward(kept)
-            ctx.use, ctx.weight = use, done.weight
+            _save(ctx, done.input)
+        ctx.layer, ctx.weight = layer, done.weight
         return done.output
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        use: _Use = ctx.use
-        use.bound.shared.check_backward(use.bound)
-        kept = ctx.saved_tensors
-        input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
-        with torch.autocast(grad_output_TO.device.type, enabled=False):
-            found = native.backward(
-                cast(Linear, use),
-                grad_output_TO,
-                input,
-                ctx.weight,
-                needs_input=ctx.needs_input_grad[0],
-            )
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needs_input = ctx.needs_input_grad[0]
+        input = _operand(ctx, ctx.saved_tensors)
+        found = backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
         return *found, None, None
 
 
-class Converted(nn.Module):
-    """The part that every converted module has; subclasses say what the module was before."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    fp8: Bound
-
-    @torch.compiler.disable(reason="megafp8's FP8 linears run eagerly and part the graph")  # type: ignore[untyped-decorator,unused-ignore]
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [..., I] to [..., O], in the input's dtype or that of `torch.autocast`.
-
-        Raises:
-            Fp8Error: The dtypes of input and weight differ without autocast, the weight is a
-                DTensor, or delayed scaling trains outside of a microbatch.
-        """
-        bound, weight_OI, bias_O = self.fp8, self.weight, self.bias
-        if is_dtensor(weight_OI):
-            raise Fp8Error(
-                bound.name,
-                "its weight is a DTensor in the forward pass, and FP8 products take whole weights",
-                "Leave it out of the tensor-parallel plan, or skip it; FSDP2 gathers weights first",
-            )
-        if bound.is_transposed:
-            weight_OI = cast(nn.Parameter, weight_OI.t())
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            input, weight_OI = input.to(dtype), cast(nn.Parameter, weight_OI.to(dtype))
-            bias_O = None if bias_O is None else cast(nn.Parameter, bias_O.to(dtype))
-        elif input.dtype != weight_OI.dtype:
-            raise Fp8Error(
-                bound.name,
-                f"its input is {input.dtype}, and its weight {weight_OI.dtype}",
-                "Give both one dtype, or run the model under torch.autocast",
-            )
-        if input.numel() == 0:
-            return F.linear(input, weight_OI, bias_O)
-        shared = bound.shared
-        if weight_OI.device != shared.device:
-            shared.follow()
-        with shared.forward_pass(bound), torch.autocast(kind, enabled=False):
-            output_TO = _Products.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, input.shape[-1]),
-                weight_OI,
-                bias_O,
-                _Use(bound, weight_OI, bias_O),
-                torch.is_grad_enabled(),
-            )
-        out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])
-        return out
-
-    def extra_repr(self) -> str:
-        """Return what the module printed before, and the recipe."""
-        recipe = self.fp8.quantizer.state.recipe.precision_of(self.fp8.name)
-        return f"{super().extra_repr()}, fp8={recipe}".removeprefix(", ")
+def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
+    """Gather the output gradient of all ranks, once if one quantization serves both products."""
+    along_last = comm.gather_grad_output(grad_output.along_last)
+    if grad_output.along_first is grad_output.along_last:
+        return Operands(along_last, along_last)
+    return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
 
 
-class Fp8Linear(Converted, nn.Linear):  # type: ignore[misc]
-    """An `nn.Linear` that `fp8.convert` has converted."""
+def _save(ctx: Any, input: Operand) -> None:
+    """Save tensors through autograd, so that its hooks (offloading, recomputation) see them."""
+    if isinstance(input, Fp8Tensor):
+        ctx.remake = input.factory()
+        ctx.save_for_backward(*input.tensors)
+    else:
+        ctx.remake = None
+        ctx.save_for_backward(input)
 
 
-def converted_class(kind: type[nn.Module]) -> type[Converted]:
-    """Return the class that a module of class `kind` gets: a subclass of `kind`, made once."""
-    if kind not in _CLASSES:
-        made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
-        _CLASSES[kind] = cast(type[Converted], made)
-    return _CLASSES[kind]
-
-
-_CLASSES: dict[type[nn.Module], type[Converted]] = {nn.Linear: Fp8Linear}
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a `DTensor`: a shard of FSDP2's or of tensor parallelism."""
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
+def _operand(ctx: Any, tensors: Sequence[torch.Tensor]) -> Operand:
+    """Return the operand that `_save` saved."""
+    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
+    return operand

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import torch
 
-from megafp8.precision.quantizer import LinearQuantizer
-from megafp8.precision.recipes.base import Role
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ReduceMax, ScalingState
-from megafp8.precision.tensor import Fp8Tensor, spread
+from megafp8.fp8.quantizer import LinearQuantizer
+from megafp8.fp8.quantizers.base import Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ReduceMax, ScalingState
+from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import find_recipe
 from megafp8.specs.traits import Casts, Traits

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from megafp8.fp8.cast import amax_of
 from megafp8.fp8.probe import (
     Probe,
     RanksDifferError,
@@ -20,8 +21,7 @@ from megafp8.fp8.probe import (
     turned,
     values,
 )
-from megafp8.precision.cast import amax_of
-from megafp8.precision.tensor import Fp8Tensor, spread
+from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs import HealthSpec
 
 Refuter = Callable[[Probe], Iterator[str]]

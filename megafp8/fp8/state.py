@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megafp8 import torch_private
-from megafp8.fp8.linear import Converted, Fp8Error, Phase, Shared, is_dtensor
+from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, is_dtensor
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.health import HealthProbe, num_nonfinite
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.weights import CachedFp8, RecastFp8
 from megafp8.observe.health import HealthRecord, complaints
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.health import HealthProbe, num_nonfinite
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.weights import CachedFp8, RecastFp8
+from megafp8.ops import torch_private
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import traits_of
 from megafp8.specs.run import HealthMode, HealthSpec, TensorHealth

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from megafp8.fp8.linear import Fp8Error
+from megafp8.fp8.converted import Fp8Error
 from megafp8.fp8.state import Fp8State
 
 

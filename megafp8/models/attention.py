@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.hardware.bf16 import is_widened
 from megafp8.models.attention_block import Block, attend_widened
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
+from megafp8.ops.bf16 import is_widened
 from megafp8.specs import GPTSpec
 
 CountFlops = Callable[[int], None]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.hardware import bf16
+from megafp8.ops import bf16
 from megafp8.specs.data import IGNORE
 
 CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums

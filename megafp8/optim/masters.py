@@ -11,11 +11,11 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megafp8 import torch_private
+from megafp8.fp8.cast import raise_amax
 from megafp8.models.init import pieces_of
+from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import ShardedModel, local_of
-from megafp8.precision.cast import raise_amax
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece
 

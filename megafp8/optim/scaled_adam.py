@@ -24,12 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.precision.cast import amax_of
-from megafp8.precision.engine import runs_triton
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.grouped import GroupedTensor
-from megafp8.precision.kernels.compile import library
-from megafp8.precision.scaled import Dither, ScaledTensor, StoredInC
+from megafp8.fp8.cast import amax_of
+from megafp8.fp8.engine import runs_triton
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.grouped import GroupedTensor
+from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
 from megafp8.specs.optim import StorageName
 
 
@@ -316,7 +316,7 @@ def update_triton(
     backup: torch.Tensor | None = None,
 ) -> None:
     """Run `update` with the Triton kernels, where they can run."""
-    from megafp8.precision.kernels.triton_adam import adam
+    from megafp8.fp8.kernels.triton_adam import adam
 
     if backup is None or backup.numel() < backup_bytes(tensors):
         backup = torch.empty(

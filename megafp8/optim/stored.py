@@ -13,8 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megafp8 import torch_private
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.grouped import GroupedTensor
+from megafp8.fp8.scaled import Dither, ScaledTensor
 from megafp8.models.init import key_of, pieces_of
+from megafp8.ops import torch_private
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import choose_kernel, prepare_state, set_count
 from megafp8.optim.masters import Masters, Segment, Store, initial_master
@@ -33,9 +36,6 @@ from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.grouped import GroupedTensor
-from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs import OptimSpec, StorageSpec
 
 

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import nn
 
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.stored import StoredMasters
 from megafp8.optim.zero import Fp8Weights, MasterPart, move
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.data import GradBucket
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import StorageSpec
 
 

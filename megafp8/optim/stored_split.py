@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, initial_master
 from megafp8.optim.stored import groups_of
@@ -21,8 +23,6 @@ from megafp8.optim.stored_owned import OwnedStoredMasters
 from megafp8.optim.zero import ALIGNMENT, MasterPart
 from megafp8.parallel.collectives import as_bytes
 from megafp8.parallel.scaled_data import FlatGrads, lay_out
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.scaled import ScaledTensor
 
 
 @dataclass(frozen=True)

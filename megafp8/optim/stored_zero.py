@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import Pending
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, initial_master
 from megafp8.optim.stored import groups_of
@@ -23,9 +26,6 @@ from megafp8.optim.stored_owned import OwnedStoredMasters
 from megafp8.optim.zero import ALIGNMENT, MasterPart
 from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.scaled_data import FlatGrads, lay_out_whole
-from megafp8.precision.formats import STORAGE_FORMATS, StorageFormat
-from megafp8.precision.scaled import ScaledTensor
-from megafp8.precision.scaling import Pending
 from megafp8.specs.parallel import owners_of
 
 

@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megafp8 import torch_private
+from megafp8.fp8.cast import raise_amax
+from megafp8.fp8.weights import StoredFp8
 from megafp8.models.init import pieces_of
+from megafp8.ops import torch_private
 from megafp8.optim.masters import Masters, Segment, initial_master
 from megafp8.parallel.collectives import Axis, as_bytes
 from megafp8.parallel.data import Bucket
-from megafp8.precision.cast import raise_amax
-from megafp8.precision.weights import StoredFp8
 from megafp8.specs.geometry import boxes_of_run
 
 ALIGNMENT = 64

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megafp8.precision.scaling import Pending
+from megafp8.fp8.scaling import Pending
 
 # axis, operation, dtype
 TrafficKey = tuple[str, str, str]

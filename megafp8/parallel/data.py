@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megafp8.fp8.grad_sink import ComputeGrad, GradSink
+from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis
-from megafp8.precision.grad_sink import ComputeGrad, GradSink
-from megafp8.precision.scaling import Pending
 
 
 class GradBucket(Protocol):

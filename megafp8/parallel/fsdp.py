@@ -27,13 +27,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from megafp8 import torch_private
+from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.weights import GatheredForm, GatheredFp8
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
+from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.formats import DTYPES
-from megafp8.precision.weights import GatheredForm, GatheredFp8
 from megafp8.specs import ParallelSpec
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafp8.hardware.bf16 import planning_for
+from megafp8.ops.bf16 import planning_for
+from megafp8.ops.torch_private import join_simulated_group
 from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.rendezvous import Store
 from megafp8.specs import ParallelSpec
-from megafp8.torch_private import join_simulated_group
 
 AXES = ("tp", "cp", "dp", "pp")
 """Innermost first, Megatron's order: tensor-parallel ranks are neighbours, stages far apart."""

@@ -23,20 +23,20 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from megafp8.fp8.grad_sink import DeferringSink
+from megafp8.fp8.scaling import NoScaling, Pending, ScalingState
 from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.ops.torch_private import NoMessagesToItself
 from megafp8.parallel.collectives import Axis
-from megafp8.precision.grad_sink import DeferringSink
-from megafp8.precision.scaling import NoScaling, Pending, ScalingState
 from megafp8.specs.parallel import (
     ONE_STAGE_SCHEDULES,
     ZERO_BUBBLE_SCHEDULES,
     ParallelSpec,
     PipelineSpec,
 )
-from megafp8.torch_private import NoMessagesToItself
 
 
 class Batch(NamedTuple):

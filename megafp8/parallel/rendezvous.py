@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megafp8 import torch_private
 from megafp8.errors import RunError
+from megafp8.ops import torch_private
 from megafp8.parallel.environment import JOIN_SECONDS, check_environment, join_seconds
 
 Store = Any  # torch's stubs lack its stores

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
+from megafp8.fp8.scaled import ScaledTensor, add_up, cast, resize_memory, scales_for
+from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis, as_bytes
-from megafp8.precision.formats import STORAGE_FORMATS, StorageFormat
-from megafp8.precision.scaled import ScaledTensor, add_up, cast, resize_memory, scales_for
-from megafp8.precision.scaling import Pending
 
 SATURATED = 1e-5
 """The fraction of values of the largest magnitude above which the factor is halved."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.fp8.linear import NoComm
+from megafp8.fp8.quantizers.base import Role
+from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.parallel.collectives import Axis
-from megafp8.precision.linear import NoComm
-from megafp8.precision.recipes.base import Role
-from megafp8.precision.scaling import Pending, ReduceMax
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.fp8.engine import runs_triton
+from megafp8.fp8.grad_sink import GradSink
 from megafp8.models.loss import AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
-from megafp8.precision.engine import runs_triton
-from megafp8.precision.grad_sink import GradSink
 from megafp8.specs.data import IGNORE
 from megafp8.specs.geometry import Piece
 
@@ -106,7 +106,7 @@ def loss_by_triton(
     """
     if not runs_triton(logits_CV.device) or logits_CV.dtype == torch.float64:
         return None
-    from megafp8.precision.kernels.triton_loss import TokenSums, to_gradient, token_sums
+    from megafp8.fp8.kernels.triton_loss import TokenSums, to_gradient, token_sums
 
     is_ignored_C = targets_C == IGNORE
     if tp.size == 1 and with_grad:

@@ -32,7 +32,7 @@ WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
 _WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
 _READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "validate", "process"))
 # Here a rank reads a result that a GPU still computes.
-_READING += ("torch/cuda/", "megafp8/precision/health.py")
+_READING += ("torch/cuda/", "megafp8/fp8/health.py")
 
 
 class Watchdog:

@@ -48,11 +48,11 @@ FP8_WRITE_BACK_BYTES = 12
 written), cast in both orientations (2 and 2), and one of these is copied to its place (1 and 1)."""
 LAUNCHES_IN_BF16 = (39, 49)
 """Kernels that one layer of a GPT and of Llama starts without FP8, forward and backward, counted on
-meta tensors by tests/precision/kernels/test_layer_counts.py, which compares its counts with these
+meta tensors by tests/fp8/kernels/test_layer_counts.py, which compares its counts with these
 and with those of the recipes (`Cost.launches`). Layers with a gated activation or with rotary
 positions start as many as Llama's."""
 FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh")
-"""The activations that have a kernel which writes FP8 (`KINDS` of precision/fused.py)."""
+"""The activations that have a kernel which writes FP8 (`KINDS` of fp8/fused.py)."""
 SUM_BYTES = 12
 """Bytes an element of a weight's gradient that each microbatch after a step's first one moves: the
 sum reads two FP32 tensors and writes one (docs/performance.md)."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.errors import ConfigError, RunError
-from megafp8.hardware.memory import Limit, machine_limits, process_limits
 from megafp8.observe.units import format_bytes
+from megafp8.ops.memory import Limit, machine_limits, process_limits
 from megafp8.parallel.agreement import gather, on_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.memory import RankMemory, rank_memory

@@ -24,7 +24,7 @@ from megafp8.specs.traits import Traits, contradictions
 
 HIGH_PRECISION = "high_precision"
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
-"""The names of the built-in recipes; the file of each is `megafp8/recipes/<name>.py`."""
+"""The names of the built-in recipes; the file of each is `megafp8/fp8/recipes/<name>.py`."""
 DEFAULT_RECIPE = "delayed"
 ENTRY_POINTS = "megafp8.recipes"
 
@@ -148,7 +148,7 @@ def source_of(name: str) -> tuple[Path, str] | None:
 
 @cache
 def _built_in(name: str) -> Recipe:
-    return _made(name, _class_in(name, importlib.import_module(f"megafp8.recipes.{name}"), ""))
+    return _made(name, _class_in(name, importlib.import_module(f"megafp8.fp8.recipes.{name}"), ""))
 
 
 @cache

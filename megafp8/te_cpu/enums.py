@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-from megafp8.precision.formats import E4M3, E5M2, Fp8Format
+from megafp8.fp8.formats import E4M3, E5M2, Fp8Format
 
 
 class DType(IntEnum):

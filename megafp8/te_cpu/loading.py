@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megafp8 import torch_private
 from megafp8.errors import ConfigError
+from megafp8.ops import torch_private
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.te_cpu import cuda, wheel
 from megafp8.te_cpu.extension import make_extension

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.precision import cast
-from megafp8.precision.formats import E4M3, E5M2
-from megafp8.precision.recipes.scales import amax_of_blocks, scale_of_amax
+from megafp8.fp8 import cast
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.quantizers.scales import amax_of_blocks, scale_of_amax
 from megafp8.te_cpu.enums import FORMATS
 from megafp8.te_cpu.quantize import without_nan
 

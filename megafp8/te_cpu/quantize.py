@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megafp8.precision import cast
-from megafp8.precision.recipes.scales import amax_of_blocks, scale_of_amax
-from megafp8.precision.tensor import times_scale
+from megafp8.fp8 import cast
+from megafp8.fp8.quantizers.scales import amax_of_blocks, scale_of_amax
+from megafp8.fp8.tensor import times_scale
 from megafp8.specs.traits import BLOCK
 from megafp8.te_cpu.cuda import to_cpu
 from megafp8.te_cpu.enums import FORMATS, WIDE

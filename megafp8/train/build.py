@@ -10,6 +10,10 @@ from torch import nn
 
 from megafp8.backends import choose
 from megafp8.backends.protocol import Backend
+from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
+from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
@@ -24,10 +28,6 @@ from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.plan.shape import divides_elements
-from megafp8.precision.formats import DTYPES
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
-from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8 import torch_private
 from megafp8.errors import ConfigError
 from megafp8.files import why_unsafe
+from megafp8.fp8.grad_sink import DeferringSink, DotGradSink
+from megafp8.fp8.kernels import triton_launch
+from megafp8.fp8.linear import Linear
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
+from megafp8.ops import torch_private
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.grad_sink import DeferringSink, DotGradSink
-from megafp8.precision.kernels import triton_launch
-from megafp8.precision.linear import Linear
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", **triton_launch.CACHE}
 """torch's caches of compiled code; its default is a predictable name that any user may make."""

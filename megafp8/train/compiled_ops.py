@@ -19,12 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megafp8.fp8 import linear as eager
+from megafp8.fp8.linear import Linear
+from megafp8.fp8.quantizers.base import Operand, SavedForm
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.parts import Dropout
-from megafp8.precision import linear as eager
-from megafp8.precision.linear import Linear
-from megafp8.precision.recipes.base import Operand, SavedForm
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.torch_private import GraphInput
+from megafp8.ops.torch_private import GraphInput
 
 MakeFp8 = Callable[[torch.Tensor, torch.Tensor], Fp8Tensor]
 

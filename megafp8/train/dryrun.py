@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megafp8 import torch_private
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
+from megafp8.ops import torch_private
+from megafp8.ops.torch_private import run_backward, storage_key
 from megafp8.optim.stored import StoredMasters
 from megafp8.optim.stored_owned import OwnedStoredMasters
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
@@ -27,7 +28,6 @@ from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
 from megafp8.specs import RunSpec
-from megafp8.torch_private import run_backward, storage_key
 from megafp8.train.build import build
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops

@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from megafp8.errors import ConfigError
+from megafp8.fp8.gemm import Fp8Backend, GemmCounter
+from megafp8.fp8.grad_sink import MainGradSink
+from megafp8.fp8.quantizers.base import Operands
+from megafp8.fp8.scaling import NoScaling, ScalingState
+from megafp8.fp8.weights import CachedFp8, StoredFp8
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import Batch
-from megafp8.precision.gemm import Fp8Backend, GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.recipes.base import Operands
-from megafp8.precision.scaling import NoScaling, ScalingState
-from megafp8.precision.weights import CachedFp8, StoredFp8
 
 WARMUP_STEPS = 3
 """The steps before the first recording, as many as Megatron's `cuda_graph_warmup_steps`: libraries

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from megafp8.ops.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 MemoryOf = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 

@@ -20,6 +20,7 @@ from megafp8.config.architecture import function_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect, typed
 from megafp8.errors import CheckpointError, ConfigError
+from megafp8.fp8.scaling import ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
@@ -27,7 +28,6 @@ from megafp8.models.random import RandomStreams
 from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
-from megafp8.precision.scaling import ScalingState
 from megafp8.runs.data import RunData
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
 from megafp8.specs import GPTSpec, RunSpec

@@ -6,9 +6,9 @@ import time
 
 import torch
 
+from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.observe.units import format_duration
-from megafp8.precision.formats import DTYPES
-from megafp8.precision.gemm import GemmCounter, gemm
 from megafp8.specs import RunSpec
 
 LONG_SECONDS = 30 * 60

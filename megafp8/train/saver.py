@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import megafp8
-from megafp8 import torch_private
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.manifest import Placement
@@ -29,6 +28,7 @@ from megafp8.checkpoint.reader import SCALES
 from megafp8.checkpoint.step_directories import set_aside, step_name
 from megafp8.errors import NonFiniteError, UserError
 from megafp8.files import note_progress, os_errors_reported
+from megafp8.ops import torch_private
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
 from megafp8.parallel.mesh import Mesh

@@ -24,7 +24,7 @@ from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
 from megafp8.config.values import SIZES, model_ranks, world_size
 from megafp8.errors import CheckpointError
-from megafp8.precision.scaling import ScalingState
+from megafp8.fp8.scaling import ScalingState
 from megafp8.train.state import TrainState
 
 SCALING_LAYOUT = "scaling_layout"

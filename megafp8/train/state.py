@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.backends.protocol import Backend
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import MainGradSink
+from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
@@ -13,9 +16,6 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.data import GradReducer
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
-from megafp8.precision.scaling import NoScaling, ScalingState
 from megafp8.train.compile import CompileCounter
 from megafp8.train.graphs import MicrobatchGraphs
 

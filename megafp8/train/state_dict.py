@@ -27,16 +27,16 @@ from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.meta import COUNTS, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
+from megafp8.fp8.cast import amax_of
+from megafp8.fp8.grouped import GroupedTensor, groups_shape
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import ScalingState
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
-from megafp8.precision.cast import amax_of
-from megafp8.precision.grouped import GroupedTensor, groups_shape
-from megafp8.precision.scaled import ScaledTensor
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs.geometry import Box, boxes_of_run
 from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.train.scaling_dict import load_scaling, scaling_placements

@@ -7,7 +7,7 @@
 # the whole job).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-tests=${TESTS:-tests/data tests/models tests/observe tests/optim tests/plan tests/precision tests/spec}
+tests=${TESTS:-tests/data tests/models tests/observe tests/optim tests/plan tests/fp8 tests/spec}
 job=${JOB:-model.fp8=True}
 
 echo "container: checking that there is no network"

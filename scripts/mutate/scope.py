@@ -11,53 +11,53 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-PRECISION = ("test_cast", "test_gemm", "test_recipes", "test_linear")
+CORE = ("test_cast", "test_gemm", "test_recipes", "test_linear")
 RANKS = "parallel/test_fp8_linears"
+FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
+FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
 FEW_BITS = ("optim/test_stored", "optim/test_stored_ranks")
-SCALED = ("precision/test_scaled", "precision/test_grouped", "optim/test_scaled_adam")
-IN_C = ("precision/test_compile", "precision/test_cast", *SCALED)
+SCALED = ("fp8/test_scaled", "fp8/test_grouped", "optim/test_scaled_adam")
+IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
 
 
-def _precision(*names: str) -> tuple[str, ...]:
-    return tuple(f"precision/{name}" for name in names)
+def _fp8(*names: str) -> tuple[str, ...]:
+    return tuple(f"fp8/{name}" for name in names)
 
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "megafp8/precision/kernels/grouped_*.h": (*SCALED[1:], *IN_C[:2]),
-    "megafp8/precision/kernels/scaled_*.h": (*SCALED, *IN_C[:2]),
-    "megafp8/precision/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
-    "megafp8/precision/kernels/compile.py": (*IN_C[:2], "precision/kernels/test_cpu_levels"),
-    "megafp8/precision/kernels/scaled_mm.py": _precision(
-        "kernels/test_scaled_mm", "kernels/test_engine"
-    ),
-    "megafp8/precision/engine.py": _precision("kernels/test_engine", "kernels/test_layer_counts"),
-    "megafp8/precision/gemm.py": _precision("test_gemm", "kernels/test_engine", "test_linear"),
-    "megafp8/hardware/addmm.py": ("hardware/test_addmm", *_precision("test_gemm")),
-    "megafp8/precision/scaling.py": (
-        *_precision("test_scaling", "test_traces", "kernels/test_engine"),
+    "megafp8/fp8/kernels/grouped_*.h": (*SCALED[1:], *IN_C[:2]),
+    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2]),
+    "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
+    "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
+    "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
+    "megafp8/fp8/engine.py": _fp8("kernels/test_engine", "kernels/test_layer_counts"),
+    "megafp8/fp8/gemm.py": _fp8("test_gemm", "kernels/test_engine", "test_linear"),
+    "megafp8/ops/addmm.py": ("ops/test_addmm", *_fp8("test_gemm")),
+    "megafp8/fp8/scaling.py": (
+        *_fp8("test_scaling", "test_traces", "kernels/test_engine"),
         RANKS,
         "train/test_fp8_events",
     ),
-    "megafp8/precision/health.py": ("precision/test_health", "train/test_health"),
-    "megafp8/precision/scaled.py": (*SCALED, *FEW_BITS),
-    "megafp8/precision/grouped.py": (*SCALED, *FEW_BITS),
-    "megafp8/precision/weights.py": (
-        "precision/test_linear",
+    "megafp8/fp8/health.py": ("fp8/test_health", "train/test_health"),
+    "megafp8/fp8/scaled.py": (*SCALED, *FEW_BITS),
+    "megafp8/fp8/grouped.py": (*SCALED, *FEW_BITS),
+    "megafp8/fp8/weights.py": (
+        "fp8/test_linear",
         RANKS,
         "train/test_fp8_events",
         *FEW_BITS,
     ),
-    "megafp8/precision/grad_sink.py": ("precision/test_linear", "train/test_step", RANKS),
-    "megafp8/precision/linear.py": (*_precision("test_linear", "test_recipes"), RANKS),
-    "megafp8/precision/quantizer.py": (
-        *_precision("test_linear", "test_recipes", "test_health"),
+    "megafp8/fp8/grad_sink.py": ("fp8/test_linear", "train/test_step", RANKS),
+    "megafp8/fp8/linear.py": (*_fp8("test_linear", "test_recipes"), RANKS),
+    "megafp8/fp8/quantizer.py": (
+        *_fp8("test_linear", "test_recipes", "test_health"),
         RANKS,
     ),
-    "megafp8/precision/recipes/*.py": (*_precision("test_recipes", "test_linear"), RANKS),
-    "megafp8/precision/*.py": (*_precision(*PRECISION), RANKS),
-    **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("check", "probe", "refute")},
+    "megafp8/fp8/quantizers/*.py": (*_fp8("test_recipes", "test_linear"), RANKS),
+    **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("checker", "probe", "refute")},
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
-    "megafp8/fp8/*.py": ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks"),
+    **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},
+    "megafp8/fp8/*.py": (*_fp8(*CORE), RANKS),
     "megafp8/parallel/sequence.py": (
         "parallel/test_pieces",
         RANKS,
@@ -87,9 +87,9 @@ LEFT_OUT = (
     "*/__init__.py",
     "*/__main__.py",
     "*/triton_*.py",
-    "megafp8/precision/chain.py",
-    "megafp8/precision/fused.py",
-    "megafp8/precision/heads.py",
+    "megafp8/fp8/chain.py",
+    "megafp8/fp8/fused.py",
+    "megafp8/fp8/heads.py",
     "megafp8/te_cpu/wheel.py",
 )
 

@@ -10,12 +10,11 @@ from pathlib import Path
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 PARTS = {
     "C sources": "*.[ch]",
-    "precision": "megafp8/precision/",
     "fp8": "megafp8/fp8/",
     "parallel": "megafp8/parallel/",
     "optim": "megafp8/optim/",
     "TE's side": "megafp8/te_cpu/",
-    "hardware": "megafp8/hardware/",
+    "ops": "megafp8/ops/",
 }
 TITLE = "# Would a test notice? Mutations of the code that handles FP8"
 EXPLANATION = """\

@@ -13,11 +13,11 @@ from torch import nn
 pytest.importorskip("torchao.float8")
 
 from megafp8.backends.torchao import TorchaoLinear, load, make_config, why_not
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.linear import Linear
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import GEMMS, ModuleRule

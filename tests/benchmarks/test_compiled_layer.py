@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.train import compile
-from tests.precision.kernels.layer_counts import FP8, LLAMA
+from tests.fp8.kernels.layer_counts import FP8, LLAMA
 
 
 @pytest.mark.slow
@@ -13,7 +13,7 @@ from tests.precision.kernels.layer_counts import FP8, LLAMA
 @pytest.mark.skipif(compile.cannot_trace() is not None, reason="this torch cannot trace linears")
 def test_inductor_fuses_the_same_around_linears_of_any_recipe() -> None:
     """SwiGLU's three passes of 8 bytes are in it, and at most the plain layer's 216.3 bytes."""
-    from tests.precision.kernels.inductor_counts import fused_by_inductor
+    from tests.fp8.kernels.inductor_counts import fused_by_inductor
 
     launches, size = fused_by_inductor(LLAMA)
     assert 10 < launches < 49 and 24 < size < 216.3

@@ -13,9 +13,9 @@ import torch
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.reader import Reader
+from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.scaling import ScalingState
 from megafp8.train import state_dict
 from megafp8.train.state import TrainState
 from tests.checkpoint import layouts

@@ -18,8 +18,8 @@ import torch
 from megafp8.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.step_directories import step_name
+from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import groups_along, join
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver

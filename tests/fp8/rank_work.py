@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8
-from megafp8.precision.recipes.base import Need
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.weights import RecastFp8
+from megafp8.fp8.quantizers.base import Need
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.weights import RecastFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import load_recipe
 from tests.fp8.models import mlp, noise

@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from megafp8 import fp8
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
+from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts, PlainLinear
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import AutogradSink
-from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs.recipes import RECIPES
 from tests.fp8.models import mlp, noise
 from tests.spec.delayed import DelayedScalingModel, Recipe

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megafp8 import fp8
-from megafp8.precision.formats import E4M3
+from megafp8.fp8.formats import E4M3
 from tests.fp8.models import gpt2, llama, mlp, noise, train
 
 STEPS = range(16)
@@ -453,3 +453,28 @@ def test_the_example_of_the_documentation_runs(
         "40 updates of the first weight's scale",
     ]
     assert (tmp_path / "checkpoint.pt").exists()
+
+
+def test_the_front_door_loads_what_it_needs() -> None:
+    """Recipes are read where torch is not loaded, and a conversion shows and records nothing."""
+    program = """
+import sys
+from megafp8 import fp8
+assert "torch" not in sys.modules, "the package itself loads torch"
+for name in fp8.__all__:
+    getattr(fp8, name)
+packages = "train cli report runs checkpoint optim parallel plan config data backends te_cpu"
+names = {"megafp8." + name for name in packages.split()}
+names |= {"megafp8.observe." + name for name in ("console", "live", "trackers", "metrics")}
+loaded = sorted(n for n in sys.modules if any(n == m or n.startswith(m + ".") for m in names))
+assert not loaded, loaded
+assert "rich" not in sys.modules and "hydra" not in sys.modules
+try:
+    fp8.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise AssertionError("a name that does not exist")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

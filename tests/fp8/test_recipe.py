@@ -78,7 +78,7 @@ def test_one_table_says_which_recipes_have_a_history(tmp_path: Path) -> None:
     """In a copy where `tensorwise` has one, every place outside the plan and TE follows."""
     for folder in ("megafp8", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
-    table = tmp_path / "megafp8/recipes/tensorwise.py"
+    table = tmp_path / "megafp8/fp8/recipes/tensorwise.py"
     source = table.read_text("utf-8")
     changes = {"agrees=True": "has_history=True", 'power_2="off"': 'power_2="never"'}
     for old, new in changes.items():

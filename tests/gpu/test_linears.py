@@ -10,21 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafp8.fp8.engine import engine_of
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
+from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizers.base import Need, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.engine import engine_of
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import AutogradSink
-from megafp8.precision.linear import Linear, NoComm
-from megafp8.precision.recipes.base import Need, Role
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
-from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.train.compile import cannot_trace
 from megafp8.train.step import train_step
-from tests.precision.kernels.helpers import SPEC, codes, hard_matrix
+from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
 from tests.spec import formats
 from tests.tiny import build_run, microbatch
 

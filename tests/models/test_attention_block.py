@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megafp8.hardware import cpu
 from megafp8.models.attention_block import (
     Block,
     attend,
@@ -14,6 +13,7 @@ from megafp8.models.attention_block import (
     attend_widened,
     merge_,
 )
+from megafp8.ops import cpu
 
 HEADS = [(4, 4), (4, 2), (3, 1), (5, 5)]  # of queries, of keys and values
 QUERIES, KEYS, WIDTH = 6, 10, 8

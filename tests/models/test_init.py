@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import AutogradSink
 from tests.tiny import gpt_spec
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.hardware import bf16
 from megafp8.models import loss as loss_module
 from megafp8.models.loss import HeadLoss
+from megafp8.ops import bf16
 from megafp8.plan import memory
 from megafp8.specs.data import IGNORE
 

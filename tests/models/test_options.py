@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
@@ -15,8 +17,6 @@ from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import AutogradSink
 from megafp8.specs import GPTSpec
 from tests.models.reference import loss_of
 from tests.tiny import VOCAB, gpt_spec

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import Given, NativeParts, linears_of
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import AutogradSink
 from tests.tiny import SEQ, VOCAB, gpt_spec, microbatch
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)

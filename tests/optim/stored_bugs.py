@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.fp8 import weights
 from megafp8.optim import stored
 from megafp8.optim.stored_split import SplitStoredMasters
 from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket
-from megafp8.precision import weights
 
 FACTOR = 1.03
 

@@ -13,6 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
+from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import Pending
 from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.collectives import Axis
@@ -24,10 +28,6 @@ from megafp8.parallel.scaled_data import (
     lay_out,
     lay_out_whole,
 )
-from megafp8.precision.formats import STORAGE_FORMATS, StorageFormat
-from megafp8.precision.kernels.compile import library
-from megafp8.precision.scaled import ScaledTensor
-from megafp8.precision.scaling import Pending
 from megafp8.specs import ParallelSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.nonfinite import first_nonfinite

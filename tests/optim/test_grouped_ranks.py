@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from megafp8.checkpoint.reader import SCALES, Reader
+from megafp8.fp8.grouped import GroupedTensor, values_of
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import pieces_of
 from megafp8.optim.stored import StoredAdamW
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.grouped import GroupedTensor, values_of
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import ParallelSpec
 from megafp8.specs.geometry import Box
 from megafp8.train.saver import Saver

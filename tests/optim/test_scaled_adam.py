@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.grouped import GroupedTensor
+from megafp8.fp8.kernels.triton_launch import unavailable
+from megafp8.fp8.scaled import Dither, ScaledTensor
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.grouped import GroupedTensor
-from megafp8.precision.kernels.triton_launch import unavailable
-from megafp8.precision.scaled import Dither, ScaledTensor
 from megafp8.specs.optim import StorageName
 from tests.c_kernels import need_kernels
 from tests.spec import scaled as spec
@@ -37,7 +37,7 @@ def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if request.param == "Triton":
         if (why := unavailable(torch.device("cpu"))) is not None:
             pytest.skip(why)
-        name = "megafp8.precision.kernels.triton_adam.BLOCK"
+        name = "megafp8.fp8.kernels.triton_adam.BLOCK"
         monkeypatch.setattr(name, 256)  # the tests' tensors are small
     ways = (scaled_adam.update_c, scaled_adam.update_torch, scaled_adam.update_triton)
     return dict(zip(("C", "torch", "Triton"), ways, strict=True))[request.param]

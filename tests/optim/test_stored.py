@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.grad_sink import GradSum
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Segment, clip, grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.grad_sink import GradSum
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState

@@ -20,9 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.stored import StoredMasters
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict

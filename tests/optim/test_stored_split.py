@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
 from megafp8.optim.stored_split import SplitStoredMasters
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.shape import deal_whole, rank_shape
-from megafp8.precision.formats import STORAGE_FORMATS
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import ParallelSpec
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megafp8.backends.te.layer import TeLayer
+from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
-from megafp8.precision.scaling import Pending
 from megafp8.train.state import TrainState
 
 

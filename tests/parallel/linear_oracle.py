@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megafp8.precision.recipes.base import Role
+from megafp8.fp8.quantizers.base import Role
 from megafp8.specs import Fp8Recipe
+from tests.fp8.test_recipes import groups_of, rule_of
 from tests.parallel.linear_records import Fed, Parameter, Pass, Step, Watched
 from tests.parallel.rank_work import Case
 from tests.parallel.test_tensor_parallel import assembled
-from tests.precision.test_recipes import groups_of, rule_of
 from tests.spec import current
 from tests.spec.formats import FORMATS, Floats64
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from megafp8.fp8.linear import Linear
+from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.linear import Linear
-from megafp8.precision.tensor import Fp8Tensor, spread
 from megafp8.specs.geometry import Piece as Place
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup

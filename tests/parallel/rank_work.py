@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from megafp8 import te_cpu
 from megafp8.data.loader import DocumentRules, Microbatch
+from megafp8.fp8.scaling import ScaleTable
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import FsdpMasters
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.precision.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe, GPTSpec, LossScaleSpec, OptimSpec, ParallelSpec
 from megafp8.specs.precision import BackendName
 from megafp8.train.build import build

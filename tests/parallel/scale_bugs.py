@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.fp8 import linear, weights
+from megafp8.fp8.quantizers.base import Operands
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel import sequence, tensor
-from megafp8.precision import linear, weights
-from megafp8.precision.recipes.base import Operands
-from megafp8.precision.tensor import Fp8Tensor
 
 FACTOR = 1.03
 

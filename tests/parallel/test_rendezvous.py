@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8 import torch_private
 from megafp8.errors import RunError
+from megafp8.ops import torch_private
 from megafp8.parallel import rendezvous
 from megafp8.parallel.launch import launch
 from megafp8.parallel.rendezvous import (

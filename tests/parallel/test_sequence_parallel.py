@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.sequence import by_rank, gather_tokens, in_order
-from megafp8.precision.formats import E4M3
-from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec

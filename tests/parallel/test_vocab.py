@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.fp8.kernels import triton_launch
 from megafp8.models.loss import HeadLoss, plain_matmul, through_autograd
 from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.vocab import VocabParallelHeadLoss, local_rows, vocabulary_piece
-from megafp8.precision.kernels import triton_launch
 from megafp8.specs.data import IGNORE
 
 RANKS, CHUNK, VOCAB = 3, 7, 12

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from megafp8.errors import ConfigError
+from megafp8.fp8.fused import KINDS
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
 from megafp8.plan import time as plan_time
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
 from megafp8.plan.memory import all_ranks
@@ -26,16 +29,13 @@ from megafp8.plan.time import (
     without_fp8,
 )
 from megafp8.plan.traffic import Message
-from megafp8.precision.fused import KINDS
-from megafp8.precision.recipes.build import linear_quantizer
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import GemmName
-from tests.precision.kernels.test_layer_counts import (
+from tests.fp8.kernels.test_layer_counts import (
     BATCH,
     COSTS,
     HIDDEN,
@@ -43,7 +43,7 @@ from tests.precision.kernels.test_layer_counts import (
     Tally,
     state_of,
 )
-from tests.precision.kernels.test_layer_counts import tally as tally
+from tests.fp8.kernels.test_layer_counts import tally as tally
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 H200 = KNOWN["h200"]

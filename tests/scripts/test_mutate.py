@@ -18,9 +18,7 @@ from scripts.mutate.runner import _outcome
 from tests.ranks import ROOT
 
 needs_library = pytest.mark.usefixtures("library")
-ROW = table.Row(
-    "k", "megafp8/precision/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0, "abc"
-)
+ROW = table.Row("k", "megafp8/fp8/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0, "abc")
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def library() -> None:
 
 def test_every_file_has_tests_that_exist() -> None:
     files = scope.files(ROOT)
-    assert "megafp8/precision/gemm.py" in files and "megafp8/precision/kernels/fp8_cpu.c" in files
+    assert "megafp8/fp8/gemm.py" in files and "megafp8/fp8/kernels/fp8_cpu.c" in files
     assert not [f for f in files if "triton" in f]
     tests = {test for file in files for test in scope.tests_of(file)}
     assert not [test for test in tests if not (ROOT / test).exists()]
@@ -151,14 +149,14 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
 ) -> None:
     known = tmp_path / "equivalent.json"
     known.write_text(
-        '[{"file": "megafp8/fp8/linear.py", "before": "a + b", "after": "a - b", "why": "Unused."}]'
+        '[{"file": "megafp8/fp8/gemm.py", "before": "a + b", "after": "a - b", "why": "Unused."}]'
     )
     monkeypatch.setattr(table, "EQUIVALENT", known)
     rows = [
         ROW,
         replace(ROW, key="2", verdict="survived"),
-        replace(ROW, key="3", verdict="timeout", file="megafp8/precision/kernels/fp8_cpu.c"),
-        replace(ROW, key="4", verdict="survived", file="megafp8/fp8/linear.py"),
+        replace(ROW, key="3", verdict="timeout", file="megafp8/fp8/kernels/fp8_cpu.c"),
+        replace(ROW, key="4", verdict="survived", file="megafp8/fp8/gemm.py"),
     ]
     page = table.page(rows, 7, 200)
     assert "| precision | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.hardware.torch_build import why_no_gpu
+from megafp8.ops.torch_build import why_no_gpu
 from tests.ranks import ROOT
 
 PYTHON = """\

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megafp8.fp8.scaling import ScalingState
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import single_rank
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.train.build import build
 from megafp8.train.state import TrainState

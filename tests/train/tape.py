@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafp8.hardware.addmm import Scales, times_scales
-from megafp8.precision import cast, gemm, grad_sink, scaled
-from megafp8.precision.kernels.compile import Library
+from megafp8.fp8 import cast, gemm, grad_sink, scaled
+from megafp8.fp8.kernels.compile import Library
+from megafp8.ops.addmm import Scales, times_scales
 from megafp8.train import graphs
 from megafp8.train.graphs import Recorded
 

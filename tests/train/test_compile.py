@@ -9,10 +9,10 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from megafp8 import torch_private
 from megafp8.errors import ConfigError
-from megafp8.precision.health import HealthProbe
-from megafp8.precision.scaling import ScalingState
+from megafp8.fp8.health import HealthProbe
+from megafp8.fp8.scaling import ScalingState
+from megafp8.ops import torch_private
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName

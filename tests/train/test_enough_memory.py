@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megafp8.errors import ConfigError, RunError
-from megafp8.hardware.memory import Limit
+from megafp8.ops.memory import Limit
 from megafp8.plan.memory import rank_memory
 from megafp8.runs import enough_memory
 from megafp8.runs.enough_memory import CHECK, Problem, decide, needs_of, problems, require_memory

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.parts import Parts
 from megafp8.parallel.parts import NativeParts, linears_of
-from megafp8.precision.formats import E4M3
-from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule, RecipeName

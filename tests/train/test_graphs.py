@@ -18,14 +18,14 @@ from megafp8.config.load import load, load_all
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import UserError
+from megafp8.fp8.health import HealthProbe
+from megafp8.fp8.scaling import ScaleTable, ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.weights import StoredFp8
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import Mesh, join, single_rank
-from megafp8.precision.health import HealthProbe
-from megafp8.precision.scaling import ScaleTable, ScalingState
-from megafp8.precision.tensor import Fp8Tensor
-from megafp8.precision.weights import StoredFp8
 from megafp8.specs import Fp8Recipe, HealthSpec, ParallelSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from megafp8.errors import ExitCode
+from megafp8.fp8.health import HealthProbe, TableProbe
 from megafp8.optim.masters import grad_norm
 from megafp8.parallel import watchdog
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.watchdog import describe, is_waiting
-from megafp8.precision.health import HealthProbe, TableProbe
 from megafp8.train.step import read_back
 from megafp8.train.validate import evaluate
 from tests.train.runs import Done, Place

@@ -314,7 +314,7 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_amax_history_len": Trains(1),
     "model.fp8_amax_compute_algo": Trains("most_recent", ("model.fp8_amax_history_len=1024",)),
     "model.reduce_amax": ShownBy(
-        "tests/precision/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
+        "tests/fp8/test_scaling.py::test_amaxes_are_reduced_once_per_update_and_only_if_asked"
     ),
     "model.fp8_backend": ShownBy(
         "tests/train/test_transformer_engine.py::test_a_run_says_what_it_is"

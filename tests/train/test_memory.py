@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megafp8.data.loader import Microbatch
+from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel.parts import linears_of
-from megafp8.precision.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
 from tests.tiny import build_run, gpt_spec

@@ -27,12 +27,12 @@ from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
 from megafp8.config.values import plain
+from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.grad_sink import MainGradSink, ScaledGradSink
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.zero import Fp8Weights
 from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import Given
-from megafp8.precision.formats import DTYPES
-from megafp8.precision.grad_sink import MainGradSink, ScaledGradSink
-from megafp8.precision.scaled import ScaledTensor
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import AttentionInFp8, PlannedGemms
 from megafp8.specs.recipes import find_recipe, te_class

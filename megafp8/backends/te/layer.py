@@ -14,11 +14,11 @@ from torch import nn
 from megafp8.backends.te.lent import Lent, LentWeights
 from megafp8.backends.te.products import observe_products
 from megafp8.backends.te.state import TeRegion
+from megafp8.fp8.formats import DTYPE_NAMES
+from megafp8.fp8.grad_sink import GradSum
 from megafp8.models.attention import AttentionContext
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
-from megafp8.precision.formats import DTYPE_NAMES
-from megafp8.precision.grad_sink import GradSum
 from megafp8.specs.layer import layer_linears
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.traits import GemmName

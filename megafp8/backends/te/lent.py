@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import nn
 
-from megafp8.precision.scaled import ScaledTensor, resize_memory
+from megafp8.fp8.scaled import ScaledTensor, resize_memory
 
 
 class Lent(IntEnum):

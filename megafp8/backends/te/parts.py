@@ -18,11 +18,11 @@ from megafp8.backends.te.weights import (
     quantize_without_values,
     to_be_gathered,
 )
+from megafp8.fp8.scaling import Direction
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
 from megafp8.parallel.parts import Given, NativeParts, both
-from megafp8.precision.scaling import Direction
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megafp8.backends.te.names import TeNames
-from megafp8.precision.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
+from megafp8.fp8.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
 
 META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}

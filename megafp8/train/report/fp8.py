@@ -14,12 +14,12 @@ from pathlib import Path
 
 from megafp8.errors import ConfigError
 from megafp8.files import Warn
+from megafp8.fp8.health import HealthProbe, TableProbe, num_nonfinite
+from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.precision.health import HealthProbe, TableProbe, num_nonfinite
-from megafp8.precision.scaling import ScalingState
 from megafp8.specs import GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import traits_of

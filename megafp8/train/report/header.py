@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.hardware import bf16, cpu
-from megafp8.hardware.peak import measured_tflops
+from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
+from megafp8.fp8.gemm import wide_dtype
 from megafp8.models.init import pieces_of
 from megafp8.observe.units import plural
+from megafp8.ops import bf16, cpu
+from megafp8.ops.peak import measured_tflops
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Segment
 from megafp8.optim.stored import StoredAdamW, StoredMasters
@@ -20,8 +22,6 @@ from megafp8.optim.stored_zero import ShardedStoredMasters
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
-from megafp8.precision.formats import DTYPE_NAMES, DTYPES
-from megafp8.precision.gemm import wide_dtype
 from megafp8.runs.data import RunData
 from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.optim import MOMENT_GROUP

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megafp8 import torch_private
+from megafp8.ops import torch_private
 from megafp8.specs.run import ProfileSpec
 
 Notify = Callable[[str], None]

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.tokenize import continuation
+from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.curve import sparkline
 from megafp8.observe.summary import RunSummary
 from megafp8.optim.schedules import learning_rate
-from megafp8.precision.scaling import ScalingState
 from megafp8.report.record import logged_steps, typical
 from megafp8.report.writer import REPORT_FILE
 from megafp8.runs.data import RunData

@@ -20,14 +20,14 @@ from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.config.te_environment import UNFUSED_UPDATE
 from megafp8.errors import ConfigError
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.precision.gemm import GemmCounter
-from megafp8.precision.grad_sink import MainGradSink
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION

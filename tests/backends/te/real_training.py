@@ -18,12 +18,12 @@ from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
+from megafp8.fp8.formats import E4M3
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.mesh import Mesh, simulated_rank, single_rank
-from megafp8.precision.formats import E4M3
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import AutoBackend, ModuleRule

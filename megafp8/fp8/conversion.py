@@ -1,0 +1,268 @@
+"""Turn the linears of a model into FP8 ones, in place, after everything has been checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megafp8.fp8.converted import Bound, Converted, Fp8Error, Shared, converted_class
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.recipe_settings import checked_recipe
+from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
+from megafp8.fp8.state import Fp8State
+from megafp8.fp8.weights import weight_form
+from megafp8.specs.precision import Fp8Recipe, ModulePrecision, RecipeName
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import DEFAULT_RECIPE, HIGH_PRECISION, find_recipe
+
+Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def convert(
+    model: nn.Module,
+    recipe: RecipeName | Fp8Recipe | type[Recipe] = DEFAULT_RECIPE,
+    *,
+    skip: Skip = (),
+    amax_group: dist.ProcessGroup | None = None,
+) -> Fp8State:
+    """Turn the model's linears into FP8 ones, in place, and return the state that they share.
+
+    Every `nn.Linear` and every `Conv1D` of transformers is converted. Each stays the same object
+    with the same parameters, so an optimizer, DDP and `state_dict()` see no difference. Nothing is
+    changed unless every check passes.
+
+    Args:
+        model: Any PyTorch model; a lone `nn.Linear` too.
+        recipe: A recipe's name, with the settings of `recipe_named`, a subclass of `Recipe`, or an
+            `Fp8Recipe`, whose `modules` rules give single linears another recipe or
+            `high_precision`. A name of a file or module is imported.
+        skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears or of modules
+            around them, or a function of (name, module) that returns True for those.
+        amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
+            replicas share their scales. None keeps each rank's own.
+
+    Raises:
+        Fp8Error: Something cannot be converted as asked. The message names the module or option.
+    """
+    chosen = checked_recipe(recipe)
+    found = _linears(model)
+    left = _without_skipped(found, skip)
+    _check_rules(chosen, left)
+    precisions = {name: chosen.precision_of(name) for name in left}
+    left = {name: left[name] for name in left if precisions[name] != HIGH_PRECISION}
+    if not left:
+        raise Fp8Error(
+            "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
+        )
+    _check_modules(model, left, precisions, chosen)
+    is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in left}
+    if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
+        raise Fp8Error(
+            "amax_group",
+            f"recipe {chosen.name} with reduce_amax={chosen.reduce_amax} reduces no amaxes",
+            "Leave it out, or use recipe='delayed' with reduce_amax=True",
+        )
+    if amax_group is not None and not isinstance(amax_group, dist.ProcessGroup):
+        raise Fp8Error(
+            "amax_group",
+            f"{amax_group!r} is no process group that this rank is a member of",
+            "Give each rank a group that it belongs to, or leave it out",
+        )
+    reduce = None if amax_group is None else _maximum_over(amax_group)
+    shared = Shared(ScalingState(chosen, reduce))
+    for name, module in left.items():
+        _bind(name, module, shared, is_delayed=is_delayed[name])
+    if all(linear.weight.device.type != "meta" for linear in shared.linears.values()):
+        shared.follow()
+    return Fp8State(shared)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether the module is transformers' Conv1D, a linear that keeps [I, O] weights."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Return every linear by its first name, converted ones and subclasses included."""
+    if not isinstance(model, nn.Module):
+        raise Fp8Error("model", f"is a {type(model).__name__}", "Give a torch.nn.Module")
+    found = {
+        name or "linear": module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Converted) or _is_conv1d(module)
+    }
+    if not found:
+        raise Fp8Error(
+            "model",
+            f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D",
+            "Convert a model whose products are such modules",
+        )
+    return found
+
+
+def _without_skipped(found: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Module]:
+    """Return the linears that are not skipped; raise `Fp8Error` for a pattern without effect."""
+    left = dict(found)
+    if callable(skip):
+        left = {name: module for name, module in found.items() if not skip(name, module)}
+        skip = ()
+    patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise Fp8Error(
+            f"skip={skip!r}", "is neither names nor a function", "Use skip='lm_head' or a list"
+        )
+    for pattern in patterns:
+        matched = [name for name in found if _matches(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, found, n=1)
+            raise Fp8Error(
+                f"skip={pattern!r}",
+                "matches no linear",
+                f"Did you mean {close[0]!r}?" if close else f"The first is named {min(found)!r}",
+            )
+        for name in matched:
+            left.pop(name, None)
+    if not left:
+        raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
+    return left
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether `pattern` fits the name of a linear, or of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _check_rules(recipe: Fp8Recipe, linears: dict[str, nn.Module]) -> None:
+    for rule in recipe.modules:
+        if not any(rule.matches(name) for name in linears):
+            raise Fp8Error(
+                f"recipe.modules pattern {rule.pattern!r}",
+                "matches no linear",
+                f"The first is named {min(linears)!r}",
+            )
+
+
+def _check_modules(
+    model: nn.Module,
+    linears: dict[str, nn.Module],
+    precisions: dict[str, ModulePrecision],
+    recipe: Fp8Recipe,
+) -> None:
+    """Raise `Fp8Error` for the first linear that cannot be converted."""
+    uses: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)].append(name)
+    for name, module in linears.items():
+        _check_kind(name, module, linears)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        if len(uses[id(weight)]) > 1:
+            others = ", ".join(uses[id(weight)])
+            raise Fp8Error(
+                name, f"its weight is shared, as {others}", f"Untie it, or use skip={name!r}"
+            )
+        if weight.dtype not in DTYPES:
+            raise Fp8Error(
+                name, f"its weight is {weight.dtype}", "Use FP32, BF16 or FP16, or skip it"
+            )
+        _check_size(name, weight, precisions[name], recipe)
+    if torch.backends.mha.get_fastpath_enabled():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.TransformerEncoderLayer) and any(
+                linear.startswith(f"{name}." if name else "") for linear in linears
+            ):
+                raise Fp8Error(
+                    name or "model",
+                    "evaluation of an nn.TransformerEncoderLayer bypasses its linears",
+                    "Call torch.backends.mha.set_fastpath_enabled(False) before",
+                )
+
+
+def _check_kind(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> None:
+    if isinstance(module, Converted):
+        raise Fp8Error(
+            name, "is converted to FP8 already", f"Convert a model once, or use skip={name!r}"
+        )
+    if _is_foreign(module):
+        raise Fp8Error(
+            name,
+            f"is a {type(module).__name__}, a subclass of nn.Linear that may compute otherwise",
+            f"Use skip={_skip_of_foreign(linears)!r}",
+        )
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """Return whether the module is of a subclass of nn.Linear that may compute otherwise."""
+    is_known = type(module) is nn.Linear or isinstance(module, Converted)
+    return not is_known and not _is_conv1d(module)
+
+
+def _skip_of_foreign(linears: dict[str, nn.Module]) -> str | list[str]:
+    """Return the value of `skip` that leaves out all subclasses of nn.Linear, and nothing else."""
+    found: dict[str, None] = {}
+    foreign = [name for name, module in linears.items() if _is_foreign(module)]
+    for name in foreign:
+        parts = name.split(".")
+        if type(linears[name]).__name__ == "NonDynamicallyQuantizableLinear" and len(parts) > 1:
+            parts = parts[:-1]  # nn.MultiheadAttention, which has no other linear
+        pattern = f"*.{parts[-1]}"
+        matched = [other for other in linears if _matches(other, pattern)]
+        is_exact = name in matched and set(matched) <= set(foreign)
+        found[pattern if is_exact and len(matched) > 1 else ".".join(parts)] = None
+    patterns = list(found)
+    return patterns[0] if len(patterns) == 1 else patterns
+
+
+def _check_size(
+    name: str, weight: torch.Tensor, precision: ModulePrecision, recipe: Fp8Recipe
+) -> None:
+    traits = find_recipe(precision).traits
+    if not traits.pads and recipe.pad_inner_dim:
+        raise Fp8Error(
+            "recipe.pad_inner_dim=True",
+            f"{precision} scales need whole blocks of {traits.multiple}",
+            "Leave it out, or use another recipe",
+        )
+    multiple = 1 if recipe.pad_inner_dim else traits.multiple
+    if any(size == 0 or size % multiple for size in weight.shape):
+        other = "Fp8Recipe(pad_inner_dim=True)" if traits.pads else "another recipe"
+        raise Fp8Error(
+            name,
+            f"its weight is {' x '.join(map(str, weight.shape))}, and {precision} takes multiples "
+            f"of {multiple}",
+            f"Use skip={name!r}, {other}, or other sizes",
+        )
+
+
+def _bind(name: str, module: nn.Module, shared: Shared, *, is_delayed: bool) -> None:
+    """Turn one module into a converted one."""
+    quantizer = linear_quantizer(shared.scaling, name)
+    weight = module.weight
+    assert quantizer is not None and isinstance(weight, nn.Parameter)
+    is_transposed, kind = _is_conv1d(module), converted_class(type(module))
+    module.__class__ = kind
+    assert isinstance(module, Converted)
+    module.fp8 = Bound(
+        name, quantizer, weight_form(weight, quantizer), shared, is_delayed, is_transposed
+    )
+    shared.linears[name] = module
+
+
+def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:
+    """Return what starts a maximum over the ranks of a group, in place."""
+
+    def start(amaxes: torch.Tensor) -> Pending:
+        work = dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None, "a member's reduction returns its work"
+        return Pending(amaxes, (work,))
+
+    return start

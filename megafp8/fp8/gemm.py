@@ -1,0 +1,221 @@
+"""Run every matrix product, in FP8 or not, and count what really ran.
+
+FP8 operands with one scale each are multiplied as their numbers, and the scales are applied to the
+FP32 accumulator. Without FP8 tensor cores the product runs in a wider format that holds every FP8
+number exactly: BF16 with FP32 accumulation for BF16 work where the device is fast at it, FP32
+otherwise. On a CPU there is one rounding to the output dtype, as on FP8 hardware; only the order of
+accumulation differs. A GPU without FP8 tensor cores rounds twice in BF16 work. Plain BF16 operands
+are multiplied in FP32 on CPUs without BF16 instructions (ops/bf16.py).
+
+Operands with a scale for each row or block are multiplied as their values. A power of two moves the
+exponent alone, so the values stay exact in BF16; with other scales they are rounded to FP32 once.
+
+Where the engine's FP8 tensor cores take such scales, they multiply the bytes. The counter records
+which of the two ran.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal
+
+import torch
+
+from megafp8.fp8.engine import EMULATED, Engine, in_e5m2
+from megafp8.fp8.formats import DTYPE_NAMES, SIMULATED
+from megafp8.fp8.grad_sink import GradSum
+from megafp8.fp8.kernels import triton_launch
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.ops import bf16
+from megafp8.ops.addmm import Scales, factor, scaled_addmm, times_scales
+from megafp8.ops.scaled_mm import ALIGNMENT, scaled_mm
+
+Fp8Backend = Literal["tensor cores", "emulated"]
+Operand = torch.Tensor | Fp8Tensor
+
+
+class GemmCounter:
+    """Count FLOPs (2 per multiply-add) by (operand precision, place) as products run."""
+
+    def __init__(self) -> None:
+        self.flops: dict[tuple[str, str], int] = defaultdict(int)
+        self.fp8_backends: dict[Fp8Backend, int] = defaultdict(
+            int
+        )  # FLOPs of FP8 products, by what ran them
+
+    def add(self, precision: str, place: str, flops: int) -> None:
+        """Add the FLOPs of a product whose operands have `precision` ("fp8", "bf16", …)."""
+        self.flops[precision, place] += flops
+
+    def by_precision(self) -> dict[str, int]:
+        """Return the counted FLOPs of each precision."""
+        totals: dict[str, int] = defaultdict(int)
+        for (precision, _), flops in self.flops.items():
+            totals[precision] += flops
+        return dict(totals)
+
+    def share(self, precision: str) -> float:
+        """Return the fraction of all counted FLOPs in `precision`; 0 when nothing was counted."""
+        return self.by_precision().get(precision, 0) / max(1, sum(self.flops.values()))
+
+
+def wide_dtype(device: torch.device, work: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FP8 numbers are multiplied where there are no FP8 tensor cores."""
+    if work != torch.bfloat16 or bf16.fp32_products(device):
+        return torch.float32
+    return torch.bfloat16
+
+
+def gemm(
+    a: Operand,
+    b: Operand,
+    *,
+    work: torch.dtype,
+    counter: GemmCounter,
+    place: str,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: torch.Tensor | None = None,
+    engine: Engine = EMULATED,
+    use_fast_accum: bool = False,
+    into: GradSum | None = None,
+) -> torch.Tensor:
+    """Return a @ b (+ bias) for 2-d operands, both FP8 or both plain, in the dtype `work`.
+
+    `transpose_a` and `transpose_b` transpose an operand first. `place` names the product for the
+    counter. `use_fast_accum` concerns FP8 tensor cores only, and never scales of blocks.
+
+    With `into` the result (without bias) is meant for this sum: it is FP32 where the device has
+    such a product, otherwise of dtype `work`. It is `into.total` itself if the product wrote or
+    added it there.
+    """
+    assert into is None or bias is None
+    if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
+        assert a.rotation == b.rotation, "the product would not cancel the rotation"
+        precision = "fp8"
+        flops = _flops(a.payload, b.payload, transpose_a, transpose_b)
+        if _on_tensor_cores(a, b, engine, work):
+            counter.add(precision, place, flops)
+            counter.fp8_backends["tensor cores"] += flops
+            return _tensor_core_product(
+                a, b, transpose_a, transpose_b, bias, work, engine, use_fast_accum, into
+            )
+        counter.fp8_backends["emulated"] += flops
+        wide = wide_dtype(a.payload.device, work)
+        is_exact = a.fmt is not SIMULATED and b.fmt is not SIMULATED
+        if a.block is None and b.block is None and is_exact:
+            scales: Scales | None = (a.dequant_scale, b.dequant_scale)
+            a, b = a.numbers(wide), b.numbers(wide)
+        else:
+            scales = _outer_factors(a, b)
+            wide = wide if a.is_power_2 and b.is_power_2 else torch.float32
+            a, b = a.dequantize(wide), b.dequantize(wide)
+            bias = None if bias is None else bias.to(wide)
+    else:
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
+        flops = _flops(a, b, transpose_a, transpose_b)
+        precision = DTYPE_NAMES[a.dtype]
+        scales = None
+    a = a.t() if transpose_a else a
+    b = b.t() if transpose_b else b
+    counter.add(precision, place, flops)
+    if into is not None:
+        product = bf16.mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
+        if product is not None:
+            return product
+    if scales is None:
+        return bf16.mm(a, b, bias).to(work)
+    return _scaled_product(a, b, scales, bias).to(work)
+
+
+def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
+    """Return the factors of the whole operands (0-d FP32); None where neither has one."""
+    if a.outer is None and b.outer is None:
+        return None
+    one = torch.ones((), device=a.payload.device)
+    return one if a.outer is None else a.outer, one if b.outer is None else b.outer
+
+
+def _flops(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> int:
+    """Return the FLOPs of the product, 2 M K N."""
+    return 2 * a.numel() * b.shape[0 if transpose_b else 1]
+
+
+def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:
+    both = all(engine.multiplies(operand.layout, work) for operand in (a, b))
+    return both and not in_e5m2(a.fmt, b.fmt)
+
+
+def _tensor_core_product(
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    transpose_a: bool,
+    transpose_b: bool,
+    bias: torch.Tensor | None,
+    work: torch.dtype,
+    engine: Engine,
+    use_fast_accum: bool,
+    into: GradSum | None,
+) -> torch.Tensor:
+    """Multiply both operands as [rows, K], transposing one that lies the other way in memory."""
+    a_MK, a_scale = _rows_of(a, transpose_a)
+    b_NK, b_scale = _rows_of(b, not transpose_b)
+    a_layout, b_layout = a.layout, b.layout
+    if {a_layout, b_layout} == {"tensor", "row"}:  # one scale for every row
+        a_scale, b_scale = (
+            scale.expand(payload.shape[0], 1)
+            for payload, scale in ((a_MK, a_scale), (b_NK, b_scale))
+        )
+        a_layout = b_layout = "row"
+    target = None
+    if into is not None and {a_layout, b_layout} <= engine.fp32_results:
+        work = torch.float32
+        target = into.total if into.is_first and _is_target(into.total) else None
+    return scaled_mm(
+        a_MK,
+        b_NK,
+        a_scale,
+        b_scale,
+        layouts=(a_layout, b_layout),
+        out_dtype=work,
+        bias_N=bias,
+        use_fast_accum=use_fast_accum and a_layout in ("tensor", "row"),
+        matmul=engine.matmul,
+        out_MN=target,
+    )
+
+
+def _is_target(total: torch.Tensor) -> bool:
+    """Whether tensor cores can write their result into this tensor."""
+    return total.is_contiguous() and total.data_ptr() % ALIGNMENT == 0
+
+
+def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the payload as [rows, K] with K innermost, and its scales."""
+    payload = x.payload.t() if transpose else x.payload
+    scale = x.dequant_scale.t() if transpose and x.block is not None else x.dequant_scale
+    if not payload.is_contiguous():
+        payload = transposed(payload.t())
+    return payload, scale
+
+
+def transposed(payload_MN: torch.Tensor) -> torch.Tensor:
+    """Return the same bytes as a contiguous [N, M], by Triton where it runs."""
+    if payload_MN.device.type == "cpu" or triton_launch.unavailable(payload_MN.device) is not None:
+        return payload_MN.t().contiguous()
+    from megafp8.fp8.kernels.triton_cast import transpose_payload
+
+    return transpose_payload(payload_MN)
+
+
+def _scaled_product(
+    a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a @ b times both scales (+ bias); on a CPU they enter before the one rounding."""
+    if a.device.type != "cpu":
+        product = times_scales(torch.mm(a, b).float(), scales)
+        return product if bias is None else product + bias
+    if bias is None:
+        empty = a.new_empty(()).expand(a.shape[0], b.shape[1])
+        return scaled_addmm(empty, a, b, factor(scales), beta=0)
+    return scaled_addmm(bias.to(a.dtype), a, b, factor(scales))

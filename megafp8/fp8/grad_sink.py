@@ -1,0 +1,393 @@
+"""Decide where the gradients of weights go: summed over microbatches, now or later."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.scaled import ScaledTensor, resize_memory
+from megafp8.ops import torch_private
+
+
+@dataclass(frozen=True)
+class GradSum:
+    """Name the FP32 sum of a weight's gradients that a gradient is to be added to.
+
+    `total` has the weight's shape. With `is_first` the gradient overwrites it.
+    """
+
+    total: torch.Tensor
+    is_first: bool
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Add `grad`, unless it is `total` itself: then the product has added it already."""
+        if grad is not self.total:
+            accumulate(self.total, grad, is_first=self.is_first)
+
+
+class ComputeGrad(Protocol):
+    """Compute a microbatch's gradient of a weight.
+
+    The sink calls it, and so chooses when the GEMM runs.
+    """
+
+    def __call__(self, into: GradSum | None, /) -> torch.Tensor:
+        """Return the gradient, in any dtype, or `into.total` if it was added there already."""
+        ...
+
+
+class GradSink(Protocol):
+    """Receive the weight gradients of each microbatch.
+
+    Both methods return the gradient that autograd shall add to `.grad`, in the parameter's dtype
+    and shape, or None if the sink keeps it itself. They are called in the backward pass, once per
+    microbatch and use of the parameter.
+    """
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Receive the gradient that `compute` returns, of the shape of `weight`.
+
+        The sink decides when to call `compute`, which runs the GEMM of a weight gradient.
+        """
+        ...
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Receive the gradient of a look-up in the table `weight_VD`.
+
+        `grad_TD[t]` belongs to row `rows_T[t]`. `rows_T` is int64; a row may occur several times,
+        and its gradients are summed.
+        """
+        ...
+
+
+class AutogradSink:
+    """Return every gradient, so that autograd accumulates it in `.grad`, in the weight's dtype."""
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Return the gradient, rounded to the weight's dtype."""
+        return compute(None).to(weight.dtype)
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the gradient of the whole table, with zeros in rows that were not looked up."""
+        return torch.zeros_like(weight_VD).index_add_(0, rows_T, grad_TD)
+
+
+class DotGradSink(AutogradSink):
+    """Add each gradient to `.grad` itself, where the operation of a graph returns none.
+
+    It is for linears of compiled layers whose gradients autograd would keep otherwise: those under
+    FSDP, which reads `.grad` of the gathered parameters after a layer's backward pass.
+    """
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> None:
+        """Add the gradient, rounded to the weight's dtype, to `weight.grad`."""
+        grad = compute(None).to(weight.dtype)
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+class MainGradSink:
+    """Accumulate gradients over microbatches in FP32, whatever the weights' dtype.
+
+    `main_grads` holds one FP32 tensor per parameter; autograd keeps the gradients of other
+    parameters. Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
+    too, and `.grad` is freed as soon as it arrives. Between `begin_step` and `end_step` the first
+    gradient of a parameter overwrites, so that nothing has to be zeroed before. `hold` is called
+    for a parameter before its sum is first written in a step, and may allocate the sum's memory.
+    """
+
+    def __init__(self) -> None:
+        self.hold: Callable[[nn.Parameter], None] = lambda param: None
+        self.main_grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._untouched: set[nn.Parameter] = set()
+
+    def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Start collecting for these parameters; each FP32 tensor has its parameter's shape.
+
+        A second call would add each gradient that autograd delivers twice.
+        """
+        assert not self.main_grads, "the sink has been attached to its parameters already"
+        for param, main_grad in main_grads:
+            self.main_grads[param] = main_grad
+            param.register_post_accumulate_grad_hook(self._collect)
+
+    def begin_step(self) -> None:
+        """Begin a step: the next gradient of each parameter overwrites."""
+        self._untouched = set(self.main_grads)
+
+    def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
+        """Let a library's products add the gradients of these parameters to FP32 tensors.
+
+        The library finds such a tensor as the parameter's `main_grad`. `begin_products` is called
+        before the products of a microbatch, and `add` after them, with a function that returns
+        the sum that it is given.
+        """
+        for param in params:
+            param.main_grad = self.main_grads[param]  # type: ignore[attr-defined]
+
+    def begin_products(self, params: Iterable[nn.Parameter]) -> None:
+        """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
+        fresh = [param for param in params if param in self._untouched]
+        for param in fresh:
+            self.hold(param)
+        if fresh:
+            torch_private.zero_all_([self.main_grads[param] for param in fresh])
+
+    def end_step(self) -> None:
+        """End a step: zero the gradients of parameters that got none in it."""
+        for param in self._untouched:
+            self.hold(param)
+            self.main_grads[param].zero_()
+        self._untouched.clear()
+
+    @property
+    def untouched(self) -> frozenset[nn.Parameter]:
+        """Return the parameters that have got no gradient in this step."""
+        return frozenset(self._untouched)
+
+    def leave_untouched(self, params: Iterable[nn.Parameter]) -> None:
+        """Take all other parameters as having a gradient: a CUDA graph has added it."""
+        self._untouched.intersection_update(params)
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
+        if weight not in self.main_grads:
+            return compute(None).to(weight.dtype)
+        into = self._sum_of(weight)
+        into.add(compute(into))
+        return None
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Add gradients of rows to the FP32 sum of `weight_VD`, or return them if it has none."""
+        if weight_VD not in self.main_grads:  # summed in FP32, rounded once
+            total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+            return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
+        main_grad = self.main_grads[weight_VD]
+        if weight_VD in self._untouched:
+            self.hold(weight_VD)
+            main_grad.zero_()
+            self._untouched.discard(weight_VD)
+        main_grad.index_add_(0, rows_T, grad_TD.float())
+        return None
+
+    def _collect(self, param: torch.Tensor) -> None:
+        if param.grad is not None:  # it is None if every gradient went through `add`
+            assert isinstance(param, nn.Parameter)
+            self._sum_of(param).add(param.grad)
+            param.grad = None
+
+    def _sum_of(self, param: nn.Parameter) -> GradSum:
+        """Return the parameter's sum, for a gradient that is added to it next."""
+        if param in self._untouched:
+            self.hold(param)
+        into = GradSum(self.main_grads[param], is_first=param in self._untouched)
+        self._untouched.discard(param)
+        return into
+
+
+def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
+    """Add `grad` (FP32, BF16 or FP16) to `total` (FP32), or write it there if it is the first.
+
+    torch adds BF16 to FP32 in two passes over memory, the compiled kernel in one, with the same
+    bits.
+    """
+    if is_first:
+        total.copy_(grad)
+    elif _fits_kernel(total, grad) and (lib := library().lib) is not None:
+        lib.megafp8_accumulate(
+            ctypes.c_void_p(total.data_ptr()),
+            ctypes.c_void_p(grad.data_ptr()),
+            ctypes.c_size_t(total.numel()),
+            torch.get_num_threads(),
+        )
+    else:
+        total.add_(grad)
+
+
+def _fits_kernel(total: torch.Tensor, grad: torch.Tensor) -> bool:
+    on_cpu = total.device.type == "cpu" and grad.dtype == torch.bfloat16
+    return on_cpu and total.is_contiguous() and grad.is_contiguous()
+
+
+def look_up(tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink) -> torch.Tensor:
+    """Return rows of `weight_VD`: [B, S] int64 -> [B, S, D].
+
+    The gradient goes to `sink`, and touches only the rows that were looked up.
+    """
+    rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+        tokens_BS, weight_VD, sink
+    )
+    return rows_BSD
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens_BS)
+        ctx.weight, ctx.sink = weight_VD, sink
+        return nn.functional.embedding(tokens_BS, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (tokens_BS,), (grad_BSD,) = ctx.saved_tensors, grads
+        grad = ctx.sink.add_rows(ctx.weight, tokens_BS.flatten(), grad_BSD.flatten(0, 1))
+        return None, grad, None
+
+
+class DeferringSink:
+    """Keeps weight gradient products until the function that `take` returns is called.
+
+    A backward pass then computes input gradients only. The operands of each weight gradient, in FP8
+    or not, are kept with its product, so each operand is cast once and its amax is recorded once.
+    """
+
+    def __init__(self, inner: GradSink) -> None:
+        self.inner = inner
+        self._waiting: list[Callable[[], object]] = []
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Keep the product that computes the weight's gradient; return None: it comes later."""
+        self._waiting.append(lambda: self.inner.add(weight, compute))
+        return None
+
+    def add_rows(
+        self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Keep the gradient of an embedding's rows to be added later; return None."""
+        self._waiting.append(lambda: self.inner.add_rows(weight_VD, rows_T, grad_TD))
+        return None
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that adds all gradients kept since the last call; it must run once."""
+        waiting, self._waiting = self._waiting, []
+
+        @torch.no_grad()  # as in the backward pass that made the operands
+        def run() -> None:
+            for add in waiting:
+                added = add()
+                assert added is None, "the sink inside keeps gradients itself"
+
+        return run
+
+
+class ScaledGradSink(MainGradSink):
+    """Store gradients in few bits from the moment a microbatch's product has ended.
+
+    Each microbatch reads the sum, adds its gradient in FP32, finds the amax, and writes the sum
+    with a new scale: one rounding a microbatch, and no FP32 sum that stays. With `sums_in_fp32`
+    the sums of a step are FP32 tensors, which are quantized once when the step ends, and freed.
+    Parameters that are not attached so go the way of `MainGradSink`.
+
+    A library's products add to an FP32 tensor that has memory from `begin_products` to `add`, or
+    with `sums_in_fp32` to the end of the step.
+    """
+
+    def __init__(self, *, sums_in_fp32: bool = False) -> None:
+        super().__init__()
+        self.scaled_grads: dict[nn.Parameter, ScaledTensor] = {}
+        self._sums_in_fp32 = sums_in_fp32
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._fresh: set[nn.Parameter] = set()
+        self._lent: dict[nn.Parameter, torch.Tensor] = {}  # the FP32 tensors of a library
+
+    def attach_scaled(self, scaled_grads: Iterable[tuple[nn.Parameter, ScaledTensor]]) -> None:
+        """Start collecting in few bits for these parameters, which only linears use."""
+        self.scaled_grads |= dict(scaled_grads)
+
+    def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
+        """Let a library's products add the gradients of these parameters to FP32 tensors."""
+        params = list(params)
+        for param in params:
+            if param in self.scaled_grads:
+                lent = torch.empty(param.shape, device=param.device)
+                resize_memory(lent, has_memory=False)
+                self._lent[param] = param.main_grad = lent  # type: ignore[attr-defined]
+        super().sum_in_products(param for param in params if param not in self._lent)
+
+    def begin_products(self, params: Iterable[nn.Parameter]) -> None:
+        """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
+        params = list(params)
+        lent = [self._lent[param] for param in params if param in self._lent]
+        fresh = [each for each in lent if not each.untyped_storage().nbytes()]
+        for each in fresh:
+            resize_memory(each, has_memory=True)
+        if fresh:
+            torch_private.zero_all_(fresh)
+        super().begin_products(param for param in params if param not in self._lent)
+
+    def collect(self, params: Iterable[nn.Parameter]) -> None:
+        """Take the gradients that autograd delivers for these parameters through `.grad`."""
+        for param in params:
+            if param in self.scaled_grads:
+                param.register_post_accumulate_grad_hook(self._collect)
+
+    def _collect(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        if param not in self.scaled_grads:
+            super()._collect(param)
+        elif (grad := param.grad) is not None:
+            param.grad = None
+            self.add(param, lambda _: grad)
+
+    def begin_step(self) -> None:
+        """Begin a step: the next gradient of each parameter overwrites."""
+        super().begin_step()
+        self._fresh = set(self.scaled_grads)
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
+        """Free all FP32 tensors; some may be left of a step that an error ended."""
+        self._sums.clear()
+        for lent in self._lent.values():
+            resize_memory(lent, has_memory=False)
+
+    def end_step(self) -> None:
+        """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
+        super().end_step()
+        for param, total in self._sums.items():
+            self.hold(param)
+            self.scaled_grads[param].add(total, is_first=True)
+        self._forget_sums()
+        for param in self._fresh:
+            self.hold(param)
+            self.scaled_grads[param].zero_()
+        self._fresh.clear()
+
+    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
+        """Add the gradient to the sum of `weight`."""
+        if weight not in self.scaled_grads:
+            return super().add(weight, compute)
+        is_first = weight in self._fresh
+        self._fresh.discard(weight)
+        if self._sums_in_fp32:
+            if is_first:
+                self._sums[weight] = self._product_of(weight)
+            into = GradSum(self._sums[weight], is_first)
+            into.add(compute(into))
+        else:  # the product writes FP32 numbers, of this weight alone and for this moment
+            product = GradSum(self._product_of(weight), is_first=True)
+            grad = compute(product)
+            if is_first:
+                self.hold(weight)
+            self.scaled_grads[weight].add(grad, is_first=is_first)
+            if weight in self._lent:
+                resize_memory(product.total, has_memory=False)
+        return None
+
+    def _product_of(self, weight: nn.Parameter) -> torch.Tensor:
+        """Return the FP32 tensor that a product writes, or that a library's has added to."""
+        lent = self._lent.get(weight)
+        return torch.empty(weight.shape, device=weight.device) if lent is None else lent

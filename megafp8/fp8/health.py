@@ -1,0 +1,178 @@
+"""Measure what FP8 does to each tensor of a step: how large it is, and what it loses.
+
+A probe observes the `ScalingState` in single steps only, because its measurements need extra passes
+over the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.fp8.cast import amax_of
+from megafp8.fp8.scaling import Direction, ScalingState
+from megafp8.fp8.tensor import Fp8Tensor, spread
+from megafp8.specs.run import HealthMode, TensorHealth
+
+
+@dataclass
+class _Sums:
+    """Running totals of one tensor over a step's microbatches, 0-d tensors on its device."""
+
+    amax: torch.Tensor
+    quant_scale: torch.Tensor  # the smallest one
+    nonzero: torch.Tensor
+    underflow: torch.Tensor
+    elements: int
+    overflow: torch.Tensor
+    worst_snr: torch.Tensor  # signal power over noise power, of the worst row
+
+
+class HealthProbe:
+    """Measure tensors while it is attached; `full` also compares each with its FP8 values.
+
+    Casts that leave no trace in the scales (evaluations, recomputations) are left out, unless
+    `with_untraced` asks for them.
+    """
+
+    def __init__(
+        self, state: ScalingState, mode: HealthMode, *, with_untraced: bool = False
+    ) -> None:
+        self._state, self._mode, self._with_untraced = state, mode, with_untraced
+        self._sums: dict[str, _Sums] = {}
+
+    def attach(self) -> None:
+        """Start to measure."""
+        self._sums.clear()
+        self._state.observers.append(self._see)
+
+    def detach(self) -> dict[str, TensorHealth]:
+        """Stop measuring, and return the health of each tensor seen since `attach`.
+
+        This waits for the device.
+        """
+        self._state.observers.remove(self._see)
+        found = {name: self._health(name, sums) for name, sums in self._sums.items()}
+        self._sums.clear()
+        return found
+
+    @torch.no_grad()
+    def _see(
+        self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
+    ) -> None:
+        x_fp8 = last if last is not None else first
+        if x_fp8 is not None and x_fp8.rotation is not None:
+            return  # its numbers are not those of the tensor itself
+        is_counted = self._state.recording or self._with_untraced
+        if x_fp8 is None or x.numel() == 0 or not is_counted:
+            return
+        zero = torch.zeros((), device=x.device)
+        largest = x_fp8.dequant_scale.amax()
+        largest = largest if x_fp8.outer is None else largest * x_fp8.outer
+        new = _Sums(amax_of(x), largest.reciprocal(), zero, zero, x.numel(), zero, zero)
+        if self._mode == "full":
+            wide, scale = x.float(), spread(x_fp8.dequant_scale, x.shape, x_fp8.block)
+            scale = scale if x_fp8.outer is None else scale * x_fp8.outer
+            numbers = x_fp8.numbers(torch.float32)
+            new.nonzero = (wide != 0).sum()
+            new.underflow = ((numbers == 0) & (wide != 0)).sum()
+            new.overflow = (wide.abs() > x_fp8.fmt.max * scale).sum()
+            new.worst_snr = _worst_snr(wide, numbers * scale)
+        self._sums[name] = _joined(self._sums[name], new) if name in self._sums else new
+
+    def _health(self, name: str, sums: _Sums) -> TensorHealth:
+        is_full = self._mode == "full"
+        return TensorHealth(
+            amax=sums.amax.item(),
+            quant_scale=sums.quant_scale.item(),
+            underflow=_share(sums.underflow, sums.nonzero) if is_full else None,
+            overflow=_share(sums.overflow, sums.elements) if is_full else None,
+            snr_db=_decibel(sums.worst_snr.item()) if is_full else None,
+        )
+
+
+class TableProbe:
+    """Measure `scales` from the tables of delayed scaling, where the casts themselves are not seen.
+
+    The amax is the largest of the updates since `attach`, as many of them as the history holds; the
+    scale is the smaller one of before and after.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self._state = state
+        self._before: dict[Direction, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attach(self) -> None:
+        """Remember the present scales and counts of updates."""
+        self._before = {
+            direction: (table.quant_scale.clone(), table.num_updates.clone())
+            for direction, table in self._state.tables.items()
+        }
+
+    def detach(self) -> dict[str, TensorHealth]:
+        """Return the health of each tensor that was updated since `attach`.
+
+        This waits for the device, once for each kind of a table's tensors.
+        """
+        found: dict[str, TensorHealth] = {}
+        for direction, table in self._state.tables.items():
+            old_scales, old_updates = (x.cpu() for x in self._before[direction])
+            scales, history = table.quant_scale.cpu(), table.history.cpu()
+            num_updates = (table.num_updates.cpu() - old_updates).tolist()
+            for index, (name, num_new) in enumerate(zip(table.names, num_updates, strict=True)):
+                if num_new <= 0:  # below zero once the state has gone back to a checkpoint
+                    continue
+                scale = scales[index]
+                recent = history[index, -num_new:]
+                if recent.numel() == 0:  # a history of one update is kept in its scale alone
+                    recent = table.fmt.max * 2.0**-self._state.recipe.margin / scale[None]
+                smallest = torch.minimum(old_scales[index], scale)
+                found[name] = TensorHealth(amax=recent.max().item(), quant_scale=smallest.item())
+        self._before = {}
+        return found
+
+
+def num_nonfinite(state: ScalingState) -> dict[str, int]:
+    """Return how many updates of each tensor met a NaN or an infinity since the run began.
+
+    Tensors without such an update are left out.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    for table in state.tables.values():
+        for name, count in zip(table.names, table.num_nonfinite.tolist(), strict=True):
+            counts[name] += count
+    return {name: count for name, count in counts.items() if count}
+
+
+def _joined(old: _Sums, new: _Sums) -> _Sums:
+    return _Sums(
+        torch.maximum(old.amax, new.amax),
+        torch.minimum(old.quant_scale, new.quant_scale),
+        old.nonzero + new.nonzero,
+        old.underflow + new.underflow,
+        old.elements + new.elements,
+        old.overflow + new.overflow,
+        torch.minimum(old.worst_snr, new.worst_snr),
+    )
+
+
+def _worst_snr(wide_MN: torch.Tensor, values_MN: torch.Tensor) -> torch.Tensor:
+    """Return the smallest row's sum(x**2) / sum((x - value)**2); rows of zeros do not count."""
+    peak_M1 = wide_MN.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    signal = (wide_MN / peak_M1).square().sum(-1)  # squares of tiny values would underflow
+    noise = ((wide_MN - values_MN) / peak_M1).square().sum(-1)
+    ratio = torch.where(signal > 0, signal / noise, torch.inf)
+    return ratio.amin()
+
+
+def _share(part: torch.Tensor, whole: torch.Tensor | int) -> float:
+    return float(part.item()) / max(1.0, float(whole))
+
+
+def _decibel(ratio: float) -> float:
+    if math.isnan(ratio):
+        return -math.inf
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf

@@ -1,0 +1,70 @@
+"""Build a linear's quantizers from the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
+from megafp8.fp8.quantizer import LinearQuantizer
+from megafp8.fp8.quantizers.base import Quantizing, Role, TensorQuantizer
+from megafp8.fp8.quantizers.history import HistoryQuantizer
+from megafp8.fp8.quantizers.rule import RuleQuantizer, RuleUpdate
+from megafp8.fp8.scaling import ReduceMax, ScalingState
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
+from megafp8.specs.traits import ROLES, Traits
+
+
+def whole(role: Role) -> ReduceMax | None:
+    """Return None: every tensor is whole on this rank, so no maximum over ranks is needed."""
+    return None
+
+
+def linear_quantizer(
+    state: ScalingState, name: str, reduce_max: Callable[[Role], ReduceMax | None] = whole
+) -> LinearQuantizer | None:
+    """Return the quantizers of the linear `name`, or None if it stays in high precision.
+
+    `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
+    """
+    precision = state.recipe.precision_of(name)
+    if precision == HIGH_PRECISION:
+        return None
+    chosen = find_recipe(precision)
+    tensors = {role: _tensor_quantizer(state, chosen, name, role, reduce_max) for role in ROLES}
+    return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision))
+
+
+def _tensor_quantizer(
+    state: ScalingState,
+    chosen: Recipe,
+    name: str,
+    role: Role,
+    reduce_max: Callable[[Role], ReduceMax | None],
+) -> TensorQuantizer:
+    settings, traits = state.recipe, chosen.traits
+    given = Quantizing(
+        state,
+        name,
+        role,
+        _format(settings, traits, role),
+        settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default,
+        reduce_max(role) if traits.agrees else None,
+    )
+    if traits.has_history:
+        table = state.backward if role == "grad_output" else state.forward
+        update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)
+        return HistoryQuantizer(state, table.register(f"{name}.{role}", update))
+    own: TensorQuantizer | None = chosen.quantizer(given)
+    return RuleQuantizer(chosen, given) if own is None else own
+
+
+def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:
+    if traits.is_simulated:
+        return SIMULATED
+    if traits.numbers == "e2m1":
+        return E2M1
+    if role != "grad_output":
+        return FORMATS[settings.forward_format]
+    return E4M3 if traits.is_e4m3 else FORMATS[settings.backward_format]

@@ -1,0 +1,242 @@
+"""Quantize by the `cast` of a recipe, a rule in torch operations that keeps nothing."""
+
+# M, N the tensor's own dims   K the dim that a product sums over
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from megafp8.errors import UserError
+from megafp8.fp8.formats import Fp8Format
+from megafp8.fp8.quantizers.base import (
+    Need,
+    Operands,
+    Quantizing,
+    SavedForm,
+    TensorQuantizer,
+    column_sum,
+    operands_of,
+)
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
+from megafp8.specs.traits import Casts, Scales
+
+if TYPE_CHECKING:
+    from megafp8.fp8.scaling import ScalingState
+
+Along = Literal["last", "first"]
+Result = TypeVar("Result")
+
+
+class RuleError(UserError):
+    """Report that a recipe's rule failed, or that it does not return what its traits say.
+
+    `trait` names the trait that is refuted; `runs` stands for a rule that cannot be used at all.
+    """
+
+    def __init__(self, text: str, trait: str = "runs") -> None:
+        super().__init__(text)
+        self.trait = trait
+
+
+@dataclass(frozen=True)
+class RuleQuantizer(TensorQuantizer):
+    """Cast a tensor once for each of its two products, or once for both."""
+
+    recipe: Recipe
+    given: Quantizing
+
+    @property
+    def _casts(self) -> Casts:
+        return self.recipe.traits.casts[self.given.role]
+
+    def quantize(
+        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Quantize for each product in `need`."""
+        casts, last, first = self._casts, None, None
+        if need.last or (need.first and casts.serves_both):
+            last = self._cast(x_MN, casts.last, "last")
+        if need.first:
+            first = last if casts.serves_both else self._along_first(x_MN)
+        last = last if need.last else None
+        return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
+
+    def saved_form(self) -> SavedForm:
+        """Return the operand with its scales along tokens."""
+        casts = self._casts
+        return SavedForm(casts.first, self.given.fmt.dtype, is_transposed=not casts.serves_both)
+
+    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+        """Return the scale that follows from a weight's amax."""
+        asked = self._asked(self._casts.last, "last")
+        scale = self._run(lambda: self.recipe.scale_of_amax(amax, asked))
+        if scale.shape != () or scale.dtype != torch.float32:
+            raise self._wrong(f"scale_of_amax gave {_described(scale)}, not a 0-d FP32 tensor")
+        return scale, self.given.fmt
+
+    def _along_first(self, x_MN: torch.Tensor) -> Fp8Tensor:
+        """Cast the transposed tensor, and turn the result back: its bytes stay where they are."""
+        turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first")
+        if turned.block is None:
+            return replace(turned, payload=turned.payload.t())
+        return replace(
+            turned,
+            payload=turned.payload.t(),
+            dequant_scale=turned.dequant_scale.t(),
+            block=turned.block[::-1],
+        )
+
+    def _cast(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor:
+        """Run the rule over whole blocks, and check that it returns what the traits say."""
+        rows, inner = x_MK.shape
+        block = (scales.across or max(1, rows), scales.along or max(1, inner))
+        # A rank whose part is empty gets a block of zeros: the rule then asks for the maxima that
+        # the other ranks wait for, and need not know what the amax of nothing is.
+        missing = (0, _missing(inner, block[1]), 0, _missing(rows, block[0]))
+        rotation = self._casts.rotation if along == "first" else None
+        if rotation is not None and any(missing) and x_MK.numel():  # it cannot be cut off
+            sizes = f"{list(x_MK.shape)} is not a multiple of its blocks of {list(block)}"
+            raise self._wrong(f"{sizes}, and a rotated tensor needs whole blocks")
+        whole_MK = F.pad(x_MK, missing) if any(missing) else x_MK
+        result = self._result(whole_MK, scales, along)
+        self._check(result, whole_MK, scales)
+        payload, dequant_scale = result.payload, result.dequant_scale
+        if any(missing):
+            payload = payload[:rows, :inner].contiguous()
+        if not scales.is_one:
+            down, right = scales.shape(rows, inner)
+            dequant_scale = dequant_scale[:down, :right]
+        # Scales on a GPU are not looked at, as the host would wait; products are then in FP32.
+        is_known = self.given.power_2 and payload.device.type == "cpu"
+        is_plain = not scales.is_one and not scales.has_outer
+        return Fp8Tensor(
+            payload,
+            dequant_scale,
+            self.given.fmt,
+            block=None if scales.is_one else block,
+            is_power_2=is_known and is_plain,
+            layout=scales.layout or "other",
+            outer=result.outer,
+            rotation=rotation,
+        )
+
+    def _result(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Scaled:
+        asked = self._asked(scales, along)
+        result = self._run(lambda: self.recipe.cast(x_MK, asked))
+        if self.recipe.traits.is_simulated and isinstance(result, torch.Tensor):
+            ones = torch.ones(scales.shape(*x_MK.shape), device=x_MK.device)
+            return Scaled(result.float(), ones)
+        if not isinstance(result, Scaled):
+            wanted = "a tensor of values" if self.recipe.traits.is_simulated else "Scaled(...)"
+            raise self._wrong(f"its cast gave {_described(result)}, not {wanted}")
+        return result
+
+    def _asked(self, scales: Scales, along: Along) -> Cast:
+        given = self.given
+        draw = partial(given.state.draws.bytes_of, f"{given.name}.{given.role}.{along}")
+        return Cast(given.role, scales, given.fmt, given.power_2, along, given.reduce_max, draw)
+
+    def _check(self, result: Scaled, x_MK: torch.Tensor, scales: Scales) -> None:
+        payload, dequant_scale, outer = result
+        fmt, shape = self.given.fmt, scales.shape(*x_MK.shape)
+        of = f"its cast of {list(x_MK.shape)} gave"
+        if payload.shape != x_MK.shape or payload.dtype != fmt.dtype:
+            expected = f"a payload of {list(x_MK.shape)} in {fmt.dtype}"
+            raise self._wrong(f"{of} a payload of {_described(payload)}, not {expected}")
+        if dequant_scale.shape != shape or dequant_scale.dtype != torch.float32:
+            expected = f"{list(shape)} in FP32, as its traits say"
+            raise self._wrong(f"{of} scales of {_described(dequant_scale)}, not {expected}")
+        if (outer is not None) != scales.has_outer:
+            says = "has" if scales.has_outer else "does not have"
+            raise self._wrong(f"{of} another `outer` than its traits, whose tensor {says} one")
+        if outer is not None and (outer.shape != () or outer.dtype != torch.float32):
+            raise self._wrong(f"{of} an `outer` of {_described(outer)}, not [] in FP32")
+        if self.given.power_2 and dequant_scale.device.type == "cpu":
+            self._check_powers(dequant_scale)
+
+    def _check_powers(self, scale: torch.Tensor) -> None:
+        """Raise unless all scales are powers of two, which BF16 products of values rest on."""
+        mantissa, _ = torch.frexp(scale[scale.isfinite() & (scale != 0)])
+        if not bool((mantissa.abs() == 0.5).all()):
+            raise self._wrong(
+                "its cast gave scales that are not powers of two, as its traits say. Declare "
+                "power_2='never', or round them",
+                trait="power_2",
+            )
+
+    def _run(self, rule: Callable[[], Result]) -> Result:
+        return _run(rule, self.given.state, self._where)
+
+    def _wrong(self, reason: str, trait: str = "runs") -> RuleError:
+        return RuleError(f"{self._where}: {reason}", trait)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.recipe.name}: {self.given.name}.{self.given.role}"
+
+
+@dataclass(frozen=True)
+class RuleUpdate:
+    """Run the `update` of a recipe over its rows of a table, and check what it returns."""
+
+    recipe: Recipe
+    state: ScalingState
+
+    def __call__(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the history and the scales of the next microbatch."""
+        where = f"{self.recipe.name}: its update"
+        result = _run(lambda: self.recipe.update(seen), self.state, where)
+        got = result if isinstance(result, tuple) else (result,)
+        expected = [_described(seen.history), _described(seen.quant_scale)]
+        if [_described(value) for value in got] != expected:
+            given = " and ".join(_described(value) for value in got)
+            raise RuleError(f"{where} gave {given}, not {' and '.join(expected)}")
+        occurred = seen.amax.isfinite() & (seen.amax > 0)
+        scales = result[1][occurred]
+        if scales.device.type == "cpu" and not bool((scales.isfinite() & (scales > 0)).all()):
+            raise RuleError(f"{where} gave scales that are not above zero and finite")
+        return result
+
+
+def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
+    """Run a recipe's rule; name its own line where it fails."""
+    began = time.perf_counter()
+    try:
+        return rule()
+    except UserError:
+        raise
+    except Exception as error:  # a rule of somebody else can raise anything
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise RuleError(f"{where}: {_place_of(error)}: {reason}") from error
+    finally:
+        state.rule_seconds += time.perf_counter() - began
+
+
+def _missing(size: int, block: int) -> int:
+    """Return how many elements lack to the next whole number of blocks, from one."""
+    return -size % block if size else block
+
+
+def _described(value: object) -> str:
+    """Return shape and dtype of a tensor, and the type of anything else."""
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} in {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def _place_of(error: Exception) -> str:
+    """Return the last line outside of libraries that an exception passed through."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [line for line in lines if "site-packages" not in line.filename]
+    line = (own or lines)[-1]
+    return f"{Path(line.filename)}, line {line.lineno}, in {line.name}"

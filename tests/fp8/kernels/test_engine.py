@@ -1,0 +1,410 @@
+"""The linear as it runs on FP8 tensor cores, on a CPU: Triton's interpreter casts, a float64
+product that makes tensor cores' demands (or torch's own CPU product) multiplies.
+
+Compared with the ordinary path: casts, scales and histories bit for bit, products within bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megafp8.backends.native import kernels_of
+from megafp8.fp8.engine import EMULATED, LAYOUTS, Engine, engine_of
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
+from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizers.base import Need, Operands, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.weights import GatheredFp8, StoredFp8
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import GEMMS, RecipeName
+from megafp8.specs.recipes import RECIPES
+from megafp8.train.step import train_step
+from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
+from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
+from tests.spec import formats
+from tests.tiny import build_run, microbatch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
+recipes = pytest.mark.parametrize("name", RECIPES)
+CPU = torch.device("cpu")
+
+
+def hopper(matmul: Any = None) -> Engine:
+    layouts = frozenset(LAYOUTS)
+    return Engine(
+        uses_triton=True, layouts=layouts, fp32_results=layouts, matmul=matmul or TensorCores()
+    )
+
+
+def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
+    by_tensor = name in ("delayed", "tensorwise")
+    if name == "delayed":
+        changes = {"amax_history_len": 3, **changes}
+    return Fp8Recipe(
+        name=name,
+        backward_format="e5m2" if by_tensor else "e4m3",
+        **{"power_2_scale": not by_tensor, **changes},
+    )
+
+
+def make(
+    recipe: Fp8Recipe,
+    engine: Engine,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    stored: bool = False,
+) -> tuple[Linear, ScalingState]:
+    """`stored`: the weight is kept in FP8 alone."""
+    state = ScalingState(recipe)
+    state.engine = engine
+    payload = torch.empty(weight.shape).to(E4M3.dtype)
+    linear = Linear(
+        nn.Parameter(payload, requires_grad=False) if stored else nn.Parameter(weight.clone()),
+        None if bias is None else nn.Parameter(bias.clone()),
+        name="linear",
+        quantizer=linear_quantizer(state, "linear"),
+        comm=NoComm(),
+        sink=AutogradSink(),
+        counter=GemmCounter(),
+        stored_compute_dtype=weight.dtype if stored else None,
+    )
+    if isinstance(linear.weight_form, StoredFp8):
+        linear.weight_form.store(weight.float())
+    return linear, state
+
+
+def noise(*shape: int, seed: int, std: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (std * torch.randn(shape, generator=generator)).bfloat16()
+
+
+def assert_same_bytes(ours: Fp8Tensor | None, theirs: Fp8Tensor | None) -> None:
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        spec = SPEC[ours.fmt.name]
+        assert formats.same_codes(codes(ours.payload), codes(theirs.payload), spec)
+        assert torch.equal(ours.dequant_scale, theirs.dequant_scale)
+        kept = ("fmt", "block", "layout", "is_power_2")
+        assert all(getattr(ours, field) == getattr(theirs, field) for field in kept)
+
+
+@recipes
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("shape", [(9, 33), (130, 67), (0, 4)])
+def test_casts_are_those_of_the_ordinary_path(
+    name: RecipeName, role: Role, shape: tuple[int, int]
+) -> None:
+    """And the second orientation lies transposed in memory, alone where it alone is needed."""
+    x = hard_matrix(*shape, torch.bfloat16) if shape[0] else torch.empty(shape).bfloat16()
+    found = {}
+    for engine in (EMULATED, hopper()):
+        state = ScalingState(recipe_of(name))
+        quantizer = linear_quantizer(state, "linear")
+        assert quantizer is not None
+        state.engine = engine
+        for need in (Need(True, True), Need(True, False), Need(False, True)):
+            operands, sums = quantizer.tensors[role].quantize(x, need, with_sum=True)
+            last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
+            assert (last is not None, first is not None) == need
+            found[engine is EMULATED, need] = (last, first)
+            if engine is not EMULATED:
+                for ours, theirs in zip((last, first), found[True, need], strict=True):
+                    assert_same_bytes(ours, theirs)
+                assert last is None or last.payload.is_contiguous()
+                assert first is None or first.payload.t().is_contiguous()
+        found[engine is EMULATED, "amax"] = state.forward.amax, state.backward.amax
+        assert sums is not None
+        total = sums.sum(0)
+        torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found[False, "amax"], found[True, "amax"], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_close(
+    ours: torch.Tensor, theirs: torch.Tensor, a: torch.Tensor, b: torch.Tensor, what: str
+) -> None:
+    """Each rounded once to BF16, sums in FP32 off by 2 K * 2**-24 of the product of magnitudes."""
+    magnitudes = 1.2 * (a.double().abs() @ b.double().abs())
+    bound = 2 * (a.shape[1] + 8) * 2.0**-24 * magnitudes + 2.0**-7 * theirs.double().abs()
+    assert ((ours.double() - theirs.double()).abs() <= bound + 1e-30).all(), what
+
+
+@recipes
+@pytest.mark.parametrize("shape", [(48, 80, 32), (33, 50, 21), (1, 5, 7), (130, 20, 140)])
+def test_products_are_those_of_the_ordinary_path(
+    name: RecipeName, shape: tuple[int, int, int]
+) -> None:
+    assert_same_products(name, shape, TensorCores())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_rows_on_a_cpu if name.startswith("rowwise") else ())
+        for name in RECIPES
+        if name != "blockwise"
+    ],
+)
+def test_products_by_torch_on_a_cpu(name: RecipeName) -> None:
+    """Which takes no scales of blocks."""
+    assert_same_products(name, (33, 50, 21), torch._scaled_mm)
+
+
+def assert_same_products(name: RecipeName, shape: tuple[int, int, int], matmul: Any) -> None:
+    tokens, outs, ins = shape
+    x, weight = noise(tokens, ins, seed=1), noise(outs, ins, seed=2, std=0.02)
+    bias, grad = noise(outs, seed=3), noise(tokens, outs, seed=4, std=1e-3)
+    results = []
+    for engine in (EMULATED, hopper(matmul)):
+        linear, _ = make(recipe_of(name), engine, weight, bias)
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        output.backward(grad)
+        assert leaf.grad is not None and linear.weight.grad is not None
+        assert linear.bias is not None and linear.bias.grad is not None
+        results.append((output.detach(), leaf.grad, linear.weight.grad, linear.bias.grad))
+        in_fp8 = 2 if name == "rowwise_with_gw_hp" else 3
+        backend = "emulated" if engine is EMULATED else "tensor cores"
+        assert linear.counter.fp8_backends == {backend: in_fp8 * 2 * tokens * outs * ins}
+        assert linear.counter.by_precision()["fp8"] == in_fp8 * 2 * tokens * outs * ins
+    if isinstance(matmul, TensorCores):
+        meant = {"delayed": {"tensor"}, "tensorwise": {"tensor"}}.get(name, {"row"})
+        meant |= {"block", "square"} if name == "blockwise" else set()  # one block is a row too
+        assert set().union(*matmul.picked) <= meant
+    (output, grad_x, grad_w, grad_b), (output2, grad_x2, grad_w2, grad_b2) = results
+    assert_close(output2 - bias, output - bias, x, weight.t(), "output")
+    assert_close(grad_x2, grad_x, grad, weight, "grad_input")
+    assert_close(grad_w2, grad_w, grad.t(), x, "grad_weight")
+    torch.testing.assert_close(grad_b2, grad_b)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "rowwise_with_gw_hp"])
+def test_weight_gradients_leave_tensor_cores_in_fp32(name: RecipeName) -> None:
+    """The first of a step is written into the sum itself. Sums err by FP32 accumulation alone."""
+    cores, sink = TensorCores(), MainGradSink()
+    linear, _ = make(recipe_of(name), hopper(cores), noise(32, 16, seed=0))
+    plain, _ = make(recipe_of(name), EMULATED, noise(32, 16, seed=0))
+    total, expected = torch.full((32, 16), torch.nan), torch.zeros(32, 16, dtype=torch.float64)
+    linear.sink = sink
+    sink.attach([(linear.weight, total)])
+    sink.begin_step()
+    for seed in (1, 2):
+        x, grad = noise(128, 16, seed=seed), noise(128, 32, seed=9 + seed)
+        linear(x).backward(grad)
+        left = plain.grad_output_operands(grad)[0].along_first
+        right = plain.input_operands(x, with_first=True).along_first
+        assert isinstance(left, Fp8Tensor) and isinstance(right, Fp8Tensor)
+        wide = (operand.dequantize(torch.float32).double() for operand in (left, right))
+        left64, right64 = wide
+        expected += left64.t() @ right64
+    assert cores.wrote[1::2] == [(torch.float32, True), (torch.float32, False)]
+    assert (total.double() - expected).abs().max() <= 2.0**-20 * expected.abs().max()
+
+
+def test_engines_without_fp32_results_for_rows_write_bf16() -> None:
+    cores, sink = TensorCores(), MainGradSink()
+    engine = dataclasses.replace(hopper(cores), fp32_results=frozenset({"tensor"}))
+    linear, _ = make(recipe_of("rowwise"), engine, noise(32, 16, seed=0))
+    linear.sink = sink
+    sink.attach([(linear.weight, torch.zeros(32, 16))])
+    linear(noise(48, 16, seed=1)).backward(noise(48, 32, seed=2))
+    assert cores.wrote == [(torch.bfloat16, False)] * 2
+
+
+@recipes
+def test_accumulation_is_chosen_by_product(name: RecipeName) -> None:
+    cores = TensorCores()
+    recipe = recipe_of(name, fast_accumulation=frozenset({"output", "grad_weight"}))
+    linear, _ = make(recipe, hopper(cores), noise(32, 16, seed=0))
+    linear(noise(48, 16, seed=1).requires_grad_()).backward(noise(48, 32, seed=2))
+    expected = [True, False, True][: 2 if name == "rowwise_with_gw_hp" else 3]
+    assert cores.fast == ([False] * 3 if name == "blockwise" else expected)
+
+
+@recipes
+def test_overridden_products_never_reach_tensor_cores(name: RecipeName) -> None:
+    cores = TensorCores()
+    recipe = recipe_of(name, high_precision_gemms=frozenset(GEMMS) - {"grad_input"})
+    linear, _ = make(recipe, hopper(cores), noise(32, 16, seed=0))
+    linear(noise(48, 16, seed=1).requires_grad_()).backward(noise(48, 32, seed=2))
+    assert len(cores.fast) == 1
+    assert {place for precision, place in linear.counter.flops if precision == "fp8"} == {
+        "grad_input"
+    }
+
+
+@recipes
+def test_one_saved_copy_as_backward_reads_it(name: RecipeName) -> None:
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    linear, _ = make(recipe_of(name), hopper(), noise(32, 48, seed=0))
+    x = noise(64, 48, seed=1).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear(x)
+    (large,) = [tensor for tensor in saved if tensor.numel() == x.numel()]
+    if name == "rowwise_with_gw_hp":
+        assert large.dtype == torch.bfloat16
+    else:
+        assert large.dtype == torch.float8_e4m3fn and large.t().is_contiguous()
+        assert large.untyped_storage().nbytes() == x.numel(), "one byte an element, one copy"
+
+
+def test_weights_are_cached_in_both_orientations() -> None:
+    linear, state = make(recipe_of("delayed"), hopper(), noise(32, 16, seed=0))
+    state.begin_microbatch(0)
+    first = linear.weight_operands(torch.bfloat16)
+    assert isinstance(first.along_last, Fp8Tensor) and isinstance(first.along_first, Fp8Tensor)
+    assert first.along_last.payload.is_contiguous()
+    assert first.along_first.payload.t().is_contiguous()
+    state.begin_microbatch(1)
+    assert linear.weight_operands(torch.bfloat16) is first
+    state.begin_microbatch(0)
+    assert linear.weight_operands(torch.bfloat16) is not first
+
+
+def test_histories_and_recomputation() -> None:
+    """Tables over microbatches, and a forward pass repeated after the scales have moved on."""
+    states, outputs = [], []
+    for engine in (EMULATED, hopper()):
+        linear, state = make(recipe_of("delayed"), engine, noise(32, 16, seed=0))
+        for step in range(4):
+            x = noise(24, 16, seed=10 + step, std=2.0**step).requires_grad_()
+            state.begin_microbatch(step % 2)
+            again = state.recomputation()
+            output = linear(x)
+            state.end_forward()
+            output.backward(noise(24, 32, seed=20 + step, std=2.0**-step))
+            state.end_backward()
+            with again, torch.no_grad():
+                assert torch.equal(linear(x), output)
+            with torch.no_grad():
+                outputs.append(linear(x))
+        states.append(state)
+    for direction, table in states[0].tables.items():
+        for field, tensor in table.tensors().items():
+            assert torch.equal(states[1].tables[direction].tensors()[field], tensor), field
+    assert (states[0].forward.quant_scale != 1).all()
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
+def test_weights_in_fp8_alone(name: RecipeName) -> None:
+    """One copy is kept; the product for the input gradient transposes it."""
+    weight, x, grad = noise(32, 48, seed=0), noise(16, 48, seed=1), noise(16, 32, seed=2)
+    results = []
+    for stored in (False, True):
+        linear, _ = make(recipe_of(name), hopper(), weight, stored=stored)
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        linear.sink = _Nowhere()
+        output.backward(grad)
+        results.append((output.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] is not None and results[1][1] is not None
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("engine", [EMULATED, hopper()], ids=["emulated", "tensor cores"])
+def test_gathered_bytes_are_multiplied_as_they_are(name: RecipeName, engine: Engine) -> None:
+    """Two ranks cast their rows with one scale; no product reads the parameter."""
+    weight, x, grad = noise(32, 48, seed=0), noise(16, 48, seed=1), noise(16, 32, seed=2)
+    plain, state = make(recipe_of(name), engine, weight)
+    gathered, own = make(recipe_of(name), engine, torch.full_like(weight, torch.nan))
+    assert gathered.quantizer is not None
+    form = GatheredFp8(gathered.quantizer, weight.dtype)
+    gathered.weight_form = form
+    form.agree_on_scale(weight.float().abs().amax(), weight)
+    parts = [form.agreed.quantized(part).payload.view(torch.uint8) for part in weight.chunk(2)]
+    form.receive(torch.cat(parts), weight.shape[0], weight.dtype, None)
+    results = []
+    for linear in (plain, gathered):
+        linear.sink = _Nowhere()
+        leaf = x.clone().requires_grad_()
+        output = linear(leaf)
+        output.backward(grad)
+        results.append((output.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] is not None and results[1][1] is not None
+    assert torch.equal(results[0][1], results[1][1])
+    for scaling in (state, own):
+        scaling.fp8_enabled = False
+    off = gathered.weight_operands(torch.float32).along_last
+    assert isinstance(off, torch.Tensor) and (off - weight.float()).abs().max() < 0.5
+
+
+class _Nowhere(AutogradSink):
+    def add(self, weight: nn.Parameter, compute: Any) -> None:
+        return None
+
+
+def test_what_tensor_cores_do_not_take_is_emulated() -> None:
+    x, cores = torch.randn(4, 16), TensorCores()
+    one, counter = torch.ones(()), GemmCounter()
+    a, b = (Fp8Tensor.quantize(x, one, E5M2) for _ in range(2))
+    gemm(a, b, work=torch.bfloat16, counter=counter, place="x", transpose_b=True,
+         engine=hopper(cores))  # fmt: skip
+    rows = dataclasses.replace(
+        Fp8Tensor.quantize(x, one, E4M3),
+        layout="row",
+        block=(1, 16),
+        dequant_scale=torch.ones(4, 1),
+    )
+    gemm(rows, rows, work=torch.float32, counter=counter, place="x", transpose_b=True,
+         engine=hopper(cores))  # fmt: skip
+    assert not cores.fast and set(counter.fp8_backends) == {"emulated"}
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise_with_gw_hp"])
+def test_a_model_trains_the_same(name: RecipeName) -> None:
+    """Losses of three steps beside the ordinary path's; equal casts, other order of sums."""
+    losses = []
+    for engine in (EMULATED, hopper()):
+        state = build_run(compute="bf16", fp8=recipe_of(name))
+        assert isinstance(state.scaling, ScalingState)
+        state.scaling.engine = engine
+        losses.append([])
+        for step in range(3):
+            losses[-1].append(train_step(state, [microbatch(step)]).loss)
+            state.step += 1
+    ours = set(state.counter.fp8_backends)
+    assert ours == {"tensor cores"}
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3) and losses[0][2] < losses[0][0]
+
+
+def test_a_cpu_emulates_and_what_runs_is_said() -> None:
+    assert engine_of(CPU) is EMULATED
+    recipe, work = recipe_of("rowwise"), torch.bfloat16
+    assert "emulated" in kernels_of(recipe, EMULATED, CPU, work)
+    said = kernels_of(recipe, hopper(), CPU, work)
+    assert said == "FP8 tensor cores, casts in Triton"
+    assert "emulated: FP32 GEMMs" in kernels_of(recipe, hopper(), CPU, torch.float32)
+    ada = Engine(uses_triton=True, layouts=frozenset({"tensor"}))
+    assert "emulated" in kernels_of(recipe, ada, CPU, work)
+
+
+def test_operands_of_a_device_without_row_products_are_one_copy() -> None:
+    """Ada's tensor cores: Triton casts, products of rows emulated."""
+    ada = Engine(uses_triton=True, layouts=frozenset({"tensor"}), matmul=TensorCores())
+    for name in ("blockwise", "rowwise"):
+        linear, _ = make(recipe_of(name), ada, noise(32, 16, seed=0))
+        plain, _ = make(recipe_of(name), EMULATED, noise(32, 16, seed=0))
+        x = noise(48, 16, seed=1)
+        with torch.no_grad():
+            assert torch.equal(linear(x), plain(x))
+        weight: Operands = linear.weight_operands(torch.bfloat16)
+        assert (weight.along_last is weight.along_first) == (name == "blockwise")

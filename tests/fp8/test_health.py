@@ -1,0 +1,99 @@
+"""FP8's health against plain sums over the same tensors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.fp8.health import HealthProbe, num_nonfinite
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.specs import Fp8Recipe, TensorHealth
+from megafp8.specs.precision import RecipeName
+from megafp8.specs.recipes import RECIPES
+from tests.spec import formats as spec_formats
+
+
+def see(
+    recipe: Fp8Recipe, tensors: list[torch.Tensor], scale: float | None = None, mode: str = "full"
+) -> TensorHealth:
+    """The input's health over these microbatches."""
+    state = ScalingState(recipe)
+    quantizer = linear_quantizer(state, "linear")
+    assert quantizer is not None
+    if scale is not None:
+        state.forward.quant_scale.fill_(scale)
+    probe = HealthProbe(state, mode)  # type: ignore[arg-type]
+    probe.attach()
+    for x in tensors:
+        quantizer.operands("input", x)
+    found = probe.detach()
+    assert state.observers == []
+    assert found.keys() == {"linear.input"}
+    return found["linear.input"]
+
+
+def test_shares_are_counts() -> None:
+    """Scale 2**-4 in E4M3: below 2**-10 * 2**4 a value becomes 0; above 448 * 2**4 it saturates."""
+    scale = 2.0**-4
+    generator = torch.Generator().manual_seed(1)
+    tensors = [
+        torch.randn(8, 16, generator=generator) * 10.0 ** torch.randint(-4, 6, (8, 16)),
+        torch.randn(4, 16, generator=generator),
+    ]
+    tensors[0][0, :4] = 0
+    health = see(Fp8Recipe(), tensors, scale)
+    x = np.concatenate([t.numpy().ravel() for t in tensors]).astype(np.float32)
+    codes = spec_formats.quantize(x, np.float32(scale), spec_formats.E4M3)
+    values = spec_formats.dequantize(codes, spec_formats.E4M3) / scale
+    assert health.amax == np.abs(x).max() and health.quant_scale == scale
+    assert health.underflow == pytest.approx(((values == 0) & (x != 0)).sum() / (x != 0).sum())
+    assert health.overflow == pytest.approx((np.abs(x) * scale > 448).sum() / x.size)
+    assert 0 < health.underflow < 1 and 0 < health.overflow < 1
+    rows = [
+        (row.double().numpy(), part)
+        for t, start in zip(tensors, (0, 128), strict=True)
+        for row, part in zip(t, values[start : start + t.numel()].reshape(t.shape), strict=True)
+    ]
+    worst = min((row**2).sum() / ((row - part) ** 2).sum() for row, part in rows)
+    assert health.snr_db == pytest.approx(10 * math.log10(worst), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_watched(name: RecipeName) -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    health = see(Fp8Recipe(name=name, power_2_scale=name not in ("delayed", "tensorwise")), [x])
+    assert health.amax == x.abs().max().item()
+    assert health.snr_db is not None and 15 < health.snr_db < 50
+    assert health.overflow == 0
+
+
+def test_scales_alone_measure_no_more() -> None:
+    health = see(Fp8Recipe(), [torch.ones(4, 4)], mode="scales")
+    assert (health.amax, health.quant_scale) == (1.0, 1.0)
+    assert health.underflow is health.overflow is health.snr_db is None
+
+
+def test_extremes_have_a_health() -> None:
+    assert see(Fp8Recipe(), [torch.zeros(3, 4)]).snr_db == math.inf
+    assert see(Fp8Recipe(), [torch.zeros(3, 4)]).underflow == 0
+    assert see(Fp8Recipe(), [torch.tensor([[math.nan, 1.0]])]).amax == math.inf
+    assert see(Fp8Recipe(), [torch.full((2, 2), 1e-30)]).underflow == 1
+    assert see(Fp8Recipe(), [torch.full((2, 2), 1e-30)]).snr_db == 0
+
+
+def test_evaluation_is_not_watched_and_nonfinite_updates_are_counted() -> None:
+    state = ScalingState(Fp8Recipe())
+    quantizer = linear_quantizer(state, "linear")
+    assert quantizer is not None
+    probe = HealthProbe(state, "full")
+    probe.attach()
+    with state.evaluation():
+        quantizer.operands("input", torch.ones(2, 2))
+    assert probe.detach() == {}
+    quantizer.operands("input", torch.full((2, 2), math.inf))
+    state.end_forward()
+    assert num_nonfinite(state) == {"linear.input": 1}

@@ -1,0 +1,471 @@
+"""The FP8 linear against its specification in FP64, and who owns what between the passes.
+
+Bounds. `magnitudes` is the same product of absolute values. Accumulating K products in FP32 in any
+order errs by at most K * 2**-24 * magnitudes; the product of the two dequant_scales, its
+application and the bias add a few roundings more: (K + 4) * 2**-24 * magnitudes. The result is
+rounded once to the work's dtype: 2**-24 (FP32) or 2**-8 (BF16) of its own magnitude.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
+from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.ops import cpu
+from megafp8.specs import Fp8Recipe
+from tests.spec import linear as spec
+from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
+from tests.spec.formats import FORMATS
+from tests.spec.linear import LinearResult, Operand
+
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+works = pytest.mark.parametrize("work", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype, std: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (std * torch.randn(shape, generator=generator)).to(dtype)
+
+
+@dataclass
+class Layer:
+    """A linear with a scaling state of its own."""
+
+    linear: Linear
+    state: ScalingState | None
+    counter: GemmCounter
+
+    def set_scales(self, input: float, weight: float, grad_output: float) -> None:
+        assert self.state is not None
+        self.state.forward.quant_scale.copy_(torch.tensor([input, weight]))
+        self.state.backward.quant_scale.copy_(torch.tensor([grad_output]))
+
+
+def make(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    recipe: Fp8Recipe | None,
+    sink: Any = None,
+) -> Layer:
+    state, counter = None if recipe is None else ScalingState(recipe), GemmCounter()
+    linear = Linear(
+        nn.Parameter(weight.clone()),
+        None if bias is None else nn.Parameter(bias.clone()),
+        name="linear",
+        quantizer=None if state is None else linear_quantizer(state, "linear"),
+        comm=NoComm(),
+        sink=sink or AutogradSink(),
+        counter=counter,
+    )
+    return Layer(linear, state, counter)
+
+
+def assert_within(
+    ours: torch.Tensor, exact: np.ndarray, magnitudes: np.ndarray, terms: int, what: str
+) -> None:
+    """FP32 accumulation of `terms` products, then one rounding to our dtype."""
+    error = np.abs(ours.double().numpy() - exact)
+    accumulated = (terms + 4) * 2.0**-24 * magnitudes
+    bound = accumulated + UNIT_ROUNDOFF[ours.dtype] * (np.abs(exact) + accumulated) + 1e-45
+    worst = (error / bound).max()
+    assert (error <= bound).all(), f"{what}: {worst:.2f} times the bound"
+
+
+def assert_follows(
+    specified: LinearResult,
+    output: torch.Tensor | None,
+    grad_input: torch.Tensor,
+    grad_weight: torch.Tensor,
+    grad_bias: torch.Tensor | None,
+    grad_output: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    rows, out_features = grad_output.shape
+    in_features = grad_input.shape[1]
+    if output is not None:
+        largest = specified.output_magnitudes + (0 if bias is None else bias.abs().double().numpy())
+        assert_within(output, specified.output, largest, in_features, "output")
+    magnitudes = specified.grad_input_magnitudes
+    assert_within(grad_input, specified.grad_input, magnitudes, out_features, "grad_input")
+    magnitudes = specified.grad_weight_magnitudes
+    assert_within(grad_weight, specified.grad_weight, magnitudes, rows, "grad_weight")
+    if grad_bias is not None:
+        summed = np.abs(grad_output.double().numpy()).sum(0)
+        assert_within(grad_bias, specified.grad_bias, summed, rows, "grad_bias")
+
+
+def specification(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    grad_output: torch.Tensor,
+    scales: tuple[float, float, float],
+    recipe: Fp8Recipe,
+) -> LinearResult:
+    input_scale, weight_scale, grad_output_scale = (np.float32(scale) for scale in scales)
+    return spec.linear(
+        x.float().numpy(),
+        weight.float().numpy(),
+        None if bias is None else bias.float().numpy(),
+        grad_output.float().numpy(),
+        input_scale=input_scale,
+        weight_scale=weight_scale,
+        grad_output_scale=grad_output_scale,
+        forward_format=FORMATS[recipe.forward_format],
+        backward_format=FORMATS[recipe.backward_format],
+    )
+
+
+@pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
+def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
+
+
+@works
+@pytest.mark.usefixtures("bf16_products")
+@pytest.mark.parametrize("backward_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (65, 129, 33), (48, 257, 96)])
+@pytest.mark.parametrize("fit", [1.0, 40.0, 1e-4], ids=["scales fit", "saturating", "underflowing"])
+def test_output_and_gradients_follow_the_specification(
+    work: torch.dtype,
+    backward_format: Any,
+    has_bias: bool,
+    shape: tuple[int, int, int],
+    fit: float,
+) -> None:
+    """M, K and N of no round size; gradients of 1e-12. `fit` times the scale that would fit."""
+    rows, in_features, out_features = shape
+    recipe = Fp8Recipe(backward_format=backward_format)
+    x = noise(rows, in_features, seed=1, dtype=work)
+    weight = noise(out_features, in_features, seed=2, dtype=work, std=0.02)
+    bias = noise(out_features, seed=3, dtype=work) if has_bias else None
+    grad_output = noise(rows, out_features, seed=4, dtype=work, std=1e-12)
+
+    def fitting(t: torch.Tensor, largest: float) -> float:
+        return float(np.float32(fit * largest / t.abs().max().item()))
+
+    largest = FORMATS[backward_format].max
+    scales = fitting(x, 448), fitting(weight, 448), fitting(grad_output, largest)
+    layer = make(weight, bias, recipe)
+    layer.set_scales(*scales)
+    x.requires_grad_()
+    output = layer.linear(x)
+    assert output.dtype == work
+    output.backward(grad_output)
+    linear = layer.linear
+    assert x.grad is not None and linear.weight.grad is not None
+    specified = specification(x.detach(), weight, bias, grad_output, scales, recipe)
+    assert_follows(
+        specified,
+        output.detach(),
+        x.grad,
+        linear.weight.grad,
+        None if linear.bias is None else linear.bias.grad,
+        grad_output,
+        bias,
+    )
+
+
+def test_quantization_is_not_a_no_op() -> None:
+    """The bounds above are far tighter than the distance between FP8 and FP32 products."""
+    x, weight = (noise(n, 64, seed=n, dtype=torch.float32) for n in (16, 24))
+    layer = make(weight, None, Fp8Recipe())
+    output = layer.linear(x)
+    error = (output - x @ weight.t()).abs().max().item()
+    assert error > 100 * (64 + 4) * 2.0**-24 * (x.abs() @ weight.abs().t()).max().item()
+
+
+@works
+def test_leading_dimensions_are_kept(work: torch.dtype) -> None:
+    weight, bias = noise(6, 10, seed=1, dtype=work), noise(6, seed=2, dtype=work)
+    x = noise(2, 3, 10, seed=3, dtype=work)
+    flat, batched = make(weight, bias, Fp8Recipe()), make(weight, bias, Fp8Recipe())
+    x3, x2 = x.clone().requires_grad_(), x.flatten(0, 1).clone().requires_grad_()
+    out3, out2 = batched.linear(x3), flat.linear(x2)
+    assert out3.shape == (2, 3, 6)
+    assert torch.equal(out3.flatten(0, 1), out2)
+    grad = noise(2, 3, 6, seed=4, dtype=work)
+    out3.backward(grad)
+    out2.backward(grad.flatten(0, 1))
+    assert torch.equal(x3.grad.flatten(0, 1), x2.grad)
+    assert torch.equal(batched.linear.weight.grad, flat.linear.weight.grad)
+
+
+@works
+@pytest.mark.parametrize("where", ["input", "weight", "grad_output"])
+def test_nan_and_infinity(work: torch.dtype, where: str) -> None:
+    """A NaN reaches every result that reads it; an infinity saturates; both are counted."""
+    for value in (math.nan, math.inf):
+        tensors = {
+            "input": noise(4, 6, seed=1, dtype=work),
+            "weight": noise(5, 6, seed=2, dtype=work),
+            "grad_output": noise(4, 5, seed=3, dtype=work),
+        }
+        tensors[where][1, 2] = value
+        layer = make(tensors["weight"], None, Fp8Recipe())
+        x = tensors["input"].requires_grad_()
+        assert layer.state is not None
+        layer.state.begin_microbatch(0)
+        output = layer.linear(x)
+        layer.state.end_forward()
+        output.backward(tensors["grad_output"])
+        layer.state.end_backward()
+        results = {"output": output, "input": x.grad, "weight": layer.linear.weight.grad}
+        has_nan = {name for name, t in results.items() if t is not None and t.isnan().any()}
+        reached = {
+            "input": {"output", "weight"},
+            "weight": {"output", "input"},
+            "grad_output": {"input", "weight"},
+        }[where]
+        assert has_nan == (reached if math.isnan(value) else set())
+        counts = {
+            name.rpartition(".")[2]: count
+            for table in layer.state.tables.values()
+            for name, count in zip(table.names, table.num_nonfinite.tolist(), strict=True)
+        }
+        assert counts == {kind: int(kind == where) for kind in counts}
+
+
+# Steps and microbatches
+
+
+def test_weight_is_cast_once_a_step_and_again_for_an_evaluation() -> None:
+    layer = make(noise(4, 4, seed=1, dtype=torch.float32), None, Fp8Recipe())
+    assert layer.state is not None
+    linear, state = layer.linear, layer.state
+    x = noise(3, 4, seed=2, dtype=torch.float32).requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        payloads = []
+        for index in range(3):
+            state.begin_microbatch(index)
+            output = linear(x)
+            state.end_forward()
+            output.sum().backward()
+            state.end_backward()
+            operand = linear.weight_operands(x.dtype).along_last
+            assert isinstance(operand, Fp8Tensor)
+            payloads.append(operand.payload)
+        return payloads
+
+    def value(payload: torch.Tensor) -> float:
+        operand = linear.weight_operands(x.dtype).along_last
+        return payload.float()[0, 0].item() * operand.dequant_scale.item()
+
+    first = step()
+    assert first[0] is first[1] is first[2]
+    amaxes = state.forward.history[1]
+    assert (amaxes > 0).sum() == 1, "recorded once"
+    with torch.no_grad():
+        linear.weight.fill_(1.0)
+    with state.evaluation():
+        linear(x)
+        evaluated = linear.weight_operands(x.dtype).along_last.payload
+        linear(x)
+        again = linear.weight_operands(x.dtype).along_last.payload
+        assert again is evaluated, "once per evaluation"
+        assert value(evaluated) == pytest.approx(1, rel=0.07)
+    with torch.no_grad():
+        linear.weight.fill_(0.5)
+    second = step()
+    assert second[0] is second[1] is second[2]
+    assert value(second[0]) == pytest.approx(0.5, rel=0.07)
+
+
+@works
+def test_gradients_of_microbatches_in_flight_follow_the_specification(work: torch.dtype) -> None:
+    """Forwards of microbatches 0, 1, 2, then their backwards: the scale tables have moved on, the
+    gradients are those of the scales at each forward."""
+    recipe = Fp8Recipe(amax_history_len=1)
+    weight = noise(9, 15, seed=1, dtype=work, std=0.3)
+    layer = make(weight, None, recipe, MainGradSink())
+    assert layer.state is not None
+    model = DelayedScalingModel(
+        {f"linear.{kind}": kind for kind in ("input", "weight", "grad_output")},  # type: ignore
+        Recipe(amax_history_len=1),
+    )
+
+    def operand(quantized: Quantized) -> Operand:
+        return Operand(quantized.codes, quantized.fmt, quantized.dequant_scale)
+
+    for step in range(2):
+        inputs = [
+            noise(7, 15, seed=10 + i, dtype=work, std=10.0 ** (2 * i - step)) for i in range(3)
+        ]
+        grads = [noise(7, 9, seed=20 + i, dtype=work, std=10.0**-i) for i in range(3)]
+        outputs, inputs_fp8 = [], []
+        for index, x in enumerate(inputs):
+            layer.state.begin_microbatch(index)
+            model.begin_microbatch(index)
+            x.requires_grad_()
+            outputs.append(layer.linear(x))
+            values = x.detach().float().numpy()
+            inputs_fp8.append(operand(model.quantize("linear.input", values)))
+            weight_operand = operand(model.quantize("linear.weight", weight.float().numpy()))
+            layer.state.end_forward()
+            model.end_forward()
+        for x, output, grad, input_operand in zip(inputs, outputs, grads, inputs_fp8, strict=True):
+            layer.linear.weight.grad = None
+            output.backward(grad)
+            grad_operand = operand(model.quantize("linear.grad_output", grad.float().numpy()))
+            layer.state.end_backward()
+            model.end_backward()
+            grad_input = spec.matmul(grad_operand, weight_operand, "mn,nk->mk")
+            grad_weight = spec.matmul(grad_operand, input_operand, "mn,mk->nk")
+            assert x.grad is not None and layer.linear.weight.grad is not None
+            assert_within(x.grad, grad_input.values, grad_input.magnitudes, 9, "grad_input")
+            assert_within(
+                layer.linear.weight.grad, grad_weight.values, grad_weight.magnitudes, 7, "weight"
+            )
+        assert len({float(o.dequant_scale) for o in inputs_fp8}) == 3, "the scales moved"
+
+
+@works
+def test_backward_keeps_the_input_in_fp8_only(work: torch.dtype) -> None:
+    layer = make(noise(12, 20, seed=1, dtype=work), noise(12, seed=2, dtype=work), Fp8Recipe())
+    saved: list[torch.Tensor] = []
+    x = noise(30, 20, seed=3, dtype=work)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    gc.collect()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer.linear(x.requires_grad_() * 1.0)
+    large = [t for t in saved if t.numel() == x.numel()]
+    assert [t.dtype for t in large] == [torch.float8_e4m3fn]
+    assert all(t.numel() == 1 for t in saved if t is not large[0])
+    node = output.grad_fn
+    while node is not None and "_LinearFunction" not in node.name():
+        node = node.next_functions[0][0]
+    assert node is not None
+    held = [v for v in vars(node).values() if isinstance(v, torch.Tensor | Fp8Tensor)]
+    assert [type(v) for v in held] == [Fp8Tensor], "nothing but the step's FP8 weight"
+    assert held[0] is layer.linear.weight_operands(work).along_first
+
+
+def test_dequant_scale_is_the_tensors_own() -> None:
+    layer = make(noise(4, 4, seed=1, dtype=torch.float32), None, Fp8Recipe(amax_history_len=1))
+    assert layer.state is not None
+    operand = layer.linear.input_operands(torch.full((2, 4), 7.0), with_first=True).along_last
+    assert isinstance(operand, Fp8Tensor)
+    layer.state.end_forward()
+    assert layer.state.forward.quant_scale[0].item() == 64.0
+    layer.state.forward.quant_scale.fill_(3.0)
+    assert operand.dequant_scale.item() == 1.0
+
+
+# Without FP8
+
+
+@works
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+def test_high_precision_is_torchs_linear(work: torch.dtype, has_bias: bool) -> None:
+    """Within the order of accumulation, on the output and every gradient."""
+    weight, bias = noise(33, 17, seed=1, dtype=work), noise(33, seed=2, dtype=work)
+    layer = make(weight, bias if has_bias else None, None)
+    x = noise(2, 9, 17, seed=3, dtype=work)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    their_weight, their_bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+    output = layer.linear(ours)
+    expected = F.linear(theirs, their_weight, their_bias if has_bias else None)
+    grad = noise(2, 9, 33, seed=4, dtype=work)
+    output.backward(grad)
+    expected.backward(grad)
+    pairs = [(output, expected), (ours.grad, theirs.grad)]
+    pairs.append((layer.linear.weight.grad, their_weight.grad))
+    if has_bias:
+        assert layer.linear.bias is not None
+        pairs.append((layer.linear.bias.grad, their_bias.grad))
+    tolerance = 4 * UNIT_ROUNDOFF[work]
+    for left, right in pairs:
+        assert left is not None and right is not None and left.dtype == work
+        difference = (left.double() - right.double()).abs().max()
+        assert difference <= tolerance * right.double().abs().max()
+
+
+@works
+@pytest.mark.parametrize("recipe", [Fp8Recipe(), None], ids=["fp8", "high precision"])
+def test_every_gemm_is_counted_in_its_precision(
+    work: torch.dtype, recipe: Fp8Recipe | None
+) -> None:
+    rows, in_features, out_features = 11, 6, 13
+    layer = make(noise(out_features, in_features, seed=1, dtype=work), None, recipe)
+    x = noise(rows, in_features, seed=2, dtype=work)
+    name = "fp8" if recipe else {torch.float32: "fp32", torch.bfloat16: "bf16"}[work]
+    flops = 2 * rows * in_features * out_features
+    layer.linear(x.requires_grad_()).sum().backward()
+    places = ("output", "grad_input", "grad_weight")
+    assert dict(layer.counter.flops) == {(name, place): flops for place in places}
+    layer.linear(x.detach()).sum().backward()  # no gradient of the input: one product less
+    assert layer.counter.flops[name, "grad_input"] == flops
+    assert layer.counter.flops[name, "output"] == layer.counter.flops[name, "grad_weight"]
+    assert layer.counter.flops[name, "output"] == 2 * flops
+
+
+@works
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["fp8", "plain"])
+def test_weight_gradients_are_not_rounded_before_they_are_summed(
+    work: torch.dtype, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three microbatches err by FP32 accumulation alone; the first overwrites what was there."""
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    sink, scales = MainGradSink(), (60.0, 5000.0, 90.0)
+    weight = noise(24, 40, seed=1, dtype=work, std=0.02)
+    layer = make(weight, None, Fp8Recipe() if is_fp8 else None, sink)
+    total, exact, magnitudes = torch.full((24, 40), torch.nan), np.zeros(()), np.zeros(())
+    sink.attach([(layer.linear.weight, total)])
+    sink.begin_step()
+    for seed in range(3):
+        x, grad = noise(33, 40, seed=10 + seed, dtype=work), noise(33, 24, seed=seed, dtype=work)
+        if is_fp8:
+            layer.set_scales(*scales)
+            of_one = specification(x, weight, None, grad, scales, Fp8Recipe())
+            exact = exact + of_one.grad_weight
+            magnitudes = magnitudes + of_one.grad_weight_magnitudes
+        else:
+            left, right = grad.double().numpy(), x.double().numpy()
+            exact = exact + left.T @ right
+            magnitudes = magnitudes + np.abs(left).T @ np.abs(right)
+        layer.linear(x).backward(grad)
+    assert_within(total, exact, magnitudes, 3 * 33, "the sum of weight gradients")
+
+
+@works
+def test_main_grads_accumulate_in_fp32_over_microbatches(
+    work: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.grad` stays empty; what BF16 accumulation would lose is kept."""
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    sink = MainGradSink()
+    weight, bias = noise(4, 6, seed=1, dtype=work), noise(4, seed=2, dtype=work)
+    layer = make(weight, bias, None, sink)
+    params = list(layer.linear.parameters())
+    mains = [torch.zeros(param.shape) for param in params]
+    sink.attach(zip(params, mains, strict=True))
+    with pytest.raises(AssertionError, match="attached to its parameters already"):
+        sink.attach(zip(params, mains, strict=True))
+    x = noise(5, 6, seed=3, dtype=work)
+    for _ in range(300):
+        layer.linear(x).sum().backward()
+    of_weight, of_bias = x.double().sum(0).expand(4, 6), torch.full((4,), 5.0).double()
+    magnitudes = (x.double().abs().sum(0), torch.full((1,), 5.0))
+    for param, main, one, size in zip(params, mains, (of_weight, of_bias), magnitudes, strict=True):
+        assert param.grad is None
+        assert ((main - 300 * one).abs() <= 300 * 305 * 2.0**-24 * size).all()

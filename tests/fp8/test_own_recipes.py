@@ -1,0 +1,363 @@
+"""Recipes that are a rule alone: the bits of built-in ones, and what a wrong rule is told."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megafp8 import fp8
+from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.fp8.quantizers.base import Need, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizers.rule import RuleError
+from megafp8.fp8.scaling import ScaleTable, ScalingState
+from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.recipes import load_recipe, register_recipe
+from megafp8.specs.traits import ROLES, ROW, TENSOR, Scales, Traits, alike
+from tests.fp8.test_recipes import awkward
+
+OWN = Path(__file__).parents[1] / "own_recipes"
+LINE, OUTER = alike(ROW), alike(Scales(1, None, has_outer=True))
+AS_BUILT_IN = {"tensorwise": "Tensorwise", "rowwise": "Rowwise", "blockwise": "Blockwise"}
+
+
+def own(file: str, name: str = "") -> str:
+    """Return the name of a recipe of tests/own_recipes, which is imported."""
+    path = f"{OWN / file}.py{name and ':'}{name}"
+    load_recipe(path)
+    return path
+
+
+def settings_of(name: str, **changes: Any) -> Fp8Recipe:
+    traits = load_recipe(name).traits
+    given = {"backward_format": traits.backward_formats[0], "power_2_scale": traits.power_2_default}
+    return Fp8Recipe(name=name, **(given | changes))
+
+
+def operands(name: str, role: Role, x: torch.Tensor, **changes: Any) -> list[Fp8Tensor]:
+    quantizer = linear_quantizer(ScalingState(settings_of(name, **changes)), "linear")
+    assert quantizer is not None
+    (last, first), _ = quantizer.tensors[role].quantize(x, Need(True, True))
+    assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
+    return [last, first]
+
+
+@pytest.mark.parametrize("built_in", AS_BUILT_IN)
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("power_2", [False, True])
+@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (0, 4), (4, 0)])
+def test_a_rule_gives_the_bits_of_the_built_in_recipe_with_its_traits(
+    built_in: str, role: Role, power_2: bool, shape: tuple[int, int]
+) -> None:
+    x = awkward(*shape, torch.bfloat16)
+    name = own("as_built_in", AS_BUILT_IN[built_in])
+    ours = operands(name, role, x, power_2_scale=power_2)
+    theirs = operands(built_in, role, x, power_2_scale=power_2)
+    for rule, known in zip(ours, theirs, strict=True):
+        assert torch.equal(rule.payload.view(torch.uint8), known.payload.view(torch.uint8))
+        if x.numel():
+            assert torch.equal(rule.dequant_scale, known.dequant_scale)
+        assert (rule.block is None) == (known.block is None)
+
+
+def test_a_simulated_rule_is_multiplied_by_its_values() -> None:
+    x, w = torch.randn(6, 64), torch.randn(10, 64)
+    name = own("simulated_int8")
+    a, b = operands(name, "input", x)[0], operands(name, "weight", w)[0]
+    counter = GemmCounter()
+    product = gemm(a, b, work=torch.float32, counter=counter, place="output", transpose_b=True)
+    rule = load_recipe(name)
+    exact = [rule.cast(t, None).double() for t in (x, w)]  # type: ignore[arg-type,union-attr]
+    torch.testing.assert_close(product.double(), exact[0] @ exact[1].t(), rtol=1e-5, atol=1e-4)
+    assert not torch.equal(exact[0].float(), x)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 0])
+def test_rotation_two_levels_and_a_product_that_cancels_them(rows: int) -> None:
+    """FP4 with a rotation loses precision, and a lost factor or rotation would lose all of it."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, 32, generator=generator) * 50
+    g = torch.randn(rows, 48, generator=generator) * 1e-3
+    name = own("four_bits")
+    kept, grad = operands(name, "input", x)[1], operands(name, "grad_output", g)[1]
+    assert kept.outer is not None and kept.rotation == grad.rotation == "hadamard"
+    again = kept.factory()(*kept.tensors)
+    arguments = {"work": torch.float32, "counter": GemmCounter(), "place": "grad_weight"}
+    product = gemm(grad, again, transpose_a=True, **arguments)  # type: ignore[arg-type]
+    exact = g.double().t() @ x.double()
+    if rows:
+        assert float((product - exact).norm() / exact.norm()) < 0.25
+    with pytest.raises(AssertionError, match="was not kept"):
+        kept.factory()(kept.payload, kept.dequant_scale)
+
+
+def test_a_rotated_tensor_is_not_cut_off_inside_a_block() -> None:
+    with pytest.raises(RuleError, match="needs whole blocks"):
+        operands(own("four_bits"), "input", torch.ones(24, 32))
+
+
+class Drawing(Recipe):
+    """Keep the random bytes that each cast is given."""
+
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE, is_simulated=True)
+    drawn: ClassVar[list[bytes]] = []
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> torch.Tensor:
+        """Draw 16 bytes."""
+        self.drawn.append(bytes(cast.draw((16,)).tolist()))
+        return x_MK
+
+
+def drawn(
+    *, seed: int = 3, step: int = 5, sample: int = 7, name: str = "a", role: Role = "input"
+) -> list[bytes]:
+    """Return what two casts of one tensor draw, each for the two products."""
+    state = ScalingState(settings_of(register_recipe(Drawing)))
+    state.draws.seed = seed
+    quantizer = linear_quantizer(state, name)
+    assert quantizer is not None
+    state.begin_microbatch(0, step, sample)
+    Drawing.drawn.clear()
+    for _ in range(2):
+        quantizer.tensors[role].quantize(torch.ones(4, 16), Need(True, True))
+    return Drawing.drawn.copy()
+
+
+def test_draws_differ_by_all_that_they_depend_on_and_repeat_after_a_resume() -> None:
+    found = [*drawn(), *drawn(seed=4), *drawn(step=6), *drawn(sample=8)]
+    found += [*drawn(name="b"), *drawn(role="weight")]
+    assert len({*found}) == len(found) == 24
+    assert drawn() == found[:4]
+    state = ScalingState(settings_of(own("four_bits")))
+    state.begin_microbatch(0, 1, 0)
+    again = state.recomputation()
+    first = state.draws.bytes_of("x", (64,))
+    with again:
+        assert torch.equal(first, state.draws.bytes_of("x", (64,)))
+    assert not torch.equal(first, state.draws.bytes_of("x", (64,)))
+
+
+def cast_to(scale_shape: tuple[int, ...], dtype: torch.dtype = torch.float8_e4m3fn) -> type[Recipe]:
+    class Wrong(Recipe):
+        traits = Traits(input=LINE, weight=LINE, grad_output=LINE)
+
+        def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+            return Scaled(x_MK.to(dtype), torch.ones(scale_shape))
+
+    return Wrong
+
+
+class Raises(Recipe):
+    """Fail inside the rule."""
+
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE)
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Divide by zero."""
+        return Scaled(x_MK, torch.ones(1) * (1 // 0))
+
+
+class NoPower(Recipe):
+    """Return scales that are not powers of two, against its traits."""
+
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE)
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Scale by three."""
+        return Scaled(x_MK.to(cast.fmt.dtype), torch.full((4, 1), 3.0))
+
+
+class NoOuter(Recipe):
+    """Forget the factor of the whole tensor."""
+
+    traits = Traits(input=OUTER, weight=OUTER, grad_output=OUTER, power_2="never")
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Return scales of one level."""
+        return Scaled(x_MK.to(cast.fmt.dtype), torch.ones(4, 1))
+
+
+class UndeclaredOuter(NoPower):
+    """Return a factor of the whole tensor, against its traits."""
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Add one."""
+        return Scaled(x_MK.to(cast.fmt.dtype), torch.ones(4, 1), torch.ones(()))
+
+
+class Nothing(Recipe):
+    """Return nothing."""
+
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE)
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Any:
+        """Forget the result."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (cast_to((4,)), ["scales of [4]", "[4, 1] in FP32"]),
+        (cast_to((4, 1), torch.float16), ["a payload of [4, 16] in torch.float16"]),
+        (Raises, ["test_own_recipes.py, line ", "in cast", "ZeroDivisionError"]),
+        (NoPower, ["not powers of two", "power_2='never'"]),
+        (NoOuter, ["another `outer`", "has one"]),
+        (UndeclaredOuter, ["another `outer`", "does not have one"]),
+        (Nothing, ["gave a NoneType, not Scaled(...)"]),
+    ],
+)
+def test_a_wrong_rule_is_named_with_tensor_and_line(wrong: type[Recipe], words: list[str]) -> None:
+    name = register_recipe(wrong)
+    with pytest.raises(RuleError) as found:
+        operands(name, "weight", torch.ones(4, 16))
+    assert all(word in str(found.value) for word in [name, "linear.weight", *words])
+
+
+def test_the_scale_of_a_shared_weight_is_the_rules() -> None:
+    name = own("as_built_in", "Tensorwise")
+    for recipe in (name, "tensorwise"):
+        quantizer = linear_quantizer(ScalingState(settings_of(recipe)), "linear")
+        assert quantizer is not None
+        scale, fmt = quantizer.store_scale(torch.tensor(3.0))
+        assert scale.item() == pytest.approx(448 / 3) and fmt.name == "e4m3"
+    assert math.isfinite(scale.item())
+    assert alike(TENSOR) != LINE
+
+
+def table_after(name: str, amaxes: list[float], modules: tuple[ModuleRule, ...] = ()) -> ScaleTable:
+    """Return the table of inputs and weights after a microbatch of each amax."""
+    state = ScalingState(settings_of(name, amax_history_len=3, modules=modules))
+    for linear in ("a", "b"):
+        assert linear_quantizer(state, linear) is not None
+    for amax in amaxes:
+        state.forward.amax.fill_(amax)
+        state.end_forward()
+    return state.forward
+
+
+def test_a_history_of_its_own_follows_its_update() -> None:
+    """A tensor that did not occur, or was not finite, keeps what it has."""
+    found = table_after(own("smoothed"), [4.0, 1.0, 0.0, math.inf, 8.0, 2.0])
+    assert found.history[0].tolist() == pytest.approx([8.0, 7.2], rel=1e-6)
+    assert found.quant_scale[0].item() == pytest.approx(448 / 7.2, rel=1e-6)
+    assert found.num_updates.tolist() == [4] * 4 and found.num_nonfinite.tolist() == [1] * 4
+
+
+def test_another_history_leaves_that_of_delayed_alone() -> None:
+    amaxes = [4.0, 1.0, 3.0]
+    mixed = table_after(
+        "delayed", amaxes, modules=(ModuleRule("b", own("smoothed"), "fp8_modules"),)
+    )
+    delayed, smoothed = table_after("delayed", amaxes), table_after(own("smoothed"), amaxes)
+    for field, value in mixed.tensors().items():
+        assert torch.equal(value[:2], delayed.tensors()[field][:2])
+        assert torch.equal(value[2:], smoothed.tensors()[field][2:])
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("seen.quant_scale", ["gave [4] in torch.float32, not [4, 2]"]),
+        ("(seen.history, seen.quant_scale[:1])", ["and [1] in torch.float32, not"]),
+        ("(seen.history, seen.quant_scale * 0)", ["not above zero and finite"]),
+        ("1 // 0", ["in update: ZeroDivisionError"]),
+    ],
+)
+def test_a_wrong_update_is_named(tmp_path: Path, result: str, words: list[str]) -> None:
+    text = (OWN / "smoothed.py").read_text("utf-8").partition("    def update")[0]
+    file = tmp_path / "lab.py"
+    file.write_text(f"{text}    def update(self, seen):\n        return {result}\n", "utf-8")
+    load_recipe(str(file))
+    with pytest.raises(RuleError) as found:
+        table_after(str(file), [1.0])
+    assert all(word in str(found.value) for word in [str(file), "update", *words])
+
+
+def small_step(state: fp8.Fp8State, model: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    with state.microbatch():
+        model(x).square().mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.clone()
+
+
+@pytest.mark.parametrize("by", ["class", "file"])
+def test_a_model_of_ones_own_is_converted_by_a_class_or_a_file(by: str) -> None:
+    path = own("as_built_in", "Rowwise")
+    given: Any = path if by == "file" else type(load_recipe(path))
+    gradients = []
+    for recipe in (given, "rowwise"):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(32, 48)
+        gradients.append(small_step(fp8.convert(model, recipe), model, torch.randn(16, 32)))
+    assert torch.equal(*gradients)
+
+
+def test_a_random_recipe_goes_on_with_the_bytes_of_an_undisturbed_run() -> None:
+    torch.manual_seed(1)
+    model, x = torch.nn.Linear(32, 48), torch.randn(16, 32)
+    state = fp8.convert(model, own("four_bits"))
+    small_step(state, model, x)
+    saved = state.state_dict()
+    second = small_step(state, model, x)
+    resumed_model = torch.nn.Linear(32, 48)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = fp8.convert(resumed_model, own("four_bits"))
+    resumed.load_state_dict(saved)
+    assert torch.equal(small_step(resumed, resumed_model, x), second)
+    assert not torch.equal(small_step(resumed, resumed_model, x), second)
+
+
+def test_a_wrong_class_or_file_of_a_recipe_is_an_fp8_error(tmp_path: Path) -> None:
+    class Empty(Recipe):
+        pass
+
+    for given in (Empty, str(tmp_path / "none.py")):
+        with pytest.raises(fp8.Fp8Error):
+            fp8.convert(torch.nn.Linear(32, 32), given)
+
+
+def test_only_scales_of_one_level_count_as_powers_of_two() -> None:
+    """BF16 products of values rest on it: a second factor of any size would be rounded."""
+    x = torch.randn(16, 32)
+    assert operands(own("blocks_of_32"), "input", x)[0].is_power_2
+    assert not operands(own("four_bits"), "input", x)[0].is_power_2
+    assert not operands(own("as_built_in", "Rowwise"), "input", x, power_2_scale=False)[
+        0
+    ].is_power_2
+
+
+def test_a_rule_that_agrees_gets_the_maximum_over_ranks() -> None:
+    """The fake maximum stands for a rank whose part has a larger amax."""
+
+    def maximum(amax: torch.Tensor) -> torch.Tensor:
+        return amax.fill_(1000.0)
+
+    state = ScalingState(settings_of(own("as_built_in", "Tensorwise")))
+    quantizer = linear_quantizer(state, "linear", lambda role: maximum)
+    assert quantizer is not None
+    (last, _), _ = quantizer.tensors["input"].quantize(torch.randn(4, 16), Need(True, True))
+    assert isinstance(last, Fp8Tensor)
+    assert last.dequant_scale.item() == pytest.approx(1000 / 448)
+
+
+@pytest.mark.parametrize("name", ["blocks_of_32", "four_bits", "as_built_in:Tensorwise"])
+def test_the_form_in_which_an_input_is_kept_is_that_of_its_operand(name: str) -> None:
+    """A compiled layer makes tensors of this form before there is an operand."""
+    file, _, cls = name.partition(":")
+    quantizer = linear_quantizer(ScalingState(settings_of(own(file, cls))), "linear")
+    assert quantizer is not None
+    (_, first), _ = quantizer.tensors["input"].quantize(torch.randn(32, 64), Need(True, True))
+    assert isinstance(first, Fp8Tensor)
+    form = quantizer.tensors["input"].saved_form()
+    kept = first.payload.t() if form.is_transposed else first.payload
+    assert kept.is_contiguous() and list(kept.shape) == form.payload_shape(32, 64)
+    assert kept.dtype == form.dtype
+    assert list(first.dequant_scale.shape) == form.scale_shape(32, 64)

@@ -1,0 +1,291 @@
+"""Each recipe's casts against the specification, bit for bit; its linear within stated bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
+from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizers.base import Need, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizers.scales import scale_of_amax, scale_of_amax_torchao
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor, spread
+from megafp8.ops import cpu
+from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
+from megafp8.specs.traits import GemmName
+from tests.spec import current
+from tests.spec import formats as spec_formats
+
+CURRENT: tuple[RecipeName, ...] = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+BLOCK = 128
+WHOLE = (1 << 30, 1 << 30)
+roles = pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+recipes = pytest.mark.parametrize("name", CURRENT)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
+    backward = "e5m2" if name in ("delayed", "tensorwise") else "e4m3"
+    return Fp8Recipe(
+        name=name,
+        backward_format=backward,
+        **{"power_2_scale": name not in ("delayed", "tensorwise"), **changes},
+    )
+
+
+def groups_of(name: RecipeName, role: Role) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(rows, columns) that share a scale where the sum runs along the last, and the first dim."""
+    whole = WHOLE[0]
+    match name:
+        case "tensorwise":
+            return WHOLE, WHOLE
+        case "rowwise":
+            return (1, whole), (whole, 1)
+        case "rowwise_with_gw_hp":
+            return (1, whole), WHOLE if role == "weight" else (whole, 1)
+    return ((BLOCK, BLOCK),) * 2 if role == "weight" else ((1, BLOCK), (BLOCK, 1))
+
+
+def rule_of(name: RecipeName) -> current.Rule:
+    return "torchao" if name.startswith("rowwise") else "te"
+
+
+def awkward(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of very different size, zeros, subnormals, an infinity, a NaN, a tiny row."""
+    generator = torch.Generator().manual_seed(rows * 1000 + cols)
+    sizes = torch.logspace(-6, 4, rows)[:, None]
+    x = (torch.randn(rows, cols, generator=generator) * sizes).to(dtype)
+    if rows > 6:
+        x[1] = 0
+        x[2, 0], x[3, cols // 2] = math.inf, math.nan
+        x[4] = torch.finfo(dtype).tiny
+        x[5] = torch.finfo(dtype).smallest_normal / 4
+    return x
+
+
+def assert_specified(ours: Fp8Tensor, specified: current.Scaled) -> None:
+    codes = ours.payload.view(torch.uint8).numpy()
+    assert spec_formats.same_codes(codes, specified.codes, specified.fmt)
+    scale = spread(ours.dequant_scale, ours.payload.shape, ours.block)
+    np.testing.assert_array_equal(scale.expand(ours.payload.shape).numpy(), specified.dequant_scale)
+
+
+@recipes
+@roles
+@dtypes
+@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (0, 4), (4, 0)])
+def test_casts_are_the_specification(
+    name: RecipeName, role: Role, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    recipe = recipe_of(name)
+    quantizer = linear_quantizer(ScalingState(recipe), "linear")
+    assert quantizer is not None
+    x = awkward(*shape, dtype)
+    (last, first), sums = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
+    fmt = recipe.backward_format if role == "grad_output" else recipe.forward_format
+    for ours, group in zip((last, first), groups_of(name, role), strict=True):
+        assert ours is not None
+        specified = current.quantize_groups(
+            x.float().numpy(), group, spec_formats.FORMATS[fmt], rule_of(name), recipe.power_2_scale
+        )
+        assert_specified(ours, specified)
+    assert sums is not None
+    total = sums.sum(0)
+    torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    amax=st.one_of(
+        st.floats(0, 3.4028234663852886e38, width=32), st.sampled_from([0.0, math.inf, 2.0**-149])
+    ),
+    power_2=st.booleans(),
+    fmt=st.sampled_from(["e4m3", "e5m2"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_scales_are_the_specification(amax: float, power_2: bool, fmt: str) -> None:
+    from megafp8.fp8.formats import FORMATS
+
+    ours = torch.tensor([amax])
+    theirs = np.float32(amax)
+    spec_fmt = spec_formats.FORMATS[fmt]
+    for function, rule in ((scale_of_amax, "te"), (scale_of_amax_torchao, "torchao")):
+        scale = function(ours, FORMATS[fmt], power_2=power_2).item()
+        assert scale == current.scale_of(theirs, spec_fmt, rule, power_2), rule
+
+
+def test_recipes_need_no_history() -> None:
+    for name in CURRENT:
+        state = ScalingState(recipe_of(name))
+        linear_quantizer(state, "linear")
+        state.begin_microbatch(0)
+        state.end_forward()
+        state.end_backward()
+        assert state.forward.names == state.backward.names == []
+
+
+def make(recipe: Fp8Recipe, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    return Linear(
+        nn.Parameter(weight.clone()),
+        None if bias is None else nn.Parameter(bias.clone()),
+        name="linear",
+        quantizer=linear_quantizer(ScalingState(recipe), "linear"),
+        comm=NoComm(),
+        sink=AutogradSink(),
+        counter=GemmCounter(),
+    )
+
+
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("power_2", [True, False])
+@pytest.mark.parametrize("name", CURRENT)
+@pytest.mark.parametrize("shape", [(48, 80, 33), (1, 5, 7), (130, 256, 129)])
+@pytest.mark.parametrize("has_bf16", [True, False], ids=["BF16 products", "FP32 products"])
+def test_linear_is_the_specification(
+    name: RecipeName,
+    power_2: bool,
+    work: torch.dtype,
+    shape: tuple[int, int, int],
+    has_bf16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of the specified operands, in FP64, as CPUs with BF16 products and without compute.
+
+    Bound: K products accumulated in FP32 err by K * 2**-24 of the product of magnitudes; operands
+    whose scales are no powers of two are rounded to FP32 (2 * 2**-24 more); then one rounding to
+    the work's dtype.
+    """
+    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: has_bf16)
+    tokens, outs, ins = shape
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, ins, generator=generator).to(work)
+    weight = (0.02 * torch.randn(outs, ins, generator=generator)).to(work)
+    bias = torch.randn(outs, generator=generator).to(work)
+    grad = (1e-3 * torch.randn(tokens, outs, generator=generator)).to(work)
+    recipe = recipe_of(name, power_2_scale=power_2)
+    linear = make(recipe, weight, bias)
+    x.requires_grad_()
+    output = linear(x)
+    output.backward(grad)
+
+    def values(role: Role, tensor: torch.Tensor, along: int) -> np.ndarray:
+        fmt = recipe.backward_format if role == "grad_output" else recipe.forward_format
+        return current.quantize_groups(
+            tensor.detach().float().numpy(),
+            groups_of(name, role)[along],
+            spec_formats.FORMATS[fmt],
+            rule_of(name),
+            power_2,
+        ).values
+
+    def check(ours: torch.Tensor, a: np.ndarray, b: np.ndarray, extra: np.ndarray | float) -> None:
+        exact = a @ b + extra
+        terms = a.shape[1] + 8
+        accumulated = terms * 2.0**-24 * (np.abs(a) @ np.abs(b) + np.abs(extra))
+        unit = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[work]
+        bound = accumulated + unit * (np.abs(exact) + accumulated) + 1e-45
+        error = np.abs(ours.detach().double().numpy() - exact)
+        assert (error <= bound).all(), (error / bound).max()
+
+    check(output, values("input", x, 0), values("weight", weight, 0).T, bias.double().numpy())
+    assert x.grad is not None and linear.weight.grad is not None
+    check(x.grad, values("grad_output", grad, 0), values("weight", weight, 1), 0.0)
+    if name == "rowwise_with_gw_hp":
+        a, b = grad.double().numpy(), x.detach().double().numpy()
+    else:
+        a, b = values("grad_output", grad, 1), values("input", x, 1)
+    check(linear.weight.grad, a.T, b, 0.0)
+
+
+@pytest.mark.parametrize("name", ["delayed", *CURRENT])
+@pytest.mark.parametrize("high", [{gemm} for gemm in GEMMS])
+def test_overridden_products_are_plain(name: RecipeName, high: set[GemmName]) -> None:
+    """A product kept in high precision equals torch's; the counter tells which ran how."""
+    generator = torch.Generator().manual_seed(7)
+    weight = 0.1 * torch.randn(32, 16, generator=generator)
+    x = torch.randn(48, 16, generator=generator).requires_grad_()
+    grad = torch.randn(48, 32, generator=generator)
+    linear = make(recipe_of(name, high_precision_gemms=frozenset(high)), weight, None)
+    output = linear(x)
+    output.backward(grad)
+    plain_x = x.detach().clone().requires_grad_()
+    plain = nn.functional.linear(plain_x, weight.requires_grad_())
+    plain.backward(grad)
+    results: dict[GemmName, tuple[Any, Any]] = {
+        "output": (output, plain),
+        "grad_input": (x.grad, plain_x.grad),
+        "grad_weight": (linear.weight.grad, weight.grad),
+    }
+    never = {"grad_weight"} if name == "rowwise_with_gw_hp" else set()
+    for gemm, (ours, theirs) in results.items():
+        is_plain = bool(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6))
+        assert is_plain == (gemm in high | never), gemm
+        assert ("fp32", gemm) in linear.counter.flops if is_plain else True
+        assert (("fp8", gemm) in linear.counter.flops) != is_plain
+
+
+def test_module_rules_choose_by_name() -> None:
+    rules = (
+        ModuleRule("layers.0.*", "high_precision"),
+        ModuleRule("*.fc2", "tensorwise"),
+        ModuleRule("layers.?.mlp.*", "blockwise"),
+    )
+    state = ScalingState(recipe_of("delayed", modules=rules))
+    kinds = {}
+    for name in ("layers.0.mlp.fc2", "layers.1.mlp.fc2", "layers.1.mlp.fc1", "layers.1.qkv"):
+        quantizer = linear_quantizer(state, name)
+        kinds[name] = quantizer and type(quantizer.tensors["input"]).__name__
+    assert kinds == {
+        "layers.0.mlp.fc2": None,
+        "layers.1.mlp.fc2": "TensorwiseQuantizer",
+        "layers.1.mlp.fc1": "BlockwiseQuantizer",
+        "layers.1.qkv": "HistoryQuantizer",
+    }
+    assert state.forward.names == ["layers.1.qkv.input", "layers.1.qkv.weight"]
+
+
+@pytest.mark.parametrize("name", ["delayed", *CURRENT])
+def test_saved_activations_are_fp8(name: RecipeName) -> None:
+    """One FP8 copy for backward; high precision only where the weight gradient is."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = torch.randn(64, 48).bfloat16().requires_grad_()
+    linear = make(recipe_of(name), torch.randn(32, 48).bfloat16(), None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear(x)
+    large = [t.dtype for t in saved if t.numel() == x.numel()]
+    is_high = name == "rowwise_with_gw_hp"
+    assert large == [torch.bfloat16 if is_high else torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("name", ["delayed", *CURRENT])
+def test_nothing_in_fp8_where_evaluation_is_not(name: RecipeName) -> None:
+    state = ScalingState(recipe_of(name, fp8_in_evaluation=False))
+    linear = Linear(
+        nn.Parameter(torch.randn(16, 16)),
+        None,
+        name="linear",
+        quantizer=linear_quantizer(state, "linear"),
+        comm=NoComm(),
+        sink=AutogradSink(),
+        counter=GemmCounter(),
+    )
+    x = torch.randn(16, 16)
+    with torch.no_grad(), state.evaluation():
+        assert torch.equal(linear(x), x @ linear.weight.t())
+    with torch.no_grad():
+        assert not torch.equal(linear(x), x @ linear.weight.t())

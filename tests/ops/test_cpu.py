@@ -1,0 +1,61 @@
+"""Which CPUs have BF16 instructions, by what they say of themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megafp8.ops import cpu
+
+X86 = "processor\t: {0}\nmodel name\t: AMD bf16 lookalike\nflags\t\t: fpu avx2 {1}\n\n"
+ARM = "processor\t: {0}\nFeatures\t: fp asimd {1}\nCPU implementer\t: 0x41\n\n"
+
+
+def both(form: str, first: str, second: str) -> str:
+    return form.format(0, first) + form.format(1, second)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "is_fast"),
+    [
+        (both(X86, "", ""), False),
+        (both(X86, "avx512f avx512_vnni", "avx512f avx512_vnni"), False),
+        (both(X86, "avx512_bf16", "avx512_bf16"), True),
+        (both(X86, "amx_tile amx_bf16", "amx_tile amx_bf16"), True),
+        (both(ARM, "", ""), False),
+        (both(ARM, "i8mm bf16", "i8mm bf16"), True),
+        (both(ARM, "i8mm bf16", "i8mm"), False),  # a core without them may get the thread
+    ],
+)
+def test_flags_of_every_core_decide(cpuinfo: str, is_fast: bool) -> None:
+    flags = cpu.flags_of(cpuinfo)
+    assert flags is not None and bool(flags & cpu.BF16_FLAGS) == is_fast
+
+
+def test_a_file_without_flags_tells_nothing() -> None:
+    assert cpu.flags_of("processor : 0\n") is None
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("avx2", "False"), ("avx2 amx_bf16", "True")])
+def test_another_cpu_is_imitated_and_no_torch_is_read(flags: str, expected: str) -> None:
+    code = (
+        "import sys; from megafp8.ops import cpu; print(cpu.fast_at_bf16(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, cpu.IMITATED: flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [expected, "False"]
+
+
+def test_the_reason_says_whether_flags_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "FLAGS", frozenset({"avx2"}))
+    assert cpu.why_not() == "this CPU has no BF16 instructions"
+    monkeypatch.setattr(cpu, "FLAGS", None)
+    assert cpu.why_not().startswith("which instructions this CPU has cannot be read on ")
