@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.observe import Console, SilentConsole, StepReport, open_console
-from megafp8.observe.console import PlainConsole
-from megafp8.observe.live import LiveConsole
+from megafp8.observe.console import Console, PlainConsole, SilentConsole, StepReport
+from megafp8.observe.live import LiveConsole, open_console
 
 ROOT = Path(__file__).parents[2]
 
@@ -259,7 +258,7 @@ import dataclasses, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
 sys.path.insert(0, {root!r})
 from tests.observe.test_console import REPORT
-from megafp8.observe import open_console
+from megafp8.observe.live import open_console
 with open_console() as console:
     console.header(["a run with a name in [brackets]"])
     console.start(40)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.observe import memory, peak_memory_bytes
+from megafp8.observe import memory
+from megafp8.observe.memory import peak_memory_bytes
 
 
 def test_peak_grows_with_what_is_used_and_stays() -> None:
     program = """
-from megafp8.observe import peak_memory_bytes
+from megafp8.observe.memory import peak_memory_bytes
 before = peak_memory_bytes()
 block = bytearray(b"x") * (64 << 20)
 during = peak_memory_bytes()
@@ -43,7 +44,7 @@ def test_cuda_counts_what_is_allocated() -> None:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak")
 def test_a_second_run_of_a_process_has_a_peak_of_its_own() -> None:
     code = """if True:
-        from megafp8.observe import PeakMemory, peak_memory_bytes
+        from megafp8.observe.memory import PeakMemory, peak_memory_bytes
         first = bytearray(200 << 20)
         first[:: 4096] = b"x" * len(first[:: 4096])
         del first

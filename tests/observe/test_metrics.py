@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.files import to_json, write_atomically
-from megafp8.observe import MetricsFile, read_metrics
+from megafp8.observe.metrics import MetricsFile, read_metrics
 
 
 def refuse_constant(word: str) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.observe import RunSummary, bits_per_byte, write_summary
+from megafp8.observe.summary import RunSummary, bits_per_byte, write_summary
 
 
 def test_bits_per_byte() -> None:

@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.observe import (
-    CompositeTracker,
-    TensorBoardTracker,
-    Tracker,
-    open_trackers,
-)
+from megafp8.observe.trackers import CompositeTracker, TensorBoardTracker, Tracker, open_trackers
 from megafp8.specs import ObserveSpec
 from tests.config.helpers import run_spec
 
