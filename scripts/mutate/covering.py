@@ -18,6 +18,7 @@ from pathlib import Path
 
 from scripts.mutate.mutants import Mutant
 from scripts.mutate.runner import Report
+from scripts.mutate.scope import needs_own_process
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Tests:
         for number, file in enumerate(files):
             found = self._able(mutant, file)
             if number == 0:
-                for other in (f for f in files[1:] if f in self._known):
+                together = [f for f in files[1:] if not needs_own_process(f)]
+                for other in (f for f in together if f in self._known):
                     able = self._able(mutant, other)
                     found |= {test: able[test] for test in able if kills[test]}
             found = {test: seconds for test, seconds in found.items() if test not in tried}
@@ -90,6 +92,8 @@ class Tests:
         if is_inside:
             lines = known.lines.get(mutant.file, {})
             chosen = {t for n, tests in lines.items() if first <= int(n) <= last for t in tests}
+            if "" in chosen:  # the line runs when the file of tests is imported
+                chosen = set(known.seconds)
             chosen |= set(known.starting)
         return {test: known.seconds[test] for test in chosen if test in known.seconds}
 

@@ -18,6 +18,10 @@ FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_
 FEW_BITS = ("optim/test_stored", "optim/test_stored_ranks")
 SCALED = ("fp8/test_scaled", "fp8/test_grouped", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
+REAL_TE = tuple(
+    f"backends/te/real_{name}"
+    for name in ("layers", "calls", "attention", "training", "levels", "options")
+)
 
 
 def _fp8(*names: str) -> tuple[str, ...]:
@@ -77,11 +81,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "megafp8/optim/stored_owned.py": ("optim/test_stored_zero", "optim/test_stored_split"),
     "megafp8/optim/stored.py": FEW_BITS,
     "megafp8/optim/scaled_adam.py": ("optim/test_scaled_adam", *FEW_BITS),
-    "megafp8/te_cpu/*.py": (
-        "te_cpu/test_kernels",
-        "te_cpu/test_loading",
-        "backends/te/test_real",
-    ),
+    "megafp8/te_cpu/*.py": ("te_cpu/test_kernels", "te_cpu/test_loading", *REAL_TE),
 }
 LEFT_OUT = (
     "*/__init__.py",
@@ -98,6 +98,11 @@ def files(root: Path) -> list[str]:
     """Return the paths of the files that are mutated, relative to `root`, sorted."""
     found = {str(path.relative_to(root)) for pattern in TESTS for path in root.glob(pattern)}
     return sorted(f for f in found if not any(fnmatchcase(f, p) for p in LEFT_OUT))
+
+
+def needs_own_process(test: str) -> bool:
+    """Whether a file of tests loads Transformer Engine, which patches torch for the process."""
+    return Path(test).name.startswith("real_")
 
 
 def tests_of(file: str) -> tuple[str, ...]:

@@ -82,6 +82,28 @@ def test_a_file_without_permission_stops_the_run(shared: Path, save: Save) -> No
     assert sorted(path.name for path in shared.iterdir()) == ["step_00000002", "step_00000004"]
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.sha256"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENFILE])
+def test_a_manifest_that_cannot_be_read_now_stops_the_run(
+    tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    save(tmp_path, 2)
+    newest = save(tmp_path, 4)
+    real = os.open
+
+    def fails(path: Path, *flags: int, **options: int) -> int:
+        if Path(path) == newest / name:
+            raise OSError(number, os.strerror(number))
+        return real(path, *flags, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(UnreadableError) as raised:
+        newest_after_cleanup(tmp_path, single_rank("cpu"), print)
+    said = str(raised.value)
+    assert f"{newest / name}: cannot be read now: {errno.errorcode[number]}" in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000004"]
+
+
 def test_a_process_with_too_few_files_never_takes_an_older_one(shared: Path, save: Save) -> None:
     """The limit is met at the manifest, at the hash, and where safetensors opens a file."""
     save(shared, 2)

@@ -159,7 +159,7 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
         replace(ROW, key="4", verdict="survived", file="megafp8/fp8/gemm.py"),
     ]
     page = table.page(rows, 7, 200)
-    assert "| precision | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page
+    assert "| fp8 | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page
     assert (
         "1 of 2 decided mutants killed, 50.0 %" in page
         and ": 198 are left" in page
