@@ -1,3 +1,3 @@
 """Pretrain GPT models with FP8 on any device."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

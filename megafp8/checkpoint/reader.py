@@ -29,13 +29,11 @@ from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_of
 from megafp8.errors import CheckpointError, UnreadableError
 from megafp8.files import note_progress, why_unreadable
-from megafp8.fp8.grouped import values_of
 from megafp8.specs.geometry import Box
 
 SCALES = "scales/"
 """`scales/NAME` is the factor (FP32) of the tensor NAME, if that is stored in few bits: 0-d, or a
-regular grid of factors, one for each part of the tensor. With one dim more than the tensor it has
-the ranges of groups of a row (`precision.grouped`)."""
+regular grid of factors, one for each part of the tensor."""
 _CHUNK_BYTES = 4 << 20
 
 
@@ -166,7 +164,6 @@ class _Copy(NamedTuple):
     placement: Placement
     overlap: Box
     factor: torch.Tensor | None  # of a tensor in few bits that is read as FP32
-    groups: torch.Tensor | None = None  # the same, where each group has a range of its own
 
 
 def _factors_in(factors: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
@@ -187,6 +184,7 @@ class Reader:
 
     Raises:
         CheckpointError: The checkpoint is damaged.
+        UnreadableError: It has moments by groups, which an earlier version wrote.
     """
 
     def __init__(self, step_dir: Path) -> None:
@@ -195,6 +193,18 @@ class Reader:
         self.step: int = manifest.step
         self.meta: dict[str, Any] = manifest.meta
         self._pieces = pieces_by_name(manifest.shards)
+        self._refuse_groups()
+
+    def _refuse_groups(self) -> None:
+        for name in self._pieces:
+            scales = self._pieces.get(SCALES + name)
+            if scales and len(scales[0][1].global_shape) > len(self.global_shape(name)):
+                raise UnreadableError(
+                    self.path,
+                    f"stores {name} by groups (model.optim.moments_scaling=group)",
+                    "Read it with megafp8 0.1.0, the last version that has them: continue there "
+                    "with model.optim.moments_scaling=tensor, and save",
+                )
 
     def names(self) -> tuple[str, ...]:
         """Return the logical names of all tensors, sorted."""
@@ -264,13 +274,10 @@ class Reader:
             scales = self.read(SCALES + name)
         for file_name, piece in self._pieces_of(name):
             if overlap := piece.box.overlap(wanted):
-                factor = groups = None
-                if scales is not None and self.is_grouped(name):
-                    rows = overlap.slices_within(Box((0,) * tensor.dim(), placement.global_shape))
-                    groups = scales[rows[:-1]]
-                elif scales is not None:
+                factor = None
+                if scales is not None:
                     factor = _factors_in(scales, overlap, placement.global_shape)
-                copy = _Copy(piece, placement, overlap, factor, groups)
+                copy = _Copy(piece, placement, overlap, factor)
                 by_file.setdefault(file_name, []).append(copy)
                 covered += overlap.volume
         assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
@@ -279,12 +286,6 @@ class Reader:
         """Whether a tensor that is stored in few bits is asked for in FP32, which holds it."""
         is_stored_so = SCALES + name in self._pieces or self.dtype(name) == torch.bfloat16
         return dtype == torch.float32 and is_stored_so
-
-    def is_grouped(self, name: str) -> bool:
-        """Whether a tensor is stored in groups with ranges of their own."""
-        if SCALES + name not in self._pieces:
-            return False
-        return len(self.global_shape(SCALES + name)) == len(self.global_shape(name)) + 1
 
     def factor(self, name: str, box: Box) -> torch.Tensor | None:
         """Return the factors of the elements in `box` of a tensor, in a shape that broadcasts.
@@ -297,14 +298,11 @@ class Reader:
 
     def _copy(self, path: Path, copies: list[_Copy]) -> None:
         with _reading(path), safe_open(str(path), framework="pt") as file:
-            for piece, placement, overlap, factor, groups in copies:
+            for piece, placement, overlap, factor in copies:
                 inside = overlap.slices_within(piece.box)
                 wanted = Box(placement.offset, tuple(placement.tensor.shape))
                 target = placement.tensor.detach()[overlap.slices_within(wanted)]
-                stored = file.get_slice(piece.key)[inside]
-                if groups is not None:
-                    stored = values_of(stored, groups, overlap.offset[-1])
-                target.copy_(stored)
+                target.copy_(file.get_slice(piece.key)[inside])
                 note_progress()
                 if factor is not None:
                     target.mul_(factor.to(target.device))

@@ -216,7 +216,7 @@ GROUPS = (
         "model.fp8=True model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
         (
             "model.optim.fp8_opt_level", "model.optim.main_*", "model.optim.exp_avg*",
-            "model.optim.low_precision_moments_of", "model.optim.moments_scaling",
+            "model.optim.low_precision_moments_of",
             "model.optim.fp8_grad_reduction", "model.optim.data_parallel_sharding_strategy",
             "model.optim.shard_by", "model.optim.stochastic_rounding",
         ),

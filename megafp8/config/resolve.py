@@ -262,7 +262,6 @@ def _storage(optim: Optim) -> StorageSpec:
         sums_in_fp32=optim.main_grads_sum_dtype == "fp32",
         reduction=optim.fp8_grad_reduction,  # type: ignore[arg-type]  # validated
         stochastic_rounding=optim.stochastic_rounding,
-        moments_by_group=optim.moments_scaling == "group",
     )
 
 

@@ -300,12 +300,6 @@ TOGETHER = (
         "model.optim.data_parallel_sharding_strategy=optim",
     ),
     Row(
-        {"model.optim.moments_scaling": "group"},
-        {"model.optim.shard_by": one_of("elements", "auto")},
-        "a rank's elements would begin inside a group of a moment, apart from its range",
-        "Use model.optim.shard_by=tensors, or model.optim.moments_scaling=tensor",
-    ),
-    Row(
         {LEVEL: one_of("O1", "O2")}, {PARAMS: True},
         "{model.optim.fp8_opt_level} keeps a linear's weight once, in FP16",
         "Leave it out, or use model.optim.fp8_opt_level=O3, which keeps weights in FP8",

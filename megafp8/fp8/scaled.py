@@ -156,8 +156,6 @@ class StoredInC(ctypes.Structure):
         ("key", ctypes.c_uint64),
         ("kind", ctypes.c_int32),
         ("stochastic", ctypes.c_int32),
-        ("groups", ctypes.c_void_p),
-        ("cols", ctypes.c_size_t),
     )
 
     @classmethod

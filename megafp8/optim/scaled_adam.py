@@ -27,7 +27,6 @@ import torch
 from megafp8.fp8.cast import amax_of
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.grouped import GroupedTensor
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
 from megafp8.specs.optim import StorageName
@@ -104,10 +103,8 @@ def update(
     device = tensors.param.payload.device
     if device.type == "cpu" and _kernel_reproduces_torch():
         update_c(tensors, constants, dithers, backup)
-    elif (
-        runs_triton(device)
-        and not _has_groups(tensors)
-        and _triton_reproduces_torch(device, kinds, constants.is_l2, dithers != NO_DITHERS)
+    elif runs_triton(device) and (
+        _triton_reproduces_torch(device, kinds, constants.is_l2, dithers != NO_DITHERS)
     ):
         update_triton(tensors, constants, dithers, backup)
     else:
@@ -137,20 +134,13 @@ def kernel_name(
         return "our C kernel over stored tensors"
     if not runs_triton(device):
         return "torch operations over stored tensors"
-    updated = list(updated)
-    kinds = sorted({_kinds(tensors) for tensors in updated if not _has_groups(tensors)})
+    kinds = sorted({_kinds(tensors) for tensors in updated})
     wrong = [k for k in kinds if not _triton_reproduces_torch(device, k, is_l2, stochastic)]
     name = "our Triton kernel over stored tensors"
-    if any(map(_has_groups, updated)):
-        name = "torch operations over moments by group, our Triton kernel over the others"
     if wrong:
         names = ", ".join("-".join(kind) for kind in wrong)
         name += f" (torch operations for {names}, where the kernel has other bits)"
     return name
-
-
-def _has_groups(tensors: Tensors) -> bool:
-    return any(isinstance(stored, GroupedTensor) for stored in tensors.written)
 
 
 Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
@@ -255,8 +245,7 @@ class _AdamInC(ctypes.Structure):
 
 def backup_bytes(tensors: Tensors) -> int:
     """Return how many bytes the kernels need to keep what a step overwrites."""
-    ranges = [x.groups.nbytes + 4 for x in tensors.written if isinstance(x, GroupedTensor)]
-    return sum(_aligned(stored.payload.nbytes) for stored in _kept(tensors)) + sum(ranges)
+    return sum(_aligned(stored.payload.nbytes) for stored in _kept(tensors))
 
 
 def _kept(tensors: Tensors) -> list[ScaledTensor]:
@@ -340,13 +329,12 @@ def _kernel_reproduces_torch() -> bool:
         return False
     names: tuple[tuple[StorageName, StorageName, StorageName], ...]
     names = (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
-    whole = all(
+    return all(
         _same(kinds, is_l2, stochastic)
         for kinds in names
         for is_l2 in (False, True)
         for stochastic in (False, True)
     )
-    return whole and _same(("fp16", "fp8", "fp8_e5m2"), False, False, by_group=True)
 
 
 @functools.cache
@@ -390,7 +378,6 @@ def _same(
     kernel: Callable[[Tensors, Constants, Dithers], None] = update_c,
     device: torch.device | None = None,
     *,
-    by_group: bool = False,
     reference: Callable[[Tensors, Constants, Dithers], None] = update_torch,
 ) -> bool:
     """Whether three updates by `kernel` have the bits of torch's; the scales change in the first.
@@ -400,13 +387,12 @@ def _same(
     # No multiple of an AVX-512 vector's length, or of a Triton program's but of its widest access.
     size = 4099 if kernel is update_c else 4112
     start = torch.linspace(-1, 1, size, device=device) ** 3
-    kind = GroupedTensor if by_group else ScaledTensor
     dithers: Dithers = (Dither(3), Dither(5), Dither(7)) if stochastic else NO_DITHERS
     found: list[list[torch.Tensor]] = []
     for run in (kernel, reference):
         formats = [STORAGE_FORMATS[name] for name in names]
         written = [ScaledTensor.of(start, formats[0])]
-        written += [kind.zeros(start.shape, fmt, device) for fmt in formats[1:]]
+        written += [ScaledTensor.zeros(start.shape, fmt, device) for fmt in formats[1:]]
         for number in (1, 2, 3):
             values = min(number, 2) * start.square() - 0.3
             grad = ScaledTensor.of(values, STORAGE_FORMATS[grad_name])

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.grouped import GroupedTensor
 from megafp8.fp8.scaled import Dither, ScaledTensor
 from megafp8.models.init import key_of, pieces_of
 from megafp8.ops import torch_private
@@ -259,16 +258,12 @@ class StoredAdamW(AdamW):
         )
         for segment, master, stored, grad in rows:
             few = not storage.linears_only or segment.param in masters.linears
-            names = storage.moments_of(segment.param.dim()) if few else ("fp32", "fp32")
+            names = (storage.exp_avg, storage.exp_avg_sq) if few else ("fp32", "fp32")
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
                 groups[spec.decays(segment.param.dim())].append(master)
                 continue
             shape, device = stored.payload.shape, masters.device
-            kinds = [GroupedTensor if storage.is_grouped(name) else ScaledTensor for name in names]
-            moments = [
-                kind.zeros(shape, STORAGE_FORMATS[name], device)
-                for kind, name in zip(kinds, names, strict=True)
-            ]
+            moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[name], device) for name in names]
             self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
         self._kernel, name = choose_kernel(spec, masters.device)
         self.kernel_name = kernel_name(
@@ -376,10 +371,8 @@ class StoredAdamW(AdamW):
         return found
 
     def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """Return the moments' payloads in the order of the masters, and groups' ranges after it."""
-        stored = self.stored_states(name)
-        ranges = [moment.groups for moment in stored if isinstance(moment, GroupedTensor)]
-        return [moment.payload for moment in stored] + ranges
+        """Return the moments' payloads in the order of the masters."""
+        return [moment.payload for moment in self.stored_states(name)]
 
 
 def groups_of(params: Sequence[nn.Parameter], size: int) -> list[list[nn.Parameter]]:

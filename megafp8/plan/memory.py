@@ -44,7 +44,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.optim import GROUP_BYTES, ITEM_BYTES, MOMENT_GROUP
+from megafp8.specs.optim import ITEM_BYTES
 
 HEAD_CHUNK_TOKENS = 8192
 HEAD_CHUNK_BYTES = 2 << 30
@@ -206,12 +206,7 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
         scales += FP32 * has_few_bits(spec, param)
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
-            is_grouped = is_small and storage.is_grouped(moment)
-            if is_grouped and param.columns == 1:  # those of vectors are in FP32
-                is_grouped = is_small = False
             moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
-            if is_grouped:
-                moments[owner] += param.rows * -(-param.columns // MOMENT_GROUP) * GROUP_BYTES
     if divides_elements(spec):
         masters, moments, grads = ([-(-sum(x) // ranks)] for x in (masters, moments, gradients))
         gradients = grads if spec.optim.shards_grads else gradients

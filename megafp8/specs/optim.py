@@ -35,12 +35,6 @@ ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1,
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
 
-MOMENT_GROUP = 128
-"""Elements of a group of moments, along the last dim, where moments are stored by groups."""
-GROUP_BYTES = 8
-"""Bytes that a group of moments keeps beside its elements."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StorageSpec:
     """Describe how gradients, master weights and moments are stored (FP8-LM, arXiv 2310.18313).
@@ -58,26 +52,12 @@ class StorageSpec:
     sums_in_fp32: bool = False  # gradients are summed in FP32 over a step and quantized once
     reduction: Fp8Reduction = "fp32"
     stochastic_rounding: bool = False  # of master weights and moments below FP32
-    moments_by_group: bool = False  # in FP8, with range expansion; those of vectors are in FP32
 
     @property
     def is_plain(self) -> bool:
         """Whether everything is stored in FP32."""
         formats = (self.main_grads, self.main_params, self.exp_avg, self.exp_avg_sq)
         return set(formats) == {"fp32"}
-
-    def is_grouped(self, name: StorageName) -> bool:
-        """Whether moments in this format are stored by groups."""
-        return self.moments_by_group and name in ("fp8", "fp8_e5m2")
-
-    def moments_of(self, num_dims: int) -> tuple[StorageName, StorageName]:
-        """Return the formats of a parameter's moments; groups run along the rows of matrices."""
-        is_vector = num_dims < 2
-        first, second = self.exp_avg, self.exp_avg_sq
-        return (
-            "fp32" if is_vector and self.is_grouped(first) else first,
-            "fp32" if is_vector and self.is_grouped(second) else second,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ from megafp8.checkpoint.meta import COUNTS, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
 from megafp8.fp8.cast import amax_of
-from megafp8.fp8.grouped import GroupedTensor, groups_shape
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.init import pieces_of
@@ -38,7 +37,6 @@ from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.specs.geometry import Box, boxes_of_run
-from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.train.scaling_dict import load_scaling, scaling_placements
 from megafp8.train.state import TrainState
 
@@ -217,10 +215,7 @@ def _pieces_of_segment(
     payload = tensor.payload if isinstance(tensor, ScaledTensor) else tensor
     for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
         yield placement
-        if isinstance(tensor, GroupedTensor):
-            yield _ranges_of(placement, tensor)
-    is_grouped = isinstance(tensor, GroupedTensor)
-    if not is_grouped and isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
+    if isinstance(tensor, ScaledTensor) and tensor.fmt.max is not None:
         if segment.begin:
             return
         for placement in _whole_pieces(prefix, state, segment):
@@ -232,28 +227,6 @@ def _whole_pieces(prefix: str, state: TrainState, segment: Segment) -> Iterator[
     whole = Segment(segment.param, 0, segment.param.numel())
     num_shards = state.masters.shards.size
     yield from placements_of(prefix, whole, segment.param, state.mesh, num_shards=num_shards)
-
-
-def _ranges_of(piece: Placement, tensor: GroupedTensor) -> Placement:
-    """Return the placement of the ranges of the groups in a piece, which has whole rows.
-
-    A tensor-parallel rank's part of a row begins with a group, which is checked with the settings.
-    """
-    cols, part = tensor.payload.shape[-1], piece.tensor.shape[-1]
-    whole, begin = piece.global_shape[-1], piece.offset[-1]
-    assert part == cols and begin % MOMENT_GROUP == 0, piece.name
-    assert part % MOMENT_GROUP == 0 or part == whole, piece.name
-    local = piece.tensor.storage_offset() - tensor.payload.storage_offset()
-    flat = tensor.groups.view(-1, *tensor.groups.shape[-2:])
-    rows = piece.tensor.numel() // part
-    ranges = flat[local // cols : local // cols + rows]
-    return Placement(
-        SCALES + piece.name,
-        groups_shape(piece.global_shape),
-        (*piece.offset[:-1], begin // MOMENT_GROUP, 0),
-        ranges.view(groups_shape(piece.tensor.shape)),
-        piece.replica,
-    )
 
 
 def _scalar_of(name: str, piece: Placement, scalar: torch.Tensor) -> Placement:
@@ -286,12 +259,6 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
             if not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32":
                 same += pieces
-                continue
-            if isinstance(tensor, GroupedTensor):
-                if all(_has(reader, piece) for piece in pieces):
-                    same += pieces
-                else:
-                    others.append((prefix, segment, tensor))
                 continue
             # ranks that have parts of one tensor must come to one answer
             whole = _whole_pieces(prefix, state, segment)
@@ -367,7 +334,7 @@ def _common_factor(
     """
     factors = []
     for piece in pieces:
-        if reader.dtype(piece.name) != dtype or reader.is_grouped(piece.name):
+        if reader.dtype(piece.name) != dtype:
             return None
         factor = reader.factor(piece.name, Box(piece.offset, tuple(piece.tensor.shape)))
         factors.append(torch.ones(1) if factor is None else factor.flatten())

@@ -16,7 +16,7 @@ RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
 FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
 FEW_BITS = ("optim/test_stored", "optim/test_stored_ranks")
-SCALED = ("fp8/test_scaled", "fp8/test_grouped", "optim/test_scaled_adam")
+SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
 REAL_TE = tuple(
     f"backends/te/real_{name}"
@@ -29,7 +29,6 @@ def _fp8(*names: str) -> tuple[str, ...]:
 
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "megafp8/fp8/kernels/grouped_*.h": (*SCALED[1:], *IN_C[:2]),
     "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2]),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
@@ -44,7 +43,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "megafp8/fp8/health.py": ("fp8/test_health", "train/test_health"),
     "megafp8/fp8/scaled.py": (*SCALED, *FEW_BITS),
-    "megafp8/fp8/grouped.py": (*SCALED, *FEW_BITS),
     "megafp8/fp8/weights.py": (
         "fp8/test_linear",
         RANKS,

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from megafp8.checkpoint import reader, store
 from megafp8.checkpoint.best import Best
+from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import why_unreadable
 from megafp8.parallel.mesh import single_rank
@@ -220,3 +221,20 @@ def test_a_record_that_cannot_be_read_does_not_begin_another_run(
     with pytest.raises(RunError, match="Too many open files"):
         choose_run(tmp_path, None, "a", True, False)
     assert list(tmp_path.iterdir()) == [run]
+
+
+def test_moments_by_groups_are_refused_by_the_version_that_reads_them(
+    tmp_path: Path, place_whole: Callable[[str, torch.Tensor], Placement]
+) -> None:
+    """megafp8 0.1.0 wrote two numbers for each group of a row beside a moment's elements."""
+    name = "optimizer/exp_avg_sq/wte"
+    moment = torch.ones(4, 256).to(torch.float8_e4m3fn)
+    for step, ranges in ((1, torch.ones(())), (2, torch.ones(4, 2, 2))):
+        placements = [place_whole(name, moment), place_whole(reader.SCALES + name, ranges)]
+        staging = store.begin(tmp_path, step)
+        shard = store.write_shard(staging, "model-rank0.safetensors", placements)
+        store.commit(staging, tmp_path, step, [shard], {})
+    assert torch.equal(reader.Reader(tmp_path / "step_00000001").read_values(name), moment.float())
+    with pytest.raises(UnreadableError, match=r"by groups .* megafp8 0\.1\.0"):
+        reader.Reader(tmp_path / "step_00000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]

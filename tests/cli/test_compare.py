@@ -61,7 +61,6 @@ FEW_BITS = {
     "exp_avg_dtype": "fp8",
     "exp_avg_sq_dtype": "fp16",
     "low_precision_moments_of": "linears",
-    "moments_scaling": "group",
     "main_grads_sum_dtype": "fp32",
     "fp8_grad_reduction": "auto",
     "data_parallel_sharding_strategy": "optim_grads",
@@ -111,10 +110,10 @@ def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
     made: list[Job],
 ) -> None:
     given = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_sq_dtype=fp8"]
-    assert compare.main([*given, "model.optim.moments_scaling=group",
+    assert compare.main([*given, "model.optim.stochastic_rounding=True",
                          "--base", "model.optim.fp8_opt_level=O1"]) == 0  # fmt: skip
     base, _ = made
-    assert base.overrides == ("model.fp8=True", given[2], "model.optim.moments_scaling=group",
+    assert base.overrides == ("model.fp8=True", given[2], "model.optim.stochastic_rounding=True",
                               "model.optim.fp8_opt_level=O1", "model.fp8_health=full")  # fmt: skip
 
 

@@ -50,7 +50,6 @@ VALUES: dict[str, Any] = {
     "model.optim.fp8_opt_level": "O2",
     "model.optim.grad_sync_dtype": "bf16",
     "model.optim.low_precision_moments_of": "linears",
-    "model.optim.moments_scaling": "group",
     "model.optim.main_grads_sum_dtype": "fp32",
     "model.optim.fp8_grad_reduction": "auto",
     "model.optim.data_parallel_sharding_strategy": "optim_grads",

@@ -23,7 +23,6 @@ DETAILS = {
     "data_parallel_sharding_strategy": "optim_grads",
     "shard_by": "elements",
     "low_precision_moments_of": "linears",
-    "moments_scaling": "group",
     "main_grads_sum_dtype": "fp32",
     "fp8_grad_reduction": "auto",
     "stochastic_rounding": "True",
@@ -51,19 +50,6 @@ def test_what_a_file_details_is_off_and_listed_where_its_level_is(
     assert line.endswith(f"(mine.yaml): has no effect with {off}")
 
 
-def test_moments_that_a_level_without_effect_would_store_by_group_ask_for_no_multiple() -> None:
-    """Rows of 192 elements, of which two ranks have 96 each, are no whole groups of 128."""
-    split = ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.hidden_size=192"]
-    split += ["model.fp8=False", "trainer.precision=bf16"]
-    run_spec(*split)
-    given = [f"{LEVEL}=O2", f"{OPTIM}moments_scaling=group"]
-    problem = the_problem(*split, given[1])
-    assert problem.reason == f"has no effect with {LEVEL}=O0"
-    with pytest.raises(Exception, match="2 settings cannot be used") as caught:
-        run_spec(*split, *given)
-    assert str(caught.value).count("has no effect with model.fp8=False. Set model.fp8=True") == 2
-
-
 FP8 = ["model.fp8=True"]
 ZERO = f"{OPTIM}name=distributed_fused_adam"
 MISSING = {
@@ -71,11 +57,6 @@ MISSING = {
         ([], f"{OPTIM}name=adamw", f"Set {ZERO}"),
         ([ZERO], f"{LEVEL}=O0", f"set a level ({LEVEL})"),
         ([ZERO, *FP8, f"{LEVEL}=O2"], "trainer.devices=1", "trainer.devices sets"),
-    ],
-    f"{OPTIM}moments_scaling=group": [
-        ([], f"{LEVEL}=O0", f"Set a level of O2 or O3 ({LEVEL}, or {OPTIM}exp_avg_dtype=fp8)"),
-        ([*FP8, f"{LEVEL}=O1"], f"{LEVEL}=O1", f"Set a level of O2 or O3 ({LEVEL}, or"),
-        ([f"{OPTIM}exp_avg_dtype=fp16"], f"{OPTIM}exp_avg_dtype=fp16", "exp_avg_dtype=fp8"),
     ],
     f"{OPTIM}fp8_grad_reduction=auto": [
         (["trainer.devices=2"], f"{LEVEL}=O0", f"{OPTIM}main_grads_dtype=fp8 or a level"),

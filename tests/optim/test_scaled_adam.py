@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.grouped import GroupedTensor
 from megafp8.fp8.kernels.triton_launch import unavailable
 from megafp8.fp8.scaled import Dither, ScaledTensor
 from megafp8.optim import scaled_adam
@@ -43,27 +42,23 @@ def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return dict(zip(("C", "torch", "Triton"), ways, strict=True))[request.param]
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["scaled", "grouped"])
 @pytest.mark.parametrize("on_cpu", [False, True], ids=["no C", "C"])
 @pytest.mark.parametrize("on_triton", [False, True], ids=["no Triton", "Triton"])
 def test_the_fastest_kernel_that_can_runs(
-    grouped: bool, on_cpu: bool, on_triton: bool, monkeypatch: pytest.MonkeyPatch
+    on_cpu: bool, on_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's kernel does not know groups."""
     used: list[str] = []
     for name in ("update_c", "update_torch", "update_triton"):
         monkeypatch.setattr(scaled_adam, name, lambda *args, name=name: used.append(name))
     monkeypatch.setattr(scaled_adam, "_kernel_reproduces_torch", lambda: on_cpu)
     monkeypatch.setattr(scaled_adam, "runs_triton", lambda device: on_triton)
     monkeypatch.setattr(scaled_adam, "_triton_reproduces_torch", lambda *kinds: True)
-    kind = GroupedTensor if grouped else ScaledTensor
     formats = [STORAGE_FORMATS[name] for name in ("fp16", "fp8", "fp16", "fp8")]
-    param, grad = (ScaledTensor.zeros((4, 8), fmt) for fmt in formats[::3])
-    m, v = (kind.zeros((4, 8), fmt) for fmt in formats[1:3])
+    param, m, v, grad = (ScaledTensor.zeros((4, 8), fmt) for fmt in formats)
     scaled_adam.update(
         Tensors(param, m, v, grad), Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, 1)
     )
-    fits = "update_triton" if on_triton and not grouped else "update_torch"
+    fits = "update_triton" if on_triton else "update_torch"
     assert used == ["update_c" if on_cpu else fits]
 
 

@@ -186,7 +186,6 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.exp_avg_dtype": Trains("bf16"),
     "model.optim.exp_avg_sq_dtype": Trains("fp8_e5m2"),
     "model.optim.low_precision_moments_of": Trains("linears", ("model.optim.exp_avg_dtype=fp8",)),
-    "model.optim.moments_scaling": Trains("group", ("model.optim.exp_avg_dtype=fp8",)),
     "model.optim.main_grads_sum_dtype": Trains("fp32", ("model.optim.main_grads_dtype=fp8",)),
     "model.optim.stochastic_rounding": Trains(True, ("model.optim.exp_avg_dtype=fp8",)),
     "model.optim.fp8_grad_reduction": ShownBy(

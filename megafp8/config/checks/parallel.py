@@ -24,7 +24,6 @@ from megafp8.config.values import (
     size_multiple,
     world_size,
 )
-from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES
 
 rule = Rules()
@@ -261,31 +260,6 @@ def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
             f"Nearest values: {nearest_multiples(value, tp)}; "
             f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
         )
-
-
-@rule(
-    TP,
-    "model.optim.moments_scaling",
-    "model.hidden_size",
-    "model.num_attention_heads",
-    "model.kv_channels",
-    "model.ffn_hidden_size",
-)
-def _tp_cuts_no_group(v: Values) -> Iterator[Finding]:
-    """Refuse ranks whose rows of the projection's or FC2's weight end inside a group of moments."""
-    heads, tp = v["model.num_attention_heads"], v[TP]
-    if v["model.optim.moments_scaling"] != "group" or tp == 1:
-        return
-    width = (v["model.kv_channels"] or v["model.hidden_size"] // heads) * heads
-    for size, what in ((width, "the heads"), (v["model.ffn_hidden_size"], "FC1's output")):
-        if size % tp == 0 and size // tp % MOMENT_GROUP:
-            yield Finding(
-                "model.optim.moments_scaling",
-                f"groups {MOMENT_GROUP} elements of a row, and with {TP}={tp} a rank has "
-                f"{size // tp} of {what}",
-                f"Use a width that is a multiple of {MOMENT_GROUP * tp}, or "
-                "model.optim.moments_scaling=tensor",
-            )
 
 
 @rule(SP, TP, "model.encoder_seq_length")

@@ -329,20 +329,6 @@ class Optim:
         valid=one_of("all", "linears"),
         needs=_stores("exp_avg", "exp_avg_sq"),
     )
-    moments_scaling: str = key(
-        "tensor",
-        "How moments in FP8 are scaled: with one scale a `tensor`, or by `group` of 128 elements "
-        "of a row with range expansion, as COAT does it, for 8 bytes a group. Those of norms and "
-        "biases are then in FP32.",
-        kind="layout",
-        valid=one_of("tensor", "group"),
-        needs=_stores(
-            "exp_avg",
-            "exp_avg_sq",
-            named="model.optim.exp_avg_dtype=fp8",
-            holds=lambda name: name.startswith("fp8"),
-        ),
-    )
     main_grads_sum_dtype: str = key(
         "fp8",
         "In which format the gradients of a step's microbatches are added up where they are stored "

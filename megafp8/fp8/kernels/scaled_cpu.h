@@ -15,14 +15,12 @@ enum { S_F32 = 0, S_BF16 = 1, S_F16 = 2, S_E4M3 = 3, S_E5M2 = 4 };
 #define BLOCK 512
 
 /* One stored tensor. `dequant_scale` is read, and written where `writes` is set; `key` seeds
- * stochastic rounding, which `stochastic` switches on. Where there are `groups`, the scale is 1. */
+ * stochastic rounding, which `stochastic` switches on. */
 struct stored {
     void *data;
     float *dequant_scale;
     uint64_t key;
     int32_t kind, stochastic;
-    float *groups; /* NULL, or two numbers for each group of a row of `cols`: grouped_cpu.h */
-    size_t cols;
 };
 
 struct adam {
@@ -120,11 +118,8 @@ INLINE void load_f16(const uint16_t *data, size_t n, float scale, float *out) {
 #define load_f16(data, n, scale, out) load_span(data, 0, n, S_F16, scale, out)
 #endif
 
-#include "grouped_cpu.h"
-
 static void load_block(const struct stored *x, size_t begin, size_t n, float scale, float *out) {
-    if (x->groups) load_grouped(x, begin, n, out);
-    else if (x->kind == S_F32) load_span(x->data, begin, n, S_F32, scale, out);
+    if (x->kind == S_F32) load_span(x->data, begin, n, S_F32, scale, out);
     else if (x->kind == S_BF16) load_span(x->data, begin, n, S_BF16, scale, out);
     else if (x->kind == S_F16) load_f16((const uint16_t *)x->data + begin, n, scale, out);
     else if (x->kind == S_E4M3) load_span(x->data, begin, n, S_E4M3, scale, out);
@@ -164,8 +159,7 @@ static void store_block(const struct stored *x, size_t begin, size_t n, float sc
                         const float *in) {
 #define STORE(K, S) store_span(x->data, begin, n, K, S, x->key, scale, in)
 #define EITHER(K) (x->stochastic ? STORE(K, 1) : STORE(K, 0))
-    if (x->groups) store_grouped(x, begin, n, in);
-    else if (x->kind == S_F32) STORE(S_F32, 0);
+    if (x->kind == S_F32) STORE(S_F32, 0);
     else if (x->kind == S_BF16) EITHER(S_BF16);
     else if (x->kind == S_F16 && !x->stochastic)
         store_f16((uint16_t *)x->data + begin, n, scale, in);
@@ -184,7 +178,7 @@ INLINE int32_t amax_bits(const float *x, size_t n, int32_t amax) {
     return amax;
 }
 
-INLINE int has_scale(const struct stored *x) { return x->kind >= S_F16 && !x->groups; }
+INLINE int has_scale(const struct stored *x) { return x->kind >= S_F16; }
 
 /* The largest power of two not above max / amax, at most 2^126, so that its inverse is a normal
  * number. An amax that is not finite leaves NaN as the scale to come back, so that all values are
@@ -246,10 +240,6 @@ static int is_backed_up(const struct adam *a, const struct stored *x) {
 
 struct backup { struct stored of[3]; };
 
-static size_t num_groups(const struct adam *a, const struct stored *x) {
-    return x->cols ? a->n / x->cols * ((x->cols + GROUP - 1) / GROUP) : 0;
-}
-
 static struct backup backup_of(const struct adam *a, const struct stored *const *all) {
     struct backup kept;
     char *at = a->backup;
@@ -259,34 +249,12 @@ static struct backup backup_of(const struct adam *a, const struct stored *const 
         kept.of[k].data = at;
         at += a->n * width(all[k]);
     }
-    for (int k = 0; k < 3; k++) {
-        if (!all[k]->groups) continue;
-        at += -(uintptr_t)at & 3; /* the groups' ranges are behind everything, on FP32 boundaries */
-        kept.of[k].groups = (float *)at;
-        at += num_groups(a, all[k]) * 2 * sizeof(float);
-    }
     return kept;
-}
-
-/* Elements of the block at `begin`: with groups it is a group, or what is left of one's row. */
-INLINE size_t block_at(size_t begin, size_t end, size_t cols) {
-    size_t n = end - begin < BLOCK ? end - begin : BLOCK;
-    if (!cols) return n;
-    size_t of_row = cols - begin % cols;
-    of_row = of_row < GROUP ? of_row : GROUP;
-    return n < of_row ? n : of_row;
-}
-
-/* `share` in whole rows where there are groups. */
-INLINE void share_rows(size_t n, size_t cols, int threads, int t, size_t *begin, size_t *end) {
-    share(cols ? n / cols : n, threads, t, begin, end);
-    if (cols) *begin *= cols, *end *= cols;
 }
 
 static void keep_block(const struct stored *kept, const struct stored *x, size_t begin, size_t n) {
     size_t size = width(x);
     memcpy((char *)kept->data + begin * size, (const char *)x->data + begin * size, n * size);
-    if (x->groups) memcpy(group_of(kept, begin), group_of(x, begin), 2 * sizeof(float));
 }
 
 #include "scaled_avx512.h"
@@ -299,7 +267,6 @@ void megafp8_scaled_adam(const struct adam *a) {
     const struct backup kept = backup_of(a, all);
     float scale[4], guess[3], quant[3];
     int threads = a->n < SERIAL_BELOW ? 1 : a->threads, fresh = 0, is_wrong = 0;
-    const size_t cols = a->exp_avg.groups ? a->exp_avg.cols : a->exp_avg_sq.cols;
     int32_t p_max = 0, m_max = 0, v_max = 0;
     for (int k = 0; k < 4; k++) scale[k] = *all[k]->dequant_scale;
     for (int k = 0; k < 3; k++) guess[k] = has_scale(all[k]) ? 1.0f / scale[k] : 1.0f;
@@ -309,11 +276,11 @@ void megafp8_scaled_adam(const struct adam *a) {
         struct block b;
         size_t begin, end;
         int32_t amax[3] = {p_max, m_max, v_max};
-        share_rows(a->n, cols, threads, t, &begin, &end);
-        if (!cols) begin = adam_in_registers(a, &kept, begin, end, scale, guess, amax);
+        share(a->n, threads, t, &begin, &end);
+        begin = adam_in_registers(a, &kept, begin, end, scale, guess, amax);
         p_max = amax[0], m_max = amax[1], v_max = amax[2];
-        for (size_t n; begin < end; begin += n) {
-            n = block_at(begin, end, cols);
+        for (; begin < end; begin += BLOCK) {
+            size_t n = end - begin < BLOCK ? end - begin : BLOCK;
             for (int k = 0; k < 3; k++)
                 if (is_backed_up(a, all[k])) keep_block(&kept.of[k], all[k], begin, n);
             load_block(all[0], begin, n, scale[0], b.p);
@@ -339,9 +306,9 @@ void megafp8_scaled_adam(const struct adam *a) {
     for (int t = 0; t < threads; t++) {
         struct block b;
         size_t begin, end;
-        share_rows(a->n, cols, threads, t, &begin, &end);
-        for (size_t n; begin < end; begin += n) {
-            n = block_at(begin, end, cols);
+        share(a->n, threads, t, &begin, &end);
+        for (; begin < end; begin += BLOCK) {
+            size_t n = end - begin < BLOCK ? end - begin : BLOCK;
             load_block(&kept.of[0], begin, n, scale[0], b.p);
             load_block(&kept.of[1], begin, n, scale[1], b.m);
             load_block(&kept.of[2], begin, n, scale[2], b.v);

@@ -24,7 +24,6 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.runs.data import RunData
 from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
-from megafp8.specs.optim import MOMENT_GROUP
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.live_bytes import MemoryOf
@@ -196,7 +195,6 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
         f"FP8-LM: {grads}, their masters in {storage.main_params}; "
         f"first moments{whose} in {storage.exp_avg}, second in {storage.exp_avg_sq}"
     )
-    line += f", by groups of {MOMENT_GROUP} in FP8" if storage.moments_by_group else ""
     line += ", rounded stochastically" if storage.stochastic_rounding else ""
     if masters.data.size > 1 and storage.main_grads != "fp32":
         how = {"fp32": "in FP32, sent as bytes"}.get(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import triton
 import triton.language as tl
 
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.grouped import GroupedTensor
 from megafp8.fp8.kernels import triton_adam
 from megafp8.fp8.scaled import Dither, ScaledTensor, random_bits
 from megafp8.optim import scaled_adam
@@ -163,11 +161,8 @@ def test_it_is_chosen_where_it_runs_and_has_torchs_bits(monkeypatch: pytest.Monk
     monkeypatch.setattr(scaled_adam, "_triton_reproduces_torch", lambda *_: False)
     scaled_adam.update(tensors, constants(2))
     assert len(calls) == 4 and "torch operations" in scaled_adam.kernel_name(cpu, [tensors])
-    grouped = dataclasses.replace(tensors, exp_avg=GroupedTensor.zeros((8,), FP8))
-    both = scaled_adam.kernel_name(cpu, [tensors, grouped])
-    assert "moments by group" in both and "torch operations for fp16-fp8-fp16-fp8" in both
-    assert "moments by group" in scaled_adam.kernel_name(cpu, [grouped])
-    assert "other bits" not in scaled_adam.kernel_name(cpu, [grouped]), "Triton gets none of them"
+    name = scaled_adam.kernel_name(cpu, [tensors])
+    assert "torch operations for fp16-fp8-fp16-fp8" in name and "other bits" in name
     monkeypatch.setattr(scaled_adam, "_split_kernel_reproduces_torch", lambda: False)
     parts = scaled_adam.kernel_name(cpu, [tensors], in_parts=True)
     assert parts == "torch operations over parts of stored tensors"
