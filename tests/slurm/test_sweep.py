@@ -17,7 +17,9 @@ FEW = ["trainer.max_steps=4", "model.global_batch_size=8"]
 
 
 def sweep(cluster: Cluster, name: str, *more: str) -> subprocess.Popen[str]:
-    argv = cluster.argv("unused", *FEW, *more)
+    given = {word.partition("=")[0] for word in more}
+    few = [word for word in FEW if word.partition("=")[0] not in given]
+    argv = cluster.argv("unused", *few, *more)
     argv = [word for word in argv if not word.startswith("exp_manager.")]
     argv += [
         f"hydra.sweep.dir={cluster.folder}/{name}",
