@@ -149,9 +149,10 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     values[f"model.{resume}"] = values[f"exp_manager.{resume}"] = resumed
     if values["model.optim.fp8_opt_level"] == "O3":
         values["model.fp8_params"] = True
-    is_e4m3 = values["model.fp8_e4m3"] or find_recipe(values["model.fp8_recipe"]).traits.is_e4m3
-    if values["model.fp8"] and is_e4m3:
-        values |= {"model.fp8_e4m3": True, "model.fp8_hybrid": False}
+    if values["model.fp8"]:  # null is what the recipe does
+        traits = find_recipe(values["model.fp8_recipe"]).traits
+        is_e4m3 = bool(values["model.fp8_e4m3"]) or traits.is_e4m3
+        values |= {"model.fp8_e4m3": is_e4m3, "model.fp8_hybrid": not is_e4m3}
     on_cpu = values["trainer.accelerator"] == "cpu"
     if not on_cpu and values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"

@@ -45,6 +45,7 @@ class Fp8Recipe:
     rowwise              one scale per row or column that a product sums over (torchao)
     rowwise_with_gw_hp   the same, with the weight gradient in the compute dtype (torchao)
     blockwise            one per 1 x 128 elements along the sum, per 128 x 128 of a weight
+    mxfp8                one power of two per 32 elements along the sum, rounded up
     """
 
     name: RecipeName = DEFAULT_RECIPE

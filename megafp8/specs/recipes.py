@@ -23,7 +23,7 @@ from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import Traits, contradictions
 
 HIGH_PRECISION = "high_precision"
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 """The names of the built-in recipes; the file of each is `megafp8/fp8/recipes/<name>.py`."""
 DEFAULT_RECIPE = "delayed"
 ENTRY_POINTS = "megafp8.recipes"

@@ -130,7 +130,7 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         ),
         (["model.fp8_recipe=blockwise", "model.pad_inner_dim=True"], "model.pad_inner_dim"),
         (["model.fp8_recipe=rowwise", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
-        (["model.fp8_recipe=mxfp8"], "model.fp8_recipe"),
+        (["model.fp8_recipe=mxfp8", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
         (
             ["model.fp8_split_accumulator=[true,true,true]", "trainer.accelerator=cpu"],
             "model.fp8_split_accumulator",

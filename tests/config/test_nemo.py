@@ -318,7 +318,7 @@ def test_nemo_yaml_runs_when_these_are_decided(tmp_path: Path) -> None:
 def test_problems_of_a_nemo_yaml_name_the_file(tmp_path: Path) -> None:
     where = nemo_yaml(
         tmp_path,
-        **{"model.cpu_offloading": True, "model.fp8_recipe": "mxfp8", "model.oops": 1,
+        **{"model.cpu_offloading": True, "model.fp8_recipe": "custom", "model.oops": 1,
            "trainer.devices": "${sum:1,${nope}}"},
     )  # fmt: skip
     problems = {problem.key: problem for problem in load_problems("trainer.max_time=-1", **where)}

@@ -284,4 +284,5 @@ def test_no_package_names_a_recipe() -> None:
         if path.parent.name != "recipes" and names_of_recipes(path)
     }
     found.pop("te_cpu/tensors.py", None)  # `rowwise` is Transformer Engine's orientation
+    found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
     assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found

@@ -77,7 +77,7 @@ def test_precision_presets_without_fp8() -> None:
     assert run_spec("precision=fp32").resolved == run_spec("trainer.precision=32").resolved
     assert preset_names("precision", [conf_dir()]) == [
         "bf16", "fp32", "fp8_blockwise", "fp8_delayed_e4m3", "fp8_delayed_hybrid", "fp8_lm",
-        "fp8_lm_te", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_tensorwise",
+        "fp8_lm_te", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_tensorwise", "mxfp8",
     ]  # fmt: skip
 
 
@@ -154,6 +154,8 @@ def test_table_says_who_said_what(tmp_path: Path) -> None:
         "model.max_position_embeddings = 512 (default, from ${.encoder_seq_length}; "
         "default job: 256)",
         "model.fp8 = True (preset precision=fp8_delayed_hybrid; default job: False)",
+        "model.fp8_e4m3 = False (preset precision=fp8_delayed_hybrid; default job: null)",
+        "model.fp8_hybrid = True (preset precision=fp8_delayed_hybrid; default job: null)",
         "model.seed = 7 (mine.yaml; default job: 1234)",
         "model.data.seq_length = 512 (default, from ${model.encoder_seq_length}; default job: 256)",
     ]

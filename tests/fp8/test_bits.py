@@ -23,13 +23,13 @@ from megafp8.models.parts import Parts, PlainLinear
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import Given, NativeParts
-from megafp8.specs.recipes import RECIPES
+from megafp8.specs.recipes import RECIPES, find_recipe
 from tests.fp8.models import mlp, noise
 from tests.spec.delayed import DelayedScalingModel, Recipe
 from tests.spec.formats import same_codes
 from tests.tiny import SEQ, gpt_spec
 
-SIZES = {"blockwise": 128}
+SIZES = {name: max(16, find_recipe(name).traits.multiple) for name in RECIPES}
 
 
 def modules_of(kind: str, width: int, bias: bool, dtype: torch.dtype) -> tuple[nn.Module, Any]:

@@ -95,7 +95,10 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP8 delayed": ("bf16", Fp8Recipe(amax_history_len=16)),
     "FP8 tensorwise": ("bf16", Fp8Recipe(name="tensorwise")),
     "FP8 delayed, te": ("bf16", Fp8Recipe(amax_history_len=16)),
+    "FP8 mxfp8": ("bf16", Fp8Recipe(name="mxfp8", backward_format="e4m3", power_2_scale=True)),
 }
+WIDE = {"hidden_size": 128, "ffn_hidden_size": 128}
+"""The sizes of models in recipes of blocks, which are whole on each of four ranks."""
 
 
 TE = "FP8 delayed, te"
@@ -121,6 +124,8 @@ def case_of(
     **changes: object,
 ) -> Case:
     compute, fp8 = PRECISIONS[precision]
+    if precision == "FP8 mxfp8":
+        model = replace(model, **WIDE)
     case = Case(compute, fp8, model, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
     if precision == TE:
         case = replace(case, backend="te")

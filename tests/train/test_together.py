@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+ALL_RECIPES = (*RECIPES, "mxfp8")
 LLAMA = {
     "normalization": "rmsnorm",
     "activation": "swiglu",
@@ -67,7 +68,7 @@ def assert_same(one: TrainState, other: TrainState) -> None:
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ALL_RECIPES)
 def test_recomputation_changes_no_weight(name: str, shape: dict, documents: bool) -> None:
     """A second forward pass changes no history and no scale, and draws the same dropout masks."""
     sizes = WIDE if name == "blockwise" else {}

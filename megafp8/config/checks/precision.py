@@ -31,10 +31,10 @@ BACKEND = "model.fp8_backend"
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
 def _fp8_has_format(v: Values) -> Iterator[Finding]:
-    if v["model.fp8"] and not (v["model.fp8_e4m3"] or v["model.fp8_hybrid"]):
+    if v["model.fp8"] and v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
         yield Finding(
             "model.fp8_hybrid",
-            "model.fp8_e4m3 is False too, so no FP8 format is chosen",
+            "model.fp8_e4m3 is not True, so no FP8 format is chosen",
             "Set model.fp8_hybrid=True (E4M3 forward, E5M2 backward) or model.fp8_e4m3=True",
         )
 
@@ -274,19 +274,17 @@ def _has_hybrid(traits: Traits) -> bool:
 
 
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
-    """Yield `fp8_hybrid` if the command line asks for it and a key or the recipe rules it out."""
+    """Yield `fp8_hybrid` if the recipe rules it out, or a key beside it on the command line."""
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
-        return
-    if origins.get("model.fp8_hybrid") != COMMAND_LINE:
         return
     name = v.get("model.fp8_recipe")
     if name is not None and some((name,), lambda traits: traits.is_e4m3):
         yield Finding(
             "model.fp8_hybrid",
-            f"model.fp8_recipe={name} uses E4M3 for all tensors",
-            f"Leave it out, or use model.fp8_recipe={' or '.join(names_where(_has_hybrid))}",
+            f"model.fp8_recipe={name} uses E4M3 for all tensors, and no E5M2 for output gradients",
+            f"Leave it out (null), or use model.fp8_recipe={' or '.join(names_where(_has_hybrid))}",
         )
-    if v.get("model.fp8_e4m3"):
+    elif v.get("model.fp8_e4m3") and origins.get("model.fp8_hybrid") == COMMAND_LINE:
         yield Finding(
             "model.fp8_hybrid",
             "model.fp8_e4m3=True asks for another format",

@@ -139,16 +139,18 @@ class Precision:
         needs=TE_LAYERS,
     )
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
-    fp8_e4m3: bool = key(
-        False,
-        "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`.",
+    fp8_e4m3: bool | None = key(
+        None,
+        "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`. `null`: as the recipe does.",
         nemo=False,
         kind="model",
         needs=FP8,
     )
-    fp8_hybrid: bool = key(
-        True,
-        "Use E4M3 for inputs and weights, and E5M2 for output gradients.",
+    fp8_hybrid: bool | None = key(
+        None,
+        "Use E4M3 for inputs and weights, and E5M2 for output gradients. `null`: as the recipe "
+        f"does, which are {_quoted(lambda traits: not traits.is_e4m3)}; with the other recipes "
+        "`True` is refused.",
         nemo=True,
         kind="model",
         needs=FP8,
@@ -210,7 +212,7 @@ class Precision:
             f"{', '.join(RECIPES)}, or a recipe of your own: path/to/file.py:Class or "
             "package.module:Class",
             lambda v: names_code(v) or problem(v) is None,
-            later=("mxfp8", "nvfp4", "custom"),
+            later=("nvfp4", "custom"),
             suggestion="A recipe of your own is named by its file (docs/recipes.md)",
             why=problem,
         ),

@@ -25,8 +25,9 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
+from megafp8.specs import recipes as specs_recipes
 from megafp8.specs.precision import GEMMS, RecipeName
-from megafp8.specs.recipes import RECIPES
+from megafp8.specs.recipes import find_recipe
 from megafp8.train.step import train_step
 from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
 from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
@@ -35,6 +36,8 @@ from tests.tiny import build_run, microbatch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
+RECIPES = tuple(n for n in specs_recipes.RECIPES if find_recipe(n).traits.backends)
+"""Those whose casts run as Triton kernels."""
 recipes = pytest.mark.parametrize("name", RECIPES)
 CPU = torch.device("cpu")
 

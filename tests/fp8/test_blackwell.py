@@ -1,0 +1,108 @@
+"""The casts of MXFP8 against the specification, bit for bit, along both dims."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.fp8.quantizers.base import Need, Role
+from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.recipe_settings import recipe_named
+from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.tensor import Fp8Tensor, spread
+from megafp8.specs.traits import ROLES
+from tests.spec import formats, mxfp8
+from tests.spec.formats import E4M3, Floats32
+from tests.spec.test_blackwell import data
+
+KINDS = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints", "largest")
+SPECIAL = ("inf", "nan", "-nan", "all nan", "largest in fp32", "around 448")
+SHAPES = ((32, 64), (9, 33), (1, 1), (65, 3), (0, 64), (64, 0))
+kinds = pytest.mark.parametrize("kind", [*KINDS, *SPECIAL])
+roles = pytest.mark.parametrize("role", ROLES)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def made(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
+    """Return data of the specification's kinds, and some more, in FP32."""
+    if kind in ("-nan", "all nan"):
+        x = data("normal", shape)
+        x[3, 5] = -math.nan
+        x[4] = math.nan if kind == "all nan" else x[4]
+        return x
+    if kind == "largest in fp32":
+        return np.copysign(np.finfo(np.float32).max, data("normal", shape))
+    if kind == "around 448":  # neighbours in FP32 of where the scale changes, one in each row
+        x = data("tiny", shape)
+        powers = (448 * 2.0 ** np.arange(-len(x) // 2, len(x) - len(x) // 2)).astype(np.float32)
+        x[0::3, 0] = powers[0::3]
+        x[1::3, 0] = np.nextafter(powers[1::3], np.float32(0))
+        x[2::3, 0] = np.nextafter(powers[2::3], np.float32(np.inf))
+        return x
+    return data(kind, shape)
+
+
+def operands(name: str, role: Role, x: torch.Tensor) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """Return a tensor as the products along its last and its first dim read it."""
+    quantizer = linear_quantizer(ScalingState(recipe_named(name)), "linear")
+    assert quantizer is not None
+    (last, first), sums = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
+    assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
+    assert sums is not None and sums.shape[1] == x.shape[1]
+    return last, first
+
+
+def padded(x: Floats32, rows: int, cols: int) -> Floats32:
+    """Return a matrix with zeros up to multiples of `rows` and `cols`."""
+    return np.pad(x, ((0, -len(x) % rows), (0, -x.shape[1] % cols)))
+
+
+def assert_mxfp8(ours: Fp8Tensor, x: Floats32) -> None:
+    """Assert that rows of x are quantized as the specification says."""
+    rows, cols = x.shape
+    expected = mxfp8.quantize_rows(padded(x, 1, mxfp8.BLOCK))
+    codes = ours.payload.view(torch.uint8).numpy()
+    assert formats.same_codes(codes, expected.codes[:, :cols], E4M3)
+    scale = spread(ours.dequant_scale, ours.payload.shape, ours.block).expand(rows, cols)
+    np.testing.assert_array_equal(scale.double().numpy(), expected.dequant_scale[:, :cols])
+
+
+def turned(x: Fp8Tensor) -> Fp8Tensor:
+    """Return the transposed operand."""
+    assert x.block is not None
+    return Fp8Tensor(x.payload.t(), x.dequant_scale.t(), x.fmt, block=x.block[::-1])
+
+
+@kinds
+@roles
+@dtypes
+def test_mxfp8_is_the_specification(kind: str, role: Role, dtype: torch.dtype) -> None:
+    x = torch.from_numpy(made(kind)).to(dtype)
+    last, first = operands("mxfp8", role, x)
+    assert last.is_power_2 and last.block == (1, 32) and first.block == (32, 1)
+    assert_mxfp8(last, x.float().numpy())
+    assert_mxfp8(turned(first), x.float().t().contiguous().numpy())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_odd_and_empty_shapes(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    last, first = operands("mxfp8", "input", x)
+    assert last.payload.shape == first.payload.shape == x.shape
+    assert last.dequant_scale.shape == (shape[0], -(-shape[1] // 32))
+    if x.numel():
+        assert_mxfp8(last, x.float().numpy())
+        assert_mxfp8(turned(first), x.float().t().contiguous().numpy())
+
+
+def test_mxfp8_takes_its_input_as_it_lies_in_memory_and_leaves_it() -> None:
+    x = torch.from_numpy(made("wide"))
+    across, kept = x.t().contiguous().t(), x.clone()
+    both = zip(operands("mxfp8", "input", x), operands("mxfp8", "input", across), strict=True)
+    for ours, theirs in both:
+        assert torch.equal(ours.payload.view(torch.uint8), theirs.payload.view(torch.uint8))
+        assert torch.equal(ours.dequant_scale, theirs.dequant_scale)
+    assert torch.equal(x, kept)
