@@ -218,7 +218,7 @@ class CudaIsTheCpu(TorchFunctionMode):
             return args[0]
         if "device" in kwargs:
             kwargs = {**kwargs, "device": to_cpu(kwargs["device"])}
-        if func is _TO and len(args) > 1 and type(args[1]) is not int:
+        if func is _TO and len(args) > 1:
             args = (args[0], to_cpu(args[1]), *args[2:])
         return func(*args, **kwargs)
 

@@ -204,7 +204,7 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
         assert data is not None, f"this product needs {side}-wise blocks, which are not there"
         return _block_operand(tensor, data, by_column=by_column)
     data = tensor._transpose if by_column else tensor._data
-    is_stale = by_column and getattr(tensor, "_transpose_invalid", False)
+    is_stale = by_column and tensor._transpose_invalid
     assert data is not None and not is_stale, f"this product needs {side}-wise FP8 bytes"
     payload_MK = _matrix(data, by_column=by_column).view(fmt.dtype)
     payload_MK = payload_MK.t() if by_column else payload_MK

@@ -115,10 +115,21 @@ def _mutated(source: str, change: _Change) -> str | None:
 
     mutated = mutate_code(source, get_operator(f"core/{change.operator}")(), change.number)
     try:
-        is_same = mutated is None or ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(source))
+        is_same = mutated is None or _meaning(mutated) == _meaning(source)
     except SyntaxError:
         return None
     return None if is_same else mutated
+
+
+def _meaning(source: str) -> str:
+    """Return the syntax tree as text, without the marks of parameters that take only keywords."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arguments):
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.defaults += [default for default in node.kw_defaults if default is not None]
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+    return ast.dump(tree)
 
 
 def python_changes(source: str) -> Iterator[_Change]:

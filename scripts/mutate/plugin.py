@@ -39,7 +39,7 @@ class Recorder:
             from coverage import Coverage
 
             self.coverage = Coverage(
-                data_file=None, config_file=False, include=[f"{asked.cover}/*"], messages=False
+                data_file=None, config_file=False, include=[f"{asked.cover}/megafp8/*"], messages=False
             )
             self.coverage.start()
             sys.addaudithook(self._audit)
@@ -121,7 +121,7 @@ class Recorder:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out shrinking, which takes minutes; the same examples are tried in every run."""
-    from hypothesis import Phase, settings  # pytest must see it imported in the child alone
+    from hypothesis import Phase, settings
 
     settings.register_profile(
         "mutate",

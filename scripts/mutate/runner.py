@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -17,7 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 FAST = "not slow and not gpu and not slurm and not hosts"
-PRELOADED = ("numpy", "pytest", "coverage", "torch", "torch.distributed", "yaml")
+PRELOADED = (
+    *("numpy", "pytest", "coverage", "hypothesis", "yaml", "hydra", "omegaconf", "sympy"),
+    *("torch", "torch.distributed", "torch._dynamo", "torch.testing", "triton", "triton.language"),
+)
 ASKED = "MUTATE_ASKED"  # the variable of the environment that names a file of `Asked`
 FAILED, INTERRUPTED = 1, 2  # pytest's exit codes: a test failed; a file could not be imported
 
@@ -76,6 +80,7 @@ def preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # a collection in a child need not walk through what was imported here
     mutated = [name for name in sys.modules if name.partition(".")[0] in ("megafp8", "tests")]
     assert not mutated, mutated
 
@@ -154,7 +159,8 @@ def _test(tree: Path, words: Sequence[str], asked: Asked, log: Path) -> None:
         import pytest
 
         options = ["-q", "-m", FAST, "-p", "no:cacheprovider", "-p", "scripts.mutate.plugin"]
-        code = int(pytest.main([*options, "--tb=line", *words]))
+        # Assertions that pytest rewrites are compiled in each process, also those of Hypothesis.
+        code = int(pytest.main([*options, "--assert=plain", "--tb=line", *words]))
     except BaseException:
         traceback.print_exc()
     finally:

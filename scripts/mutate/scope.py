@@ -29,7 +29,7 @@ def _fp8(*names: str) -> tuple[str, ...]:
 
 
 TESTS: dict[str, tuple[str, ...]] = {
-    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2]),
+    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2], "optim/test_stored_split"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
     "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
@@ -55,8 +55,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         *_fp8("test_linear", "test_recipes", "test_health"),
         RANKS,
     ),
-    "megafp8/fp8/quantizers/*.py": (*_fp8("test_recipes", "test_linear"), RANKS),
+    "megafp8/fp8/quantizers/*.py": (
+        *_fp8("test_recipes", "test_linear", "test_own_recipes"),
+        RANKS,
+    ),
     **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("checker", "probe", "refute")},
+    "megafp8/fp8/draws.py": ("fp8/test_own_recipes",),
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},
     "megafp8/fp8/*.py": (*_fp8(*CORE), RANKS),

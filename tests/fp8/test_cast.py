@@ -355,3 +355,14 @@ def test_a_copy_of_a_format_is_the_format() -> None:
     """Casts ask which object it is; a copied model cast E4M3 tensors to the bits of E5M2."""
     for fmt in formats.FORMATS.values():
         assert copy.deepcopy(fmt) is fmt and pickle.loads(pickle.dumps(fmt)) is fmt
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_amaxes_along_a_dim_and_of_nothing(dim: int) -> None:
+    """A NaN is an infinity; along a dim of size 0 there is one zero for each of the others."""
+    x_MN = torch.tensor([[1.0, -3.0, 2.0], [math.nan, 0.5, -0.0]], dtype=torch.bfloat16)
+    wanted = torch.tensor([[3.0], [math.inf]] if dim else [[math.inf, 3.0, 2.0]])
+    found = cast.amax_along(x_MN, dim)
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
+    empty = cast.amax_along(torch.empty(0, 5).t() if dim else torch.empty(0, 5), dim)
+    assert torch.equal(empty, torch.zeros((5, 1) if dim else (1, 5)))

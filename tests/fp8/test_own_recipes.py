@@ -142,6 +142,7 @@ def test_draws_differ_by_all_that_they_depend_on_and_repeat_after_a_resume() -> 
     with again:
         assert torch.equal(first, state.draws.bytes_of("x", (64,)))
     assert not torch.equal(first, state.draws.bytes_of("x", (64,)))
+    assert state.draws.snapshot() == {"x": 2}
 
 
 def cast_to(scale_shape: tuple[int, ...], dtype: torch.dtype = torch.float8_e4m3fn) -> type[Recipe]:

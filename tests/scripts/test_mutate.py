@@ -67,6 +67,10 @@ def test_annotations_stay_and_the_seed_orders_what_is_changed(tmp_path: Path) ->
     (tmp_path / "f.py").write_text(f"import os\n\n{source}")
     assert [m.after for m in made(tmp_path, 1)] == orders[0]
     assert [m.key for m in made(tmp_path, 1)] == keys
+    # The mark of parameters that take only keywords is no operator.
+    (tmp_path / "f.py").write_text("def f(a, *, b=1):\n    return a * b\n")
+    found = {m.after for seed in range(9) for m in made(tmp_path, seed)}
+    assert "return a / b" in found and not any("/" in a and "def" in a for a in found)
     # A line that changes has other keys: results of it are dropped.
     (tmp_path / "f.py").write_text(source.replace("a * 2", "a * 3"))
     assert not set(keys) & {m.key for m in made(tmp_path, 1) if m.line == 2}

@@ -7,6 +7,7 @@ of the largest number of a result.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.te_cpu import activations, attention, masters, norms, quantize, updates
+from megafp8.te_cpu import activations, attention, cuda, masters, norms, quantize, updates
 from megafp8.te_cpu.enums import DType, QkvFormat
 from megafp8.te_cpu.extension import kernels, make_extension
 from megafp8.te_cpu.missing import (
@@ -233,33 +234,46 @@ def test_each_version_has_its_own_signatures() -> None:
     assert "start_positions" in inspect.signature(new).parameters
 
 
-@pytest.mark.parametrize("cut", [0, 1, 130 * 7 + 3, 130 * 200])
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
+def test_scaled_copies_and_what_is_not_finite(bad: float | None) -> None:
+    sources, flag = [normal(3, 4), normal(5, seed=1)], torch.zeros(1)
+    if bad is not None:
+        sources[1][2] = bad
+    copies = [torch.empty(3, 4), torch.empty(5, dtype=torch.bfloat16)]
+    masters.multi_tensor_scale(0, flag, [sources, copies], 0.3)
+    assert flag.item() == (bad is not None)
+    for source, copy in zip(sources, copies, strict=True):
+        wanted = (source * 0.3).to(copy.dtype)
+        torch.testing.assert_close(copy, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 130 * 7 + 3, 130 * 300])
 def test_a_weight_in_two_parts_has_the_scales_and_bytes_of_the_whole(cut: int) -> None:
     """By blocks of 128 x 128, whose bounds a part's do not meet, with zeros, subnormals, and an
     infinity, which makes its block's scale 1 and is cast to the largest number."""
-    whole = normal(200, 130)
+    whole = normal(300, 130)
     whole[:128, :128] *= 1e-3
     whole[3, 5], whole[129, 2], whole[0, 129] = 0.0, 1e-40, torch.inf
     amaxes = []
     for begin, end in ((0, cut), (cut, whole.numel())):
-        amax = torch.full((2, 4), -1.0)
+        amax = torch.full((3, 4), -1.0)
         part = whole.flatten()[begin:end]
-        masters.fp8_block_scaling_compute_partial_amax(part, amax, 200, 130, begin, 128)
+        masters.fp8_block_scaling_compute_partial_amax(part, amax, 300, 130, begin, 128)
         amaxes.append(amax)
-    amax, scale, scale_inv = torch.maximum(*amaxes), torch.empty(2, 4), torch.empty(2, 4)
+    amax, scale, scale_inv = torch.maximum(*amaxes), torch.empty(3, 4), torch.empty(3, 4)
     flag = torch.zeros(1)
     lists = [[amax], [scale], [scale_inv]]
     masters.multi_tensor_compute_scale_and_scale_inv(0, flag, lists, 448.0, False, 0.0)
     payload = torch.empty(whole.numel(), dtype=torch.uint8)
     for begin, end in ((0, cut), (cut, whole.numel())):
         part, place = whole.flatten()[begin:end], payload[begin:end]
-        masters.fp8_block_scaling_partial_cast(part, place, scale, 200, 130, begin, 128, E4M3)
-    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        masters.fp8_block_scaling_partial_cast(part, place, scale, 300, 130, begin, 128, E4M3)
+    for row, column in itertools.product(range(3), range(2)):
         block = (slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128))
         wanted = 448.0 / float(whole[block].abs().max())
         assert float(scale[row, column]) == pytest.approx(wanted or 1.0, rel=1e-7)
         clamped = (whole[block] * scale[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
-        found = payload.view(200, 130)[block].view(torch.float8_e4m3fn)
+        found = payload.view(300, 130)[block].view(torch.float8_e4m3fn)
         assert torch.equal(found.float(), clamped.float())
     assert torch.equal(scale_inv, scale.reciprocal()) and float(scale[0, 2]) == 1.0
 
@@ -304,3 +318,15 @@ def test_a_placeholder_names_itself_when_it_is_used(use: str) -> None:
     assert FromAbsentPackage("triton.jit", ImportPhase())(print)  # of another import
     with pytest.raises(MissingKernelError, match="moe_permute.*comes from mixture of experts"):
         USES[use](Missing("moe_permute"))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0, 1, "cpu"])
+def test_what_goes_to_a_cuda_device_stays_on_the_cpu(device: Any) -> None:
+    x = torch.ones(2)
+    with cuda.CudaIsTheCpu():
+        moved = [x.to(device), x.to(device=device), x.to(device, torch.float16), x.cuda()]
+        made = torch.empty(2, device=device)
+        assert x.to("meta").device.type == torch.empty(2, device="meta").device.type == "meta"
+        assert x.to(torch.float16).dtype == x.to(x.half()).dtype == torch.float16
+    assert [y.device.type for y in (*moved, made)] == ["cpu"] * 5
+    assert moved[2].dtype == torch.float16
