@@ -39,7 +39,10 @@ class Recorder:
             from coverage import Coverage
 
             self.coverage = Coverage(
-                data_file=None, config_file=False, include=[f"{asked.cover}/megafp8/*"], messages=False
+                data_file=None,
+                config_file=False,
+                include=[f"{asked.cover}/megafp8/*"],
+                messages=False,
             )
             self.coverage.start()
             sys.addaudithook(self._audit)
