@@ -150,7 +150,7 @@ GROUPS = (
         (
             "model.fp8", "model.fp8_recipe", "model.fp8_hybrid", "model.fp8_e4m3",
             "model.fp8_params", "model.fp8_wgrad", "model.override_linear_precision",
-            "model.fp8_split_accumulator", "model.fp8_power_2_scale",
+            "model.fp8_split_accumulator", "model.fp8_power_2_scale", "model.fp4_disable_*",
             "model.first_last_layers_bf16", "model.num_layers_at_*", "model.fp8_modules",
             "model.use_autocast_during_eval", "model.pad_inner_dim",
         ),

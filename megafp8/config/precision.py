@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megafp8.config.schema import Model, Trainer
 from megafp8.config.values import PRECISIONS, layers_in_bf16, parse_modules, split_accumulator
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.precision import GEMMS, AttentionInFp8, AutoBackend, ModuleRule
-from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, switched_off
 from megafp8.specs.traits import GemmName
+
+_PARTS = {
+    "fp4_disable_rht": "rht",
+    "fp4_disable_stochastic_rounding": "sr",
+    "fp4_disable_2d_quantization": "2d",
+}
+"""The keys that switch parts of a recipe off, and the recipe's names of these parts."""
 
 
 def precision_spec(trainer: Trainer, model: Model, auto: AutoBackend | None) -> PrecisionSpec:
@@ -48,7 +56,9 @@ def _attention_in_fp8(model: Model) -> AttentionInFp8:
 def _fp8(model: Model) -> Fp8Recipe | None:
     if not model.fp8:
         return None
-    name, traits = model.fp8_recipe, find_recipe(model.fp8_recipe).traits
+    off = tuple(part for key, part in _PARTS.items() if getattr(model, key))
+    name = switched_off(model.fp8_recipe, off)
+    traits = find_recipe(name).traits
     power_2 = model.fp8_power_2_scale
     chosen = ("fp8_backend", "fp8_recipe", "fp8_split_accumulator")
     split = split_accumulator({f"model.{key}": getattr(model, key) for key in chosen})
@@ -68,8 +78,14 @@ def _fp8(model: Model) -> Fp8Recipe | None:
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
         fp8_in_evaluation=model.use_autocast_during_eval,
         pad_inner_dim=model.pad_inner_dim,
-        modules=(*(parse_modules(model.fp8_modules) or ()), *_layers_in_bf16(model)),
+        modules=(*_modules(model, off), *_layers_in_bf16(model)),
     )
+
+
+def _modules(model: Model, off: tuple[str, ...]) -> Iterator[ModuleRule]:
+    """Yield the rules of `fp8_modules`, whose recipes have parts switched off like the main one."""
+    for rule in parse_modules(model.fp8_modules) or ():
+        yield replace(rule, precision=switched_off(rule.precision, off))
 
 
 def _high_precision_gemms(model: Model) -> frozenset[GemmName]:

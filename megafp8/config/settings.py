@@ -45,6 +45,22 @@ class Setting:
     origin: str
 
 
+FP4, FP4_RECIPE, _FP4_PARAM = "model.fp4", "model.fp4_recipe", "model.fp4_param"
+FP4_KEYS = (FP4, FP4_RECIPE, _FP4_PARAM)
+"""Megatron's keys of FP4, which `spellings` translates."""
+
+
+def _fp4_problem(setting: Setting) -> SettingError | None:
+    """Return what is wrong with one of Megatron's keys of FP4, or None."""
+    key, value, origin = setting.key, setting.value, setting.origin
+    if key == FP4 and value not in (None, "e2m1"):
+        return SettingError(key, value, "must be e2m1 or null", "Use e2m1", origin=origin)
+    if key == _FP4_PARAM and value:
+        reason = "FP4 cannot be the only copy of a weight: most updates are smaller than its steps"
+        return SettingError(key, value, reason, "Leave it out", origin=origin)
+    return None
+
+
 def setting_problem(setting: Setting) -> SettingError | None:
     """Return what is wrong with one setting by itself: an unknown key or a value of a wrong type.
 
@@ -62,6 +78,8 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     """
     if setting.key == UNDECIDED:
         return _undecided(setting)
+    if setting.key in FP4_KEYS:
+        return _fp4_problem(setting)
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
         if is_unused_section(setting):

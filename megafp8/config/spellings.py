@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.errors import DEFAULT, Origin, SettingError
-from megafp8.config.settings import Setting, read_value
+from megafp8.config.settings import FP4, FP4_KEYS, FP4_RECIPE, Setting, read_value
 from megafp8.specs.data import MOCK_DATA
+from megafp8.specs.recipes import names_where
 
 SAMPLES = "model.data.seq_length"
 SEQUENCE = "model.encoder_seq_length"
@@ -53,6 +54,11 @@ def translate(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translat
     translated: list[Translated] = []
     for setting in given:
         value = setting.value
+        if setting.key in FP4_KEYS:
+            found = _of_megatron(setting)
+            result += found
+            translated += [Translated(setting, f"{s.key}={s.value}") for s in found]
+            continue
         if (setting.key, value) == ("model.normalization", "layernorm1p"):
             value = "layernorm"
             result.append(Setting("model.layernorm_zero_centered_gamma", True, setting.origin))
@@ -65,6 +71,17 @@ def translate(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translat
             setting = Setting(setting.key, value, setting.origin)
         result.append(setting)
     return result, translated
+
+
+def _of_megatron(setting: Setting) -> list[Setting]:
+    """Return what Megatron's keys of FP4 mean here: its recipe is one of `fp8_recipe`."""
+    if setting.key == FP4_RECIPE and setting.value is not None:
+        return [Setting("model.fp8_recipe", setting.value, setting.origin)]
+    if setting.key != FP4 or setting.value is None:
+        return []
+    recipe, *_ = names_where(lambda traits: traits.numbers == setting.value)
+    given = {"model.fp8": True, "model.fp8_recipe": recipe}
+    return [Setting(key, value, setting.origin) for key, value in given.items()]
 
 
 def take_length_of_samples(tree: DictConfig, origins: dict[str, Origin]) -> list[str]:

@@ -38,8 +38,8 @@ class Check(NamedTuple):
 def recipe_named(name: str) -> Fp8Recipe:
     """Return a recipe with the settings that its source has.
 
-    `delayed` and `tensorwise` cast gradients to E5M2, with scales as they come; the others are E4M3
-    throughout, with scales that are powers of two.
+    `delayed` and `tensorwise` cast gradients to E5M2, with scales as they come; `nvfp4` is in
+    E2M1; the others are E4M3 throughout, with scales that are powers of two.
 
     Raises:
         Fp8Error: There is no recipe of this name.

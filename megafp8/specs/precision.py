@@ -46,6 +46,7 @@ class Fp8Recipe:
     rowwise_with_gw_hp   the same, with the weight gradient in the compute dtype (torchao)
     blockwise            one per 1 x 128 elements along the sum, per 128 x 128 of a weight
     mxfp8                one power of two per 32 elements along the sum, rounded up
+    nvfp4                FP4: one in E4M3 per 16 elements along the sum, and one per tensor
     """
 
     name: RecipeName = DEFAULT_RECIPE

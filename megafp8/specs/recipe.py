@@ -88,6 +88,11 @@ class Recipe:
         """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
         return cls.traits.has_history or cls.quantizer is not Recipe.quantizer
 
+    @classmethod
+    def without(cls, options: frozenset[str]) -> type[Recipe]:
+        """Return the recipe without some of the parts that its traits call `options`."""
+        raise NotImplementedError(f"{cls.__name__} has no `without`")
+
     def cast(self, x_MK: Tensor, cast: Cast) -> Scaled | Tensor:
         """Quantize an operand of a product that sums over K.
 

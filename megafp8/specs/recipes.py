@@ -23,9 +23,11 @@ from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import Traits, contradictions
 
 HIGH_PRECISION = "high_precision"
-RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
 """The names of the built-in recipes; the file of each is `megafp8/fp8/recipes/<name>.py`."""
 DEFAULT_RECIPE = "delayed"
+WITHOUT = "-no_"
+"""What stands in a built-in recipe's name before each part that is switched off."""
 ENTRY_POINTS = "megafp8.recipes"
 
 _loaded: dict[str, Recipe] = {}
@@ -45,7 +47,7 @@ def find_recipe(name: str) -> Recipe:
     """
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is not the name of a recipe")
-    if name in RECIPES:
+    if name.partition(WITHOUT)[0] in RECIPES:
         return _built_in(name)
     if name in _loaded:
         return _loaded[name]
@@ -138,7 +140,7 @@ def source_of(name: str) -> tuple[Path, str] | None:
 
     None stands for a built-in recipe, and for a class that no file holds.
     """
-    if name in RECIPES:
+    if name.partition(WITHOUT)[0] in RECIPES:
         return None
     source = getattr(sys.modules.get(type(find_recipe(name)).__module__), "__file__", None)
     if source is None:
@@ -148,7 +150,21 @@ def source_of(name: str) -> tuple[Path, str] | None:
 
 @cache
 def _built_in(name: str) -> Recipe:
-    return _made(name, _class_in(name, importlib.import_module(f"megafp8.fp8.recipes.{name}"), ""))
+    base, *without = name.split(WITHOUT)
+    cls = _class_in(base, importlib.import_module(f"megafp8.fp8.recipes.{base}"), "")
+    known = cls.traits.options
+    if unknown := [option for option in without if option not in known]:
+        parts = f"can switch off {', '.join(known)}" if known else "has no parts to switch off"
+        raise RecipeError(f"{name}: {base} {parts}, and not {unknown[0]!r}")
+    return _made(name, cls.without(frozenset(without)) if without else cls)
+
+
+def switched_off(name: str, options: Iterable[str]) -> str:
+    """Return the name of a recipe without those of some parts that it has."""
+    traits = traits_of(name)
+    known = () if traits is None else traits.options
+    off = name.split(WITHOUT)[1:]
+    return name + "".join(f"{WITHOUT}{o}" for o in options if o in known and o not in off)
 
 
 @cache

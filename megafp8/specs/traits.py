@@ -134,6 +134,7 @@ class Traits:
         backward_formats: The formats that gradients may have; the first is the default. Inputs and
             weights are in E4M3.
         numbers: The numbers of operands: those of the formats, or FP4 (E2M1) instead.
+        options: The parts of the rule that settings can switch off (`Recipe.without`).
         is_simulated: Whether the rule returns values in high precision instead of bytes and scales.
             Products then multiply these values; FP8 weights, FP8 messages and FP8 tensor cores are
             refused.
@@ -162,6 +163,7 @@ class Traits:
     grad_output: Casts
     backward_formats: tuple[FormatName, ...] = ("e4m3",)
     numbers: Literal["fp8", "e2m1"] = "fp8"
+    options: tuple[str, ...] = ()
     is_simulated: bool = False
     has_history: bool = False
     agrees: bool = False

@@ -25,7 +25,27 @@ def test_every_recipe_resolves(name: str) -> None:
     is_old = name in ("delayed", "tensorwise")
     assert found.name == name
     assert (found.forward_format, found.backward_format) == ("e4m3", "e5m2" if is_old else "e4m3")
-    assert found.power_2_scale is not is_old
+    assert found.power_2_scale is not (is_old or name == "nvfp4")
+
+
+def test_megatrons_names_of_fp4_and_its_parts() -> None:
+    assert recipe("model.fp4=e2m1") == recipe("model.fp8_recipe=nvfp4")
+    assert recipe("model.fp4_recipe=nvfp4", "model.fp4_param=False").name == "nvfp4"
+    found = recipe(
+        "model.fp4=e2m1", "model.fp4_disable_rht=True", "model.fp4_disable_2d_quantization=True",
+        'model.fp8_modules=["*.fc2:nvfp4-no_rht","*.qkv:mxfp8"]',
+    )  # fmt: skip
+    assert found.name == "nvfp4-no_rht-no_2d"
+    assert [rule.precision for rule in found.modules] == ["nvfp4-no_rht-no_2d", "mxfp8"]
+    assert recipe("model.fp4=e2m1", "model.fp4_disable_stochastic_rounding=True").name == (
+        "nvfp4-no_sr"
+    )
+
+
+def test_the_preset_of_nvfp4_keeps_the_last_layer_in_bf16() -> None:
+    found = run_spec("precision=nvfp4").precision.fp8
+    assert found is not None and found.name == "nvfp4"
+    assert [rule.pattern for rule in found.modules] == ["layers.3.*"]
 
 
 def test_formats_and_power_2_can_be_chosen() -> None:
@@ -131,6 +151,13 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         (["model.fp8_recipe=blockwise", "model.pad_inner_dim=True"], "model.pad_inner_dim"),
         (["model.fp8_recipe=rowwise", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
         (["model.fp8_recipe=mxfp8", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
+        (["model.fp8_recipe=mxfp8", "model.fp4_disable_rht=True"], "model.fp4_disable_rht"),
+        (["model.fp8_recipe=nvfp4-no_sound"], "model.fp8_recipe"),
+        (["model.fp4=e3m0"], "model.fp4"),
+        (["model.fp4=e2m1", "model.fp4_param=True"], "model.fp4_param"),
+        (["model.fp4=e2m1", "model.fp8_params=True"], "model.fp8_params"),
+        (["model.fp4=e2m1", "model.encoder_seq_length=24", "model.micro_batch_size=2",
+          "model.context_parallel_size=2", "trainer.devices=2"], "model.context_parallel_size"),
         (
             ["model.fp8_split_accumulator=[true,true,true]", "trainer.accelerator=cpu"],
             "model.fp8_split_accumulator",

@@ -111,7 +111,7 @@ def test_what_the_tables_say_of_nemo_is_true() -> None:
 
 def test_features_that_will_not_come_are_refused() -> None:
     for never in ("model.optim.name=lion", "model.optim.sched.name=StepLR",
-                  "model.normalization=low_precision_layernorm", "model.fp8_recipe=nvfp4",
+                  "model.normalization=low_precision_layernorm", "model.fp8_recipe=custom",
                   "model.position_embedding_type=kerple"):  # fmt: skip
         problem = the_problem(never, "model.fp8=True")
         assert problem.reason == "is not supported" and problem.hint, never

@@ -78,6 +78,7 @@ def test_precision_presets_without_fp8() -> None:
     assert preset_names("precision", [conf_dir()]) == [
         "bf16", "fp32", "fp8_blockwise", "fp8_delayed_e4m3", "fp8_delayed_hybrid", "fp8_lm",
         "fp8_lm_te", "fp8_rowwise", "fp8_rowwise_with_gw_hp", "fp8_tensorwise", "mxfp8",
+        "nvfp4",
     ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def modules_of(kind: str, width: int, bias: bool, dtype: torch.dtype) -> tuple[n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["nn.Linear", "without bias", "Conv1D"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])
 def test_a_linear_has_the_bits_of_our_own(name: str, kind: str, dtype: torch.dtype) -> None:
     """Two steps of two microbatches: outputs and all gradients, of [B, S, I] inputs."""
     width = SIZES.get(name, 16)

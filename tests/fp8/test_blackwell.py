@@ -1,8 +1,9 @@
-"""The casts of MXFP8 against the specification, bit for bit, along both dims."""
+"""The casts of MXFP8 and NVFP4 against the specification, bit for bit, along both dims."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.tensor import Fp8Tensor, spread
+from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
-from tests.spec import formats, mxfp8
+from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.formats import E4M3, Floats32
 from tests.spec.test_blackwell import data
 
@@ -73,7 +75,8 @@ def assert_mxfp8(ours: Fp8Tensor, x: Floats32) -> None:
 def turned(x: Fp8Tensor) -> Fp8Tensor:
     """Return the transposed operand."""
     assert x.block is not None
-    return Fp8Tensor(x.payload.t(), x.dequant_scale.t(), x.fmt, block=x.block[::-1])
+    scale = x.dequant_scale.t()
+    return replace(x, payload=x.payload.t(), dequant_scale=scale, block=x.block[::-1])
 
 
 @kinds
@@ -106,3 +109,93 @@ def test_mxfp8_takes_its_input_as_it_lies_in_memory_and_leaves_it() -> None:
         assert torch.equal(ours.payload.view(torch.uint8), theirs.payload.view(torch.uint8))
         assert torch.equal(ours.dequant_scale, theirs.dequant_scale)
     assert torch.equal(x, kept)
+
+
+# NVFP4
+
+
+def expected_nvfp4(x: Floats32, rows: int, byte: formats.Codes | None = None) -> nvfp4.FourBit:
+    """Return rows of x as the specification quantizes them."""
+    return nvfp4.quantize_blocks(padded(x, rows, nvfp4.BLOCK), rows, byte=byte)
+
+
+def assert_nvfp4(ours: Fp8Tensor, expected: nvfp4.FourBit) -> None:
+    """Assert that an operand [M, K] has the specification's numbers, scales and factor."""
+    rows, cols = ours.payload.shape
+    numbers = ours.payload.float().numpy()
+    magnitudes = nvfp4.MAGNITUDES[expected.codes & 7]
+    signed = np.where(expected.codes & 8, -magnitudes, magnitudes)[:rows, :cols]
+    np.testing.assert_array_equal(numbers, signed)
+    np.testing.assert_array_equal(np.signbit(numbers), np.signbit(signed))
+    scales = formats.dequantize(expected.scale_codes, E4M3)
+    np.testing.assert_array_equal(ours.dequant_scale.numpy(), scales)
+    assert ours.outer is not None
+    assert float(ours.outer) == np.float32(expected.amax) / nvfp4.LARGEST
+
+
+def rotated(x: Floats32) -> Floats32:
+    """Return the rotated rows of x in BF16."""
+    turned = nvfp4.rotate(x).astype(np.float32)
+    return torch.from_numpy(turned).bfloat16().float().numpy()
+
+
+FINITE = [*KINDS, "largest in fp32", "around 448"]
+
+
+@pytest.mark.parametrize("kind", [*FINITE, "inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_nvfp4_to_nearest_is_the_specification(kind: str, role: Role, dtype: torch.dtype) -> None:
+    if kind in ("largest", "largest in fp32", "inf", "bits") and role == "input":
+        role_name = "nvfp4-no_rht"  # the rotation has sums that are not finite
+    else:
+        role_name = "nvfp4"
+    x = torch.from_numpy(made(kind)).to(dtype)
+    x = x.clamp(-3e38, 3e38) if kind == "largest in fp32" else x  # BF16 would round it to infinity
+    wide = x.float().numpy()
+    last, first = operands(role_name, role, x)
+    rows = 16 if role == "weight" else 1
+    assert last.block == (rows, 16) and last.layout == "other"
+    assert_nvfp4(last, expected_nvfp4(wide, rows))
+    if role == "weight":
+        assert first is last
+        return
+    across = np.ascontiguousarray(wide.T)
+    assert first.rotation == (None if "rht" in role_name else "hadamard")
+    across = across if first.rotation is None else rotated(across)
+    assert_nvfp4(turned(first), expected_nvfp4(across, 1))
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "zeros", "tiny", "midpoints", "edges"])
+def test_nvfp4_rounds_gradients_by_the_bytes_that_are_drawn(kind: str) -> None:
+    x = torch.from_numpy(made(kind)).bfloat16()
+    state = ScalingState(recipe_named("nvfp4"))
+    last, first = operands("nvfp4", "grad_output", x)
+    draws = [
+        state.draws.bytes_of(f"linear.grad_output.{along}", shape).numpy()
+        for along, shape in (("last", tuple(x.shape)), ("first", tuple(x.t().shape)))
+    ]
+    wide = x.float().numpy()
+    assert_nvfp4(last, expected_nvfp4(wide, 1, draws[0]))
+    assert_nvfp4(turned(first), expected_nvfp4(rotated(wide.T), 1, draws[1]))
+    nearest, _ = operands("nvfp4-no_sr", "grad_output", x)
+    assert_nvfp4(nearest, expected_nvfp4(wide, 1))
+
+
+def test_each_part_of_nvfp4_can_be_switched_off() -> None:
+    x = torch.from_numpy(made("normal")).bfloat16()
+    assert operands("nvfp4-no_rht-no_sr", "grad_output", x)[1].rotation is None
+    last, first = operands("nvfp4-no_2d", "weight", x)
+    assert last.block == (1, 16) and first.block == (16, 1)
+    assert operands("nvfp4-no_2d", "input", x)[1].rotation == "hadamard"
+    assert problem("nvfp4-no_sound") == (
+        "nvfp4-no_sound: nvfp4 can switch off rht, sr, 2d, and not 'sound'"
+    )
+    assert "has no parts" in str(problem("delayed-no_rht"))
+
+
+@pytest.mark.parametrize("kind", ["nan", "-nan", "all nan"])
+def test_a_nan_is_not_lost_in_nvfp4(kind: str) -> None:
+    x = torch.from_numpy(made(kind)).bfloat16()
+    for operand in operands("nvfp4", "weight", x):
+        assert operand.outer is not None and operand.outer.isinf()

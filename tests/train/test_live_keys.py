@@ -79,6 +79,7 @@ NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_o
 RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_continues_from_a_checkpoint")
 EXAMPLES = ShownBy("tests/train/test_finetuning.py::test_each_key_changes_the_samples")
 LIMITS = ShownBy("tests/observe/test_health.py::test_limits")
+FOUR_BITS = ("model.fp8_recipe=nvfp4", "model.fp8_amax_history_len=1024")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
 
@@ -125,6 +126,9 @@ EFFECTS: dict[str, Effect] = {
     "model.megatron_amp_O2": Trains(False),
     "model.fp8_recipe": Trains("tensorwise", ("model.fp8_amax_history_len=1024",)),
     "model.fp8_power_2_scale": Trains(True, CURRENT),
+    "model.fp4_disable_rht": Trains(True, FOUR_BITS),
+    "model.fp4_disable_stochastic_rounding": Trains(True, FOUR_BITS),
+    "model.fp4_disable_2d_quantization": Trains(True, FOUR_BITS),
     "model.fp8_params": Trains(True),
     "model.fp8_wgrad": Trains(False),
     "model.override_linear_precision": Trains([True, False, False]),

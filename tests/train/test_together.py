@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
-ALL_RECIPES = (*RECIPES, "mxfp8")
+ALL_RECIPES = (*RECIPES, "mxfp8", "nvfp4")
 LLAMA = {
     "normalization": "rmsnorm",
     "activation": "swiglu",

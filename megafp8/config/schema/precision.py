@@ -212,11 +212,29 @@ class Precision:
             f"{', '.join(RECIPES)}, or a recipe of your own: path/to/file.py:Class or "
             "package.module:Class",
             lambda v: names_code(v) or problem(v) is None,
-            later=("nvfp4", "custom"),
+            later=("custom",),
             suggestion="A recipe of your own is named by its file (docs/recipes.md)",
             why=problem,
         ),
         needs=FP8,
+    )
+    fp4_disable_rht: bool = key(
+        False,
+        "Do not rotate the operands of weight gradients (random Hadamard transform).",
+        kind="model",
+        needs=_needs_recipe(lambda traits: "rht" in traits.options),
+    )
+    fp4_disable_stochastic_rounding: bool = key(
+        False,
+        "Round output gradients to nearest.",
+        kind="model",
+        needs=_needs_recipe(lambda traits: "sr" in traits.options),
+    )
+    fp4_disable_2d_quantization: bool = key(
+        False,
+        "Let 1 x 16 elements of a weight share a scale along each product's sum, and not 16 x 16.",
+        kind="model",
+        needs=_needs_recipe(lambda traits: "2d" in traits.options),
     )
     fp8_power_2_scale: bool | None = key(
         None,

@@ -1,0 +1,138 @@
+"""Define `nvfp4`: FP4 with a scale in E4M3 for 16 elements, and one FP32 factor a tensor (TE)."""
+
+# M rows across a product's sum   K elements along it
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.traits import Casts, Scales, Traits
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 16
+LARGEST_E2M1, LARGEST_E4M3 = 6.0, 448.0
+LARGEST = LARGEST_E2M1 * LARGEST_E4M3
+ROTATION = "hadamard"
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of Transformer Engine's rotation, the same in every layer."""
+_LINE, _SQUARE = Scales(1, BLOCK, has_outer=True), Scales(BLOCK, BLOCK, has_outer=True)
+
+
+class Nvfp4(Recipe):
+    """Input and gradient have blocks of a line, and are rotated for the weight's gradient.
+
+    The rule is that of Transformer Engine's `NVFP4BlockScaling` from version 2.14 on
+    (common/cast/nvfp4/core_nvfp4.cuh). Two points differ: ranks that hold parts of a tensor agree
+    on its amax, where Transformer Engine's use their own; and a NaN makes the factor of its tensor
+    infinite, so that it cannot be lost.
+    """
+
+    traits = Traits(
+        help="those of 16 elements, in E4M3, and the tensor's own amax",
+        input=Casts(_LINE, _LINE, rotation=ROTATION),
+        weight=Casts(_SQUARE, _SQUARE, serves_both=True),
+        grad_output=Casts(_LINE, _LINE, is_random=True, rotation=ROTATION),
+        numbers="e2m1",
+        options=("rht", "sr", "2d"),
+        agrees=True,
+        commutes=True,
+        power_2="never",
+        multiple=BLOCK,
+        max_saturated=0.1,
+    )
+
+    @classmethod
+    def without(cls, options: frozenset[str]) -> type[Recipe]:
+        """Return the recipe without rotation (`rht`), random rounding (`sr`) or squares (`2d`)."""
+        input, weight, grad = cls.traits.input, cls.traits.weight, cls.traits.grad_output
+        if "rht" in options:
+            input, grad = replace(input, rotation=None), replace(grad, rotation=None)
+        if "sr" in options:
+            grad = replace(grad, is_random=False)
+        if "2d" in options:
+            weight = Casts(_LINE, _LINE)
+        traits = replace(cls.traits, input=input, weight=weight, grad_output=grad)
+        return type(cls.__name__, (cls,), {"traits": traits})
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Quantize blocks by their own amaxes and that of the whole tensor."""
+        casts = self.traits.casts[cast.role]
+        if cast.along == "first" and casts.rotation is not None:
+            x_MK = rotated(x_MK)
+        rows, (m, k) = cast.scales.across or 1, x_MK.shape
+        tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
+        magnitudes = tiles.abs()
+        amax = magnitudes.amax().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        if cast.reduce_max is not None:
+            cast.reduce_max(amax)
+        encoding = _encoding(amax)
+        of_block = magnitudes.nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
+        wide = (of_block * (encoding * _sixth(amax))).clamp_(max=LARGEST_E4M3)
+        scale = wide.to(cast.fmt.dtype).float()
+        inverse = (1.0 / (scale * (1.0 / encoding))).clamp_(max=_largest(amax))
+        numbers = tiles * inverse[:, None, :, None]
+        byte = cast.draw((m, k)) if casts.is_random else None
+        payload = to_e2m1(numbers.reshape(m, k), byte).to(cast.fmt.dtype)
+        return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+
+
+def _largest(like: torch.Tensor) -> float:
+    import torch
+
+    return float(torch.finfo(like.dtype).max)
+
+
+def _sixth(like: torch.Tensor) -> torch.Tensor:
+    """Return 1 / 6 as an FP32 number."""
+    return like.new_full((), LARGEST_E2M1).reciprocal_()
+
+
+def _encoding(amax: torch.Tensor) -> torch.Tensor:
+    """Return the factor that brings an amax (0-d FP32) to the largest element times scale."""
+    import torch
+
+    scale = amax.new_full((), LARGEST).div(amax)  # a number by a tensor would be rounded twice
+    scale = scale.clamp_(max=_largest(amax))
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def to_e2m1(x: torch.Tensor, byte: torch.Tensor | None) -> torch.Tensor:
+    """Round FP32 numbers to those of E2M1: to nearest, or up with the chance byte / 256.
+
+    A tie goes to the even code, which an even multiple of the step has. Larger magnitudes become 6,
+    and NaN too.
+    """
+    magnitude = x.abs()
+    if byte is None:
+        magnitude = magnitude.clamp_(max=LARGEST_E2M1)
+        step = _step(magnitude)
+        rounded = (magnitude / step).round_() * step
+    else:  # the product is exact, so that the sum has one rounding
+        moved = magnitude + byte.float() * (_step(magnitude) / 256)
+        moved = moved.clamp_(max=LARGEST_E2M1)
+        step = _step(moved)
+        rounded = (moved / step).floor_() * step
+    return rounded.copysign_(x).where(~x.isnan(), LARGEST_E2M1)
+
+
+def _step(magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the distance of E2M1's numbers: 0.5 below 2, 1 below 4, 2 from there on."""
+    one = magnitude.new_ones(())
+    return one.where(magnitude >= 2, 0.5) + one.where(magnitude >= 4, 0.0)
+
+
+def rotated(x_MK: torch.Tensor) -> torch.Tensor:
+    """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16."""
+    import torch
+
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix *= torch.tensor(SIGNS, dtype=torch.float64)[:, None] / 4
+    turned = x_MK.double().unflatten(1, (-1, BLOCK)) @ matrix.to(x_MK.device)
+    result: torch.Tensor = turned.flatten(1).float().bfloat16()
+    return result
