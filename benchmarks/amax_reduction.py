@@ -138,8 +138,8 @@ def measure(args: argparse.Namespace) -> dict[str, float] | None:
         dist.barrier()
         began = time.perf_counter()
         forward_backward(state, [batch])
-        state.scaling.forward.settle()
-        state.scaling.backward.settle()
+        state.scaling.forward.settled()
+        state.scaling.backward.settled()
         dist.barrier()
         if number >= 2:
             found["step"].append(time.perf_counter() - began)

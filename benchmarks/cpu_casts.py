@@ -22,11 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megafp8.fp8.cast import decode, quantize, quantize_and_sum
+from megafp8.fp8.cast import decode, quantize
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.kernels.compile import library
 
@@ -43,11 +44,9 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
         for grid_name, grid in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             if grid not in (dtype, torch.float32):
                 continue
-            for cast in (quantize, quantize_and_sum):
-                made[f"{cast.__name__} {name}, grid {grid_name}"] = (
-                    lambda cast=cast, source=source, grid=grid: cast(
-                        source, scale, E4M3, amax=amax, grid_dtype=grid
-                    )
+            for what, sums in (("quantize", None), ("quantize_and_sum", torch.empty(cols))):
+                made[f"{what} {name}, grid {grid_name}"] = partial(
+                    quantize, source, scale, E4M3, amax=amax, grid_dtype=grid, column_sum=sums
                 )
         made[f"decode to {name}"] = lambda dtype=dtype: decode(payload, E4M3, dtype)
     return made

@@ -83,8 +83,8 @@ def timed_step(
 
     `bf16_products` computes products in BF16 even if this CPU has no instructions for it.
     """
-    is_fast = bf16_products or cpu.fast_at_bf16()
-    with patch.object(cpu, "fast_at_bf16", lambda: is_fast):
+    is_fast = bf16_products or cpu.FAST_AT_BF16
+    with patch.object(cpu, "FAST_AT_BF16", is_fast):
         began = clock()
         forward_backward(state, [microbatch])
         return clock() - began
@@ -227,7 +227,7 @@ def report(
         "command": " ".join(["python", "benchmarks/cpu_step.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "bf16_products": "BF16" if cpu.fast_at_bf16() else f"FP32: {cpu.why_not()}",
+        "bf16_products": "BF16" if cpu.FAST_AT_BF16 else f"FP32: {cpu.why_not()}",
         "casts": library().note.split(" (")[0],
         "imitation": {name: os.environ[name] for name in IMITATION if name in os.environ},
         "median_seconds": medians,

@@ -17,6 +17,7 @@ import itertools
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from gpu_common import RESULTS, Results, device_and_name, spread, timed
 
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.cast import spread as spread_scale
 from megafp8.fp8.engine import EMULATED, engine_of
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
-from megafp8.fp8.tensor import spread as spread_scale
 from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
@@ -148,9 +149,8 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
         assert quantizer is not None
         state.to(device)
         state.engine = engine
-        quantize = quantizer.tensors[role].quantize
-        found.append(quantize(x, Need(True, True))[0])
-        run = lambda quantize=quantize: quantize(x, Need(True, True))  # noqa: E731
+        run = partial(quantizer.operands, role, x)
+        found.append(run()[0])
     same = all(same_tensor(a, b) for a, b in zip(*found, strict=True))
     times = spread(timed(run, device, 2, 2 if tiny else 20))
     moved = 4 * x.numel()  # BF16 read once, two FP8 copies written

@@ -26,8 +26,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megafp8.errors import DataError
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.scaling import Direction, ScaleTable, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 
 FORMAT = 1

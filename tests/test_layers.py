@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
 )
 NEEDED_BY_TE_CPU = {
     *("errors", "files", "specs.te_versions", "specs.traits", "ops.torch_private"),
-    *(f"fp8.{name}" for name in ("cast", "formats", "gemm", "quantizers.scales", "tensor")),
+    *(f"fp8.{name}" for name in ("cast", "formats", "gemm", "scales")),
 }
 BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8
 TE_ALONE = (

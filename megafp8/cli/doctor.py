@@ -170,7 +170,7 @@ def _cpu() -> Finding:
     flags = cpu.read_flags() or frozenset()
     levels = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     text = f"{cores} cores, {', '.join(levels) or platform.machine()}"
-    if cpu.fast_at_bf16():
+    if cpu.FAST_AT_BF16:
         return Finding("CPU", f"{text}: fast BF16 products")
     hint = "fast products of BF16 values; here they run in FP32 and are rounded once"
     return Finding("CPU", f"{text}; {cpu.why_not()}", is_there=False, gives=hint)

@@ -1,4 +1,4 @@
-"""Quantize to FP8 and back.
+"""Quantize to FP8 and back: the casts, and the tensor of bytes, format and scales.
 
 The rule, on every device and for FP32, BF16 and FP16 input, is Transformer Engine's cast
 (`cvt.rn.satfinite`): y = float32(x) * quant_scale in FP32; clamp to the largest finite magnitude,
@@ -10,16 +10,21 @@ reduction.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from megafp8.fp8.engine import runs_triton
-from megafp8.fp8.formats import E4M3, Fp8Format
+from megafp8.fp8.formats import E4M3, SIMULATED, Fp8Format
 from megafp8.fp8.kernels.compile import KINDS, library
+from megafp8.ops.scaled_mm import Layout
 
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
+_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
 
 
 class Quantized(NamedTuple):
@@ -40,35 +45,43 @@ def quantize(
     *,
     amax: torch.Tensor | None,
     grid_dtype: torch.dtype | None,
+    column_sum: torch.Tensor | None = None,
 ) -> Quantized:
     """Cast `x` (any shape) with a 0-d FP32 `quant_scale` on its device.
 
     `amax`, a 0-d FP32 tensor, is raised in place to max(amax, max|x|); None records nothing.
     `grid_dtype` is FP32 or BF16, which both hold every FP8 number; None makes no grid.
+    `column_sum` (FP32 [N]) asks for the sums of the columns of a matrix [M, N] in the same pass:
+    the gradient of a bias. It is overwritten.
     """
-    if x.device.type == "cpu" and (lib := library().lib) is not None:
-        return _quantize_c(lib, x.contiguous(), quant_scale, fmt, amax, grid_dtype)
-    return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
-
-
-def quantize_and_sum(
-    x_MN: torch.Tensor,
-    quant_scale: torch.Tensor,
-    fmt: Fp8Format,
-    *,
-    amax: torch.Tensor | None,
-    grid_dtype: torch.dtype,
-) -> tuple[Quantized, torch.Tensor]:
-    """Run `quantize` on a matrix and add up its columns in the same pass.
-
-    The sum, FP32 [N], is the gradient of a bias.
-    """
-    if x_MN.device.type == "cpu" and (lib := library().lib) is not None:
-        total_N = torch.empty(x_MN.shape[1:])
-        x_MN = x_MN.contiguous()
-        return _quantize_c(lib, x_MN, quant_scale, fmt, amax, grid_dtype, total_N), total_N
-    quantized = quantize_torch(x_MN, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
-    return quantized, x_MN.float().sum(0)
+    if x.device.type != "cpu" or (lib := library().lib) is None:
+        if column_sum is not None:
+            column_sum.copy_(x.float().sum(0))
+        return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
+    x = x.contiguous()
+    payload, grid = torch.empty(x.shape, dtype=fmt.dtype), None
+    if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
+        is_bf16 = grid_dtype == x.dtype == torch.bfloat16
+        grid = torch.empty(x.shape, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    scale_and_results = (
+        _KINDS[x.dtype],
+        0 if fmt is E4M3 else 1,
+        _Pointer(quant_scale.data_ptr()),
+        _Pointer(payload.data_ptr()),
+        None if grid is None else _Pointer(grid.data_ptr()),
+        _NO_GRID if grid is None else _KINDS[grid.dtype],
+        None if amax is None else _Pointer(amax.data_ptr()),
+    )
+    at, threads = _Pointer(x.data_ptr()), torch.get_num_threads()
+    if column_sum is None:
+        lib.megafp8_quantize(at, _Size(x.numel()), *scale_and_results, threads)
+    else:
+        rows, columns = x.shape
+        sums = _Pointer(column_sum.data_ptr())
+        lib.megafp8_quantize_and_sum(
+            at, _Size(rows), _Size(columns), *scale_and_results, sums, threads
+        )
+    return Quantized(payload, None if grid is None or grid_dtype is None else grid.to(grid_dtype))
 
 
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
@@ -78,10 +91,10 @@ def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.T
         payload = payload.contiguous()
         grid = torch.empty(payload.shape, dtype=dtype)
         lib.megafp8_decode(
-            _address(payload),
-            ctypes.c_size_t(payload.numel()),
+            _Pointer(payload.data_ptr()),
+            _Size(payload.numel()),
             0 if fmt.dtype == E4M3.dtype else 1,
-            _address(grid),
+            _Pointer(grid.data_ptr()),
             _KINDS[dtype],
             torch.get_num_threads(),
         )
@@ -136,43 +149,121 @@ def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
 
 def quantize_scaled(scaled: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Return the payload of an FP32 tensor that is scaled already."""
-    if scaled.device.type == "cpu" and (lib := library().lib) is not None:
-        one, scaled = torch.ones(()), scaled.contiguous()
-        return _quantize_c(lib, scaled, one, fmt, None, None).payload
+    if scaled.device.type == "cpu":
+        return quantize(scaled, torch.ones(()), fmt, amax=None, grid_dtype=None).payload
     return scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
-def _quantize_c(
-    lib: ctypes.CDLL,
-    x: torch.Tensor,
-    quant_scale: torch.Tensor,
-    fmt: Fp8Format,
-    amax: torch.Tensor | None,
-    grid_dtype: torch.dtype | None,
-    column_sum: torch.Tensor | None = None,
-) -> Quantized:
-    """Run the cast in C; `column_sum`, if given, is written, and `x` is then a matrix."""
-    payload, grid = torch.empty(x.shape, dtype=fmt.dtype), None
-    if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
-        is_bf16 = grid_dtype == x.dtype == torch.bfloat16
-        grid = torch.empty(x.shape, dtype=torch.bfloat16 if is_bf16 else torch.float32)
-    sums = column_sum is not None
-    sizes = [ctypes.c_size_t(size) for size in (x.shape if sums else (x.numel(),))]
-    (lib.megafp8_quantize_and_sum if sums else lib.megafp8_quantize)(
-        _address(x),
-        *sizes,
-        _KINDS[x.dtype],
-        0 if fmt is E4M3 else 1,
-        _address(quant_scale),
-        _address(payload),
-        _address(grid),
-        _NO_GRID if grid is None else _KINDS[grid.dtype],
-        _address(amax),
-        *([_address(column_sum)] if sums else []),
-        torch.get_num_threads(),
-    )
-    return Quantized(payload, None if grid is None or grid_dtype is None else grid.to(grid_dtype))
+@dataclass
+class Fp8Tensor:
+    """Hold an FP8 tensor, whose value is payload * dequant_scale.
+
+    `dequant_scale` (FP32) never changes, although a scale table moves on between a microbatch's
+    forward and its backward pass. It is 0-d (one scale), or a matrix with one scale for each block
+    of `block` elements of the payload; blocks at the end may be cut off. `is_power_2` says that
+    every scale is a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that
+    FP8 hardware does not do; it is dropped before the tensor is saved for backward.
+
+    Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
+    memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
+    distinguish a row from a block of the same length. `outer` (0-d FP32) is one more factor of the
+    whole tensor, for scales of two levels. `rotation` names the matrix that the values are
+    multiplied by, which a product with an operand of the same rotation cancels.
+    """
+
+    payload: torch.Tensor
+    dequant_scale: torch.Tensor
+    fmt: Fp8Format
+    grid: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+    is_power_2: bool = False
+    layout: Layout = "tensor"
+    outer: torch.Tensor | None = None
+    rotation: str | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what is kept of the tensor between forward and backward; see `factory`."""
+        outer = () if self.outer is None else (self.outer,)
+        return self.payload, self.dequant_scale, *outer
+
+    @classmethod
+    def quantize(
+        cls,
+        x: torch.Tensor,
+        quant_scale: torch.Tensor,
+        fmt: Fp8Format,
+        *,
+        amax: torch.Tensor | None = None,
+        grid_dtype: torch.dtype | None = None,
+    ) -> Fp8Tensor:
+        """Quantize `x` with one scale; `amax` and `grid_dtype` work as in `quantize` above."""
+        payload, grid = quantize(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
+        return cls(payload, quant_scale.reciprocal(), fmt, grid)
+
+    def without_grid(self) -> Fp8Tensor:
+        """Return the same tensor without its `grid`."""
+        return replace(self, grid=None)
+
+    def factory(self) -> Callable[..., Fp8Tensor]:
+        """Return a function that makes such a tensor of its `tensors`.
+
+        The function holds no tensor itself.
+        """
+        return partial(
+            _remake,
+            has_outer=self.outer is not None,
+            fmt=self.fmt,
+            block=self.block,
+            is_power_2=self.is_power_2,
+            layout=self.layout,
+            rotation=self.rotation,
+        )
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the payload's numbers in BF16 or FP32, not yet multiplied by `dequant_scale`."""
+        if self.fmt is SIMULATED:
+            return self.payload.to(dtype)
+        return decode(self.payload, self.fmt, dtype) if self.grid is None else self.grid.to(dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values, rounded once to `dtype`."""
+        scale = self.dequant_scale
+        if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
+            return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
+        return times_scale(self.numbers(torch.float32), scale, self.block).to(dtype)
 
 
-def _address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _remake(
+    payload: torch.Tensor,
+    dequant_scale: torch.Tensor,
+    outer: torch.Tensor | None = None,
+    *,
+    has_outer: bool,
+    **known: Any,
+) -> Fp8Tensor:
+    assert has_outer == (outer is not None), "the factor of the whole tensor was not kept"
+    return Fp8Tensor(payload, dequant_scale, outer=outer, **known)
+
+
+def times_scale(
+    x: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
+) -> torch.Tensor:
+    """Return x * scale, with one scale for each block of a matrix (None: one scale for all)."""
+    if block is None or x.shape != (scale.shape[0] * block[0], scale.shape[1] * block[1]):
+        return x * spread(scale, x.shape, block)
+    tiles = x.reshape(scale.shape[0], block[0], scale.shape[1], block[1])
+    return (tiles * scale[:, None, :, None]).view(x.shape)
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int] | None) -> torch.Tensor:
+    """Return a scale that broadcasts over a matrix of `shape`, repeated inside each block.
+
+    Along a dim that one block covers whole, the size stays 1.
+    """
+    if block is None:
+        return scale
+    for dim, (step, size) in enumerate(zip(block, shape, strict=True)):
+        if step > 1 and scale.shape[dim] > 1:
+            scale = scale.repeat_interleave(step, dim).narrow(dim, 0, size)
+    return scale

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.fused import ActivationProducer, Producer
 from megafp8.fp8.heads import Heads
-from megafp8.fp8.linear import GradOutput, Linear, backward_of, forward_of, summing
-from megafp8.fp8.quantizers.base import Operand
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.linear import GradOutput, Linear, backward, forward, summing
+from megafp8.fp8.quantizer import Operand
 from megafp8.ops import torch_private
 
 
@@ -101,7 +101,7 @@ class _Chain(torch.autograd.Function):
             input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
             if made.total is not None:
                 stream_TX = value_TX = made.total
-            done = forward_of(linear, input, dtype, x_TX.shape[0])
+            done = forward(linear, input, dtype, x_TX.shape[0])
             if is_grad_enabled:
                 assert isinstance(done.input, Fp8Tensor)
                 ctx.remakes.append(done.input.factory())
@@ -129,7 +129,7 @@ class _Chain(torch.autograd.Function):
             payload, scale, x_TX, *kept = tensors[-ctx.counts[index] :]
             del tensors[-ctx.counts[index] :]
             input: Operand = ctx.remakes[index](payload, scale)
-            found = backward_of(linear, grad, input, ctx.weights[index])
+            found = backward(linear, grad, input, ctx.weights[index])
             assert found.input is not None
             grad_TI, of_producer = found.input.contiguous(), []
             if index > 0:
@@ -150,11 +150,11 @@ class _Chain(torch.autograd.Function):
         return grad_x, of_addend, None, None, None, None, *of_params
 
 
-def _grad_of_output(ctx: Any, grads: Sequence[torch.Tensor]) -> GradOutput:
-    """Return the gradient of the last linear's output as its products read it."""
+def _grad_of_output(ctx: Any, grads: Sequence[torch.Tensor]) -> torch.Tensor | GradOutput:
+    """Return the gradient of the last linear's output, cast if the consumer casts it."""
     linear: Linear = ctx.links[-1].linear
     if ctx.consumer is None:
-        return linear.grad_output_operands(grads[0])
+        return grads[0]
     assert linear.quantizer is not None
     with_sum = linear.bias is not None
     operands, made = linear.quantizer.produce(
@@ -170,11 +170,11 @@ def _through(
     kept: tuple[torch.Tensor, ...],
     before: Linear,
     dtype: torch.dtype,
-) -> GradOutput:
+) -> torch.Tensor | GradOutput:
     """Return the gradient that an activation's backward pass gives to the linear before it."""
     assert before.quantizer is not None
     if not isinstance(producer, ActivationProducer) or not before.quantizer.fuses("grad_output"):
-        return before.grad_output_operands(producer.backward(grad_TI, x_TX, kept)[0])
+        return producer.backward(grad_TI, x_TX, kept)[0]
     operands, made = before.quantizer.produce(
         "grad_output",
         lambda into: producer.cast_grad(grad_TI, x_TX, into),

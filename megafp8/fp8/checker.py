@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megafp8.errors import UserError
 from megafp8.fp8 import refute
 from megafp8.fp8.probe import Probe
-from megafp8.fp8.quantizers.rule import RuleError
 from megafp8.fp8.recipe_settings import checked_recipe
+from megafp8.fp8.rule import RuleError
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import find_recipe, label_of

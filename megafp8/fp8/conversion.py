@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.converted import Bound, Converted, Fp8Error, Shared, converted_class
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.fp8.state import Fp8State

@@ -18,14 +18,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megafp8.errors import UserError
-from megafp8.fp8 import linear as native
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import LinearFunction, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer
-from megafp8.fp8.quantizers.base import Operand
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.fp8.weights import WeightForm
 
 Phase = Literal["outside", "microbatch", "evaluation"]
@@ -163,64 +160,34 @@ class _Sink:
         raise AssertionError("a linear has no look-up")
 
 
+@dataclass
 class _Use:
-    """Stand for `precision.linear.Linear` in both passes of one use of a converted module.
+    """Hold what one use of a converted module reads in both passes (`linear.LinearWork`).
 
-    `weight_OI` and `bias_O` are the module's parameters as this use reads them: transposed where
+    `weight` [O, I] and `bias` are the module's parameters as this use reads them: transposed where
     the module keeps [I, O], and in the dtype of `torch.autocast` where that is on.
     """
 
-    comm, sink = NoComm(), _Sink()
-    input_operands = Linear.input_operands
-    grad_output_operands = Linear.grad_output_operands
-    weight_operands = Linear.weight_operands
-    product = Linear.product
-
-    def __init__(self, bound: Bound, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        self.bound, self.weight, self.bias = bound, weight_OI, bias_O
-        self.quantizer, self.weight_form = bound.quantizer, bound.weight_form
-        self.counter = bound.shared.counter
+    bound: Bound
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    quantizer: LinearQuantizer
+    weight_form: WeightForm
+    counter: GemmCounter
+    comm = NoComm()
+    sink = _Sink()
 
 
-class _Products(torch.autograd.Function):
-    """Run the forward and backward of `precision.linear` for parameters of another module."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_TI: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        use: _Use,
-        is_grad_enabled: bool,
-    ) -> torch.Tensor:
-        done = native.forward(cast(Linear, use), input_TI, for_backward=is_grad_enabled)
-        if is_grad_enabled:
-            kept = done.input
-            ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
-            if isinstance(kept, Fp8Tensor):
-                ctx.save_for_backward(*kept.tensors)
-            else:
-                ctx.save_for_backward(kept)
-            ctx.use, ctx.weight = use, done.weight
-        return done.output
+class _ConvertedFunction(LinearFunction):
+    """Run the linear of a converted module; its backward pass checks where it runs."""
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        use: _Use = ctx.use
-        use.bound.shared.check_backward(use.bound)
-        kept = ctx.saved_tensors
-        input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
-        with torch.autocast(grad_output_TO.device.type, enabled=False):
-            found = native.backward(
-                cast(Linear, use),
-                grad_output_TO,
-                input,
-                ctx.weight,
-                needs_input=ctx.needs_input_grad[0],
-            )
-        return *found, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        bound: Bound = ctx.layer.bound
+        bound.shared.check_backward(bound)
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return LinearFunction.backward(ctx, *grads)
 
 
 class Converted(nn.Module):
@@ -264,11 +231,12 @@ class Converted(nn.Module):
         if weight_OI.device != shared.device:
             shared.follow()
         with shared.forward_pass(bound), torch.autocast(kind, enabled=False):
-            output_TO = _Products.apply(  # type: ignore[no-untyped-call]
+            quantizer, form = bound.quantizer, bound.weight_form
+            output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
                 input.reshape(-1, input.shape[-1]),
                 weight_OI,
                 bias_O,
-                _Use(bound, weight_OI, bias_O),
+                _Use(bound, weight_OI, bias_O, quantizer, form, shared.counter),
                 torch.is_grad_enabled(),
             )
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])

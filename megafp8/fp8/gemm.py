@@ -21,13 +21,13 @@ from typing import Literal
 
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import EMULATED, Engine, in_e5m2
 from megafp8.fp8.formats import DTYPE_NAMES, SIMULATED
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.fp8.kernels import triton_launch
-from megafp8.fp8.tensor import Fp8Tensor
-from megafp8.ops import bf16
-from megafp8.ops.addmm import Scales, factor, scaled_addmm, times_scales
+from megafp8.ops import bf16, cpu
+from megafp8.ops.addmm import Scales, factor, mm_into, scaled_addmm, times_scales
 from megafp8.ops.scaled_mm import ALIGNMENT, scaled_mm
 
 Fp8Backend = Literal["tensor cores", "emulated"]
@@ -61,9 +61,11 @@ class GemmCounter:
 
 def wide_dtype(device: torch.device, work: torch.dtype) -> torch.dtype:
     """Return the dtype in which FP8 numbers are multiplied where there are no FP8 tensor cores."""
-    if work != torch.bfloat16 or bf16.fp32_products(device):
+    if work != torch.bfloat16:
         return torch.float32
-    return torch.bfloat16
+    if device.type == "cpu":
+        return torch.bfloat16 if cpu.FAST_AT_BF16 else torch.float32
+    return torch.float32 if bf16.fp32_products(device) else torch.bfloat16
 
 
 def gemm(
@@ -93,8 +95,8 @@ def gemm(
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         assert a.rotation == b.rotation, "the product would not cancel the rotation"
         precision = "fp8"
-        flops = _flops(a.payload, b.payload, transpose_a, transpose_b)
-        if _on_tensor_cores(a, b, engine, work):
+        flops = 2 * a.payload.numel() * b.payload.shape[0 if transpose_b else 1]  # 2 M K N
+        if engine.layouts and _on_tensor_cores(a, b, engine, work):
             counter.add(precision, place, flops)
             counter.fp8_backends["tensor cores"] += flops
             return _tensor_core_product(
@@ -104,6 +106,7 @@ def gemm(
         wide = wide_dtype(a.payload.device, work)
         is_exact = a.fmt is not SIMULATED and b.fmt is not SIMULATED
         if a.block is None and b.block is None and is_exact:
+            # One scale each: multiply the numbers, which are exact, and scale the FP32 sums.
             scales: Scales | None = (a.dequant_scale, b.dequant_scale)
             a, b = a.numbers(wide), b.numbers(wide)
         else:
@@ -113,14 +116,14 @@ def gemm(
             bias = None if bias is None else bias.to(wide)
     else:
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor), "mixed operands"
-        flops = _flops(a, b, transpose_a, transpose_b)
+        flops = 2 * a.numel() * b.shape[0 if transpose_b else 1]
         precision = DTYPE_NAMES[a.dtype]
         scales = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
     counter.add(precision, place, flops)
     if into is not None:
-        product = bf16.mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
+        product = mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
         if product is not None:
             return product
     if scales is None:
@@ -134,11 +137,6 @@ def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
         return None
     one = torch.ones((), device=a.payload.device)
     return one if a.outer is None else a.outer, one if b.outer is None else b.outer
-
-
-def _flops(a: torch.Tensor, b: torch.Tensor, transpose_a: bool, transpose_b: bool) -> int:
-    """Return the FLOPs of the product, 2 M K N."""
-    return 2 * a.numel() * b.shape[0 if transpose_b else 1]
 
 
 def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:

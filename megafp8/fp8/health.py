@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import amax_of
+from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
 from megafp8.fp8.scaling import Direction, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs.run import HealthMode, TensorHealth
 
 

@@ -3,27 +3,30 @@
 output      = input       @ weight.T      (+ bias)
 grad_input  = grad_output @ weight
 grad_weight = grad_output.T @ input
+
+`forward` and `backward` below are all of it, in the order in which things happen: what is cast, the
+products, and what crosses ranks. The linears of the trainer (`Linear`) and those of `fp8.convert`
+run them.
 """
 
 # T tokens (batch x sequence)   I in features (I/tp row-parallel)   O out (O/tp column-parallel)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import EMULATED
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import ComputeGrad, GradSink, GradSum
-from megafp8.fp8.quantizer import LinearQuantizer
-from megafp8.fp8.quantizers.base import Operand, Operands, Role, column_sum
+from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax
-from megafp8.fp8.tensor import Fp8Tensor
-from megafp8.fp8.weights import weight_form
+from megafp8.fp8.weights import WeightForm, weight_form
 from megafp8.specs.traits import GemmName
 
 
@@ -171,66 +174,30 @@ class Linear(nn.Module):
         if self.compiled is not None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
         else:
-            output_TO = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+            output_TO = LinearFunction.apply(  # type: ignore[no-untyped-call]
                 flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
-    def input_operands(self, input_TI: torch.Tensor, *, with_first: bool) -> Operands:
-        """Return the input [T, I] as the products for `output` and `grad_weight` read it.
 
-        `with_first` False says that no backward pass will follow.
-        """
-        if self.quantizer is None:
-            return Operands(input_TI, input_TI)
-        return self.quantizer.operands("input", input_TI, with_first=with_first)
+class LinearWork(Protocol):
+    """What both passes of a linear read; the parameters are read anew, as FSDP replaces them."""
 
-    def grad_output_operands(self, grad_output_TO: torch.Tensor) -> GradOutput:
-        """Return the output gradient [T, O] as the products read it, and its sums over tokens."""
-        has_bias = self.bias is not None
-        if self.quantizer is None:
-            both = Operands(grad_output_TO, grad_output_TO)
-            sums_PO = column_sum(grad_output_TO) if has_bias else None
-            return GradOutput(both, sums_PO, grad_output_TO.dtype)
-        found = self.quantizer.operands_and_sums("grad_output", grad_output_TO, with_sum=has_bias)
-        return GradOutput(*found, grad_output_TO.dtype)
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    quantizer: LinearQuantizer | None  # None computes in the weight's own dtype
+    weight_form: WeightForm
+    counter: GemmCounter
 
-    def weight_operands(self, work: torch.dtype, num_tokens: int = 0) -> Operands:
-        """Return the weight as the products of a microbatch of `num_tokens` read it."""
-        return self.weight_form.operands(self.weight, work, num_tokens)
+    @property
+    def comm(self) -> LinearComm:
+        """What crosses ranks around the products."""
+        ...
 
-    def product(
-        self,
-        place: GemmName,
-        a: Operand,
-        b: Operand,
-        work: torch.dtype,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        bias: torch.Tensor | None = None,
-        into: GradSum | None = None,
-    ) -> torch.Tensor:
-        """Run one of the linear's three GEMMs on this device's engine.
-
-        Arguments and result are those of `gemm.gemm`.
-        """
-        engine, use_fast_accum = EMULATED, False
-        if self.quantizer is not None:
-            engine, use_fast_accum = self.quantizer.products(place)
-        return gemm(
-            a,
-            b,
-            work=work,
-            counter=self.counter,
-            place=place,
-            transpose_a=transpose_a,
-            transpose_b=transpose_b,
-            bias=bias,
-            engine=engine,
-            use_fast_accum=use_fast_accum,
-            into=into,
-        )
+    @property
+    def sink(self) -> GradSink:
+        """What takes the gradients of weight and bias."""
+        ...
 
 
 class GradOutput(NamedTuple):
@@ -257,36 +224,45 @@ class Forward:
     weight: Operand | None
 
 
-def forward(layer: Linear, input_TI: torch.Tensor, *, for_backward: bool) -> Forward:
-    """Run a linear's forward pass, [T, I] -> [T', O], without autograd.
+def forward(
+    layer: LinearWork,
+    input: torch.Tensor | Operands,
+    work: torch.dtype,
+    num_tokens: int,
+    *,
+    for_backward: bool = True,
+) -> Forward:
+    """Run a linear's forward pass, [T, I] -> [T', O], without autograd; T' is `tokens_out` of T.
 
-    It casts, computes the product, and exchanges what crosses ranks; T' is `tokens_out` of T.
-    `for_backward` says that a backward pass follows.
+    `input` has `num_tokens` tokens, and may be quantized already, by the norm or activation that
+    computed it. `work` is the dtype of the result. `for_backward` says that a backward pass
+    follows.
     """
-    input = layer.input_operands(input_TI, with_first=for_backward)
-    return forward_of(layer, input, input_TI.dtype, input_TI.shape[0])
-
-
-def forward_of(layer: Linear, input: Operands, work: torch.dtype, num_tokens: int) -> Forward:
-    """Run `forward` with an input of `num_tokens` tokens that is quantized already.
-
-    `work` is the dtype of the result.
-    """
-    weight = layer.weight_operands(work, num_tokens)
-    bias_O, sums_output = layer.bias, layer.comm.sums_output
-    output_TO = layer.product(
-        "output",
-        layer.comm.gather_input(input.along_last),
-        weight.along_last,
-        work,
-        transpose_b=True,
-        bias=None if sums_output else bias_O,
+    quantizer, comm, bias_O = layer.quantizer, layer.comm, layer.bias
+    # The input becomes FP8 here, in E4M3: of the two formats it has the more bits of mantissa, and
+    # its range is enough for activations and weights under a scale (arXiv 2209.05433). Both
+    # operands are made now, from one tensor: the backward pass keeps the one for `grad_weight`,
+    # so it needs half of BF16's memory, and no tensor in high precision stays.
+    if not isinstance(input, Operands):
+        if quantizer is None:
+            input = Operands(input, input)
+        else:
+            input, _ = quantizer.operands("input", input, with_first=for_backward)
+    # The weight becomes FP8 in E4M3 too, in the first microbatch of a step. It changes once a step,
+    # so its FP8 copy serves the other microbatches; one that FSDP gathers is cast for each use.
+    weight = layer.weight_form.operands(layer.weight, work, num_tokens)
+    # The cast comes before the gather, so that ranks send one byte for each number.
+    input_TI = comm.gather_input(input.along_last)
+    # Ranks with a part of I each add up outputs: a bias before that would be added tp times.
+    bias_in_product = None if comm.sums_output else bias_O
+    output_TO = product(
+        layer, "output", input_TI, weight.along_last, work, transpose_b=True, bias=bias_in_product
     )
-    output_TO = layer.comm.reduce_output(output_TO)
-    if bias_O is not None and sums_output:
+    output_TO = comm.reduce_output(output_TO)
+    if bias_O is not None and comm.sums_output:
         output_TO = output_TO + bias_O
-    is_saved = layer.weight_form.is_saved_for_backward
-    return Forward(output_TO, input.along_first, weight.along_first if is_saved else None)
+    kept = weight.along_first if layer.weight_form.is_saved_for_backward else None
+    return Forward(output_TO, input.along_first, kept)
 
 
 class Gradients(NamedTuple):
@@ -301,8 +277,8 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    layer: Linear,
-    grad_output_TO: torch.Tensor,
+    layer: LinearWork,
+    grad_output: torch.Tensor | GradOutput,
     input: Operand,
     weight: Operand | None,
     *,
@@ -310,41 +286,77 @@ def backward(
 ) -> Gradients:
     """Run a linear's backward pass, given the gradient of its output and the operands of `Forward`.
 
+    `grad_output` [T', O] may be quantized already, by the backward pass that computed it.
     `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
     asks for it.
     """
-    grad_output = layer.grad_output_operands(grad_output_TO)
-    return backward_of(layer, grad_output, input, weight, needs_input=needs_input)
-
-
-def backward_of(
-    layer: Linear,
-    grad_output: GradOutput,
-    input: Operand,
-    weight: Operand | None,
-    *,
-    needs_input: bool = True,
-) -> Gradients:
-    """Run `backward` with an output gradient that is quantized already."""
-    operands, sums_PO, work = grad_output
-    along_last, along_first = _gathered(layer.comm, operands)
+    comm, bias_O = layer.comm, layer.bias
+    # The output gradient becomes FP8 here, in E5M2 where a tensor has one scale: the gradients of
+    # one tensor spread over more powers of two than E4M3 has (`fp8_e4m3` and recipes with a scale
+    # for each row or block take E4M3). The cast also adds up the columns, since it reads the tensor
+    # anyway: they are the bias's gradient, and are sums of the tensor before it is rounded.
+    if isinstance(grad_output, GradOutput):
+        operands, sums_PO, work = grad_output
+    else:
+        work, has_bias = grad_output.dtype, bias_O is not None
+        if layer.quantizer is None:
+            operands = Operands(grad_output, grad_output)
+            sums_PO = column_sum(grad_output) if has_bias else None
+        else:
+            operands, sums_PO = layer.quantizer.operands(
+                "grad_output", grad_output, with_sum=has_bias
+            )
+    along_last = comm.gather_grad_output(operands.along_last)
+    along_first = along_last  # gathered once where one quantization serves both products
+    if operands.along_first is not operands.along_last:
+        along_first = comm.gather_grad_output(operands.along_first)
     pending = None
     if needs_input:
-        if weight is None:
-            weight = layer.weight_operands(work).along_first
-        grad_input_TI = layer.product("grad_input", along_last, weight, work)
-        pending = layer.comm.reduce_grad_input(grad_input_TI)
+        if weight is None:  # FSDP has gathered it again
+            weight = layer.weight_form.operands(layer.weight, work, 0).along_first
+        pending = comm.reduce_grad_input(product(layer, "grad_input", along_last, weight, work))
 
     def compute_grad_weight(into: GradSum | None, /) -> torch.Tensor:
-        tokens = layer.comm.gather_input(input)
-        return layer.product("grad_weight", along_first, tokens, work, transpose_a=True, into=into)
+        # Tokens are gathered again, so that each rank keeps only its own in between.
+        tokens = comm.gather_input(input)
+        return product(layer, "grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
+    # While ranks sum `grad_input`, this rank computes the product for `grad_weight`.
     grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
     grad_bias = None
-    if layer.bias is not None:
+    if bias_O is not None:
         assert sums_PO is not None, "the bias needs them"
-        grad_bias = layer.sink.add(layer.bias, summing(sums_PO))
+        grad_bias = layer.sink.add(bias_O, summing(sums_PO))
     return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+
+
+def product(
+    layer: LinearWork,
+    place: GemmName,
+    a: Operand,
+    b: Operand,
+    work: torch.dtype,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    bias: torch.Tensor | None = None,
+    into: GradSum | None = None,
+) -> torch.Tensor:
+    """Run one of a linear's three GEMMs on this device's engine, as `gemm.gemm` does."""
+    quantizer = layer.quantizer
+    return gemm(
+        a,
+        b,
+        work=work,
+        counter=layer.counter,
+        place=place,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        bias=bias,
+        engine=EMULATED if quantizer is None else quantizer.state.engine,
+        use_fast_accum=quantizer is not None and place in quantizer.fast_accumulation,
+        into=into,
+    )
 
 
 def summing(parts_PN: torch.Tensor) -> ComputeGrad:
@@ -360,7 +372,7 @@ def summing(parts_PN: torch.Tensor) -> ComputeGrad:
     return compute
 
 
-class _LinearFunction(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     """Run a linear under autograd.
 
     `weight_OI` and `bias_O` are the layer's own; they are arguments so that autograd sees them.
@@ -372,42 +384,24 @@ class _LinearFunction(torch.autograd.Function):
         input_TI: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        layer: Linear,
+        layer: LinearWork,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        done = forward(layer, input_TI, for_backward=is_grad_enabled)
+        done = forward(
+            layer, input_TI, input_TI.dtype, input_TI.shape[0], for_backward=is_grad_enabled
+        )
         if is_grad_enabled:
-            _save(ctx, done.input)
-        ctx.layer, ctx.weight = layer, done.weight
+            # autograd keeps the tensors, so that its hooks (offloading, recomputation) see them
+            kept = done.input
+            ctx.save_for_backward(*(kept.tensors if isinstance(kept, Fp8Tensor) else (kept,)))
+            ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
+            ctx.layer, ctx.weight = layer, done.weight
         return done.output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
         needs_input = ctx.needs_input_grad[0]
-        input = _operand(ctx, ctx.saved_tensors)
         found = backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
         return *found, None, None
-
-
-def _gathered(comm: LinearComm, grad_output: Operands) -> Operands:
-    """Gather the output gradient of all ranks, once if one quantization serves both products."""
-    along_last = comm.gather_grad_output(grad_output.along_last)
-    if grad_output.along_first is grad_output.along_last:
-        return Operands(along_last, along_last)
-    return Operands(along_last, comm.gather_grad_output(grad_output.along_first))
-
-
-def _save(ctx: Any, input: Operand) -> None:
-    """Save tensors through autograd, so that its hooks (offloading, recomputation) see them."""
-    if isinstance(input, Fp8Tensor):
-        ctx.remake = input.factory()
-        ctx.save_for_backward(*input.tensors)
-    else:
-        ctx.remake = None
-        ctx.save_for_backward(input)
-
-
-def _operand(ctx: Any, tensors: Sequence[torch.Tensor]) -> Operand:
-    """Return the operand that `_save` saved."""
-    operand: Operand = tensors[0] if ctx.remake is None else ctx.remake(*tensors)
-    return operand

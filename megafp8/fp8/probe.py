@@ -10,11 +10,10 @@ from functools import cached_property
 
 import torch
 
-from megafp8.fp8.quantizer import LinearQuantizer
-from megafp8.fp8.quantizers.base import Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ReduceMax, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import find_recipe
 from megafp8.specs.traits import Casts, Traits
@@ -121,7 +120,7 @@ class Probe:
         return linear
 
     def _quantized(self, linear: LinearQuantizer, x_MN: torch.Tensor) -> dict[str, Fp8Tensor]:
-        found = linear.operands(self.role, x_MN.clone())
+        found, _ = linear.operands(self.role, x_MN.clone())
         return {
             along: operand
             for along, operand in zip(("last", "first"), found, strict=True)

@@ -1,100 +1,179 @@
-"""Quantize a linear's three tensors: which product reads which tensor in which precision."""
+"""Quantize a linear's three tensors: which product reads which tensor in which precision.
+
+Each tensor is read by two products, in one of which the sum runs along its last dim, in the other
+along its first:
+
+    tensor              along last                along first
+    input [T, I]        output (over I)           grad_weight (over T)
+    weight [O, I]       output (over I)           grad_input (over O)
+    grad_output [T, O]  grad_input (over O)       grad_weight (over T)
+
+How a tensor becomes FP8 is the rule of a recipe (`recipes/`); casts with one scale for the whole
+tensor, which several recipes have, are here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.engine import Engine
+from megafp8.fp8.cast import Fp8Tensor, quantize
 from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.fused import Make, Produced
-from megafp8.fp8.quantizers.base import (
-    READERS,
-    Need,
-    Operands,
-    Role,
-    SavedForm,
-    TensorQuantizer,
-    column_sum,
-)
-from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.gemm import wide_dtype
+from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
 from megafp8.specs.precision import GEMMS
-from megafp8.specs.traits import GemmName
+from megafp8.specs.recipe import Recipe
+from megafp8.specs.traits import TENSOR, GemmName, Scales
+from megafp8.specs.traits import Role as Role
+
+Operand = torch.Tensor | Fp8Tensor
+
+# (the product that sums along the last dim, the one that sums along the first)
+READERS: dict[Role, tuple[GemmName, GemmName]] = {
+    "input": ("output", "grad_weight"),
+    "weight": ("output", "grad_input"),
+    "grad_output": ("grad_input", "grad_weight"),
+}
+
+
+class Operands(NamedTuple):
+    """Hold one tensor as its two products read it: in FP8, or as it is.
+
+    `along_last` is for the product that sums along the tensor's last dim, `along_first` for the
+    other.
+    """
+
+    along_last: Operand
+    along_first: Operand
+
+
+class Need(NamedTuple):
+    """Say for which of a tensor's two products FP8 is wanted.
+
+    `last` is the product that sums along the tensor's last dim, `first` the other.
+    """
+
+    last: bool
+    first: bool
 
 
 @dataclass(frozen=True)
+class SavedForm:
+    """Say how an input [T, I] is kept for the product for `grad_weight`.
+
+    `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with such scales
+    along T. `is_transposed` says that its bytes lie in memory as [I, T].
+    """
+
+    scales: Scales | None = None
+    dtype: torch.dtype = torch.uint8
+    is_transposed: bool = False
+
+    def payload_shape(self, tokens: int, features: int) -> list[int]:
+        """Return the payload's shape as it lies in memory; [0] where the input itself is kept."""
+        if self.scales is None:
+            return [0]
+        return [features, tokens] if self.is_transposed else [tokens, features]
+
+    def scale_shape(self, tokens: int, features: int) -> list[int]:
+        """Return the shape of the scales; [0] where the input itself is kept."""
+        if self.scales is None:
+            return [0]
+        if self.scales.is_one:
+            return []
+        along, across = self.scales.along or tokens, self.scales.across or features
+        return [-(-tokens // along), -(-features // across)]
+
+
+@dataclass(frozen=True)
+class TensorQuantizer:
+    """Say what is quantized (the tensor `role` of the linear `name`), and by which recipe's rule.
+
+    `reduce_max` takes the maximum over the ranks that hold parts of the tensor, in place; None says
+    that this rank has all of it. `slot` is the tensor's row in a table, if the recipe has a
+    history. What else is kept between calls is in the `ScalingState`.
+    """
+
+    rule: Recipe
+    state: ScalingState
+    name: str
+    role: Role
+    fmt: Fp8Format
+    power_2: bool
+    reduce_max: ReduceMax | None = None
+    slot: Slot | None = None
+
+
 class LinearQuantizer:
     """Quantize the three tensors of the linear `name`, each by its `TensorQuantizer`.
 
-    `high_precision` are the products that are not done in FP8; the tensors that they read stay as
-    they are.
+    `high_precision` are the products that are not done in FP8 (`fp8_gemms` are the others); the
+    tensors that they read stay as they are.
     """
 
-    name: str
-    state: ScalingState
-    tensors: dict[Role, TensorQuantizer]
-    high_precision: frozenset[GemmName]
+    def __init__(
+        self,
+        name: str,
+        state: ScalingState,
+        tensors: dict[Role, TensorQuantizer],
+        high_precision: frozenset[GemmName],
+    ) -> None:
+        self.name, self.state, self.tensors = name, state, tensors
+        self.fp8_gemms = tuple(gemm for gemm in GEMMS if gemm not in high_precision)
+        self.fast_accumulation = state.recipe.fast_accumulation
+        self._needs = {
+            (role, with_first): Need(last in self.fp8_gemms, with_first and first in self.fp8_gemms)
+            for role, (last, first) in READERS.items()
+            for with_first in (True, False)
+        }
 
-    def products(self, gemm: GemmName) -> tuple[Engine, bool]:
-        """Return the engine of this product, and whether it may accumulate fast there."""
-        return self.state.engine, gemm in self.state.recipe.fast_accumulation
-
-    def is_fp8(self, gemm: GemmName) -> bool:
-        """Whether this product runs in FP8."""
-        return gemm not in self.high_precision
-
-    @property
-    def fp8_gemms(self) -> tuple[GemmName, ...]:
-        """Return the products that run in FP8."""
-        return tuple(gemm for gemm in GEMMS if self.is_fp8(gemm))
-
-    def operands(self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True) -> Operands:
-        """Return one of the linear's tensors as its products read it.
-
-        `with_first` False says that only the product of the forward pass will be done.
-        """
-        return self._quantized(role, x_MN, with_first=with_first, with_sum=False)[0]
-
-    def operands_and_sums(
-        self, role: Role, x_MN: torch.Tensor, *, with_sum: bool = True
+    def operands(
+        self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Return `operands`, and FP32 sums of the tensor's columns, [P, N], or None.
+        """Return one of the linear's tensors as its products read it, and sums of its columns.
 
-        Each of the P rows has the sums over a group of the tensor's rows. `with_sum` asks for them.
+        The recipe makes FP8 operands of it, for the products that run in FP8. `with_first` False
+        says that only the product of the forward pass will be done. `with_sum` asks for FP32 sums
+        of the columns, [P, N], in which each row has the sums over a group of the tensor's rows.
         """
-        return self._quantized(role, x_MN, with_first=True, with_sum=with_sum)
-
-    def _quantized(
-        self, role: Role, x_MN: torch.Tensor, *, with_first: bool, with_sum: bool
-    ) -> tuple[Operands, torch.Tensor | None]:
-        need = self._need(role, with_first)
-        if not need.any:
+        need = self._needs[role, with_first]
+        if not (any(need) and self.state.fp8_enabled):
             return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
-        operands, sums_PN = self.tensors[role].quantize(x_MN, need, with_sum=with_sum)
-        self._observe(role, x_MN, operands)
-        return operands, sums_PN
+        tensor = self.tensors[role]
+        made: tuple[Operands, torch.Tensor | None] = tensor.rule.operands(
+            tensor, x_MN, need, with_sum=with_sum
+        )
+        if self.state.observers:
+            self._observe(role, x_MN, made[0])
+        return made
 
     def saved_form(self) -> SavedForm:
         """Return how the input is kept between forward and backward."""
-        if not self.is_fp8("grad_weight"):
+        if "grad_weight" not in self.fp8_gemms:
             return SavedForm()
-        return self.tensors["input"].saved_form()
+        tensor = self.tensors["input"]
+        form: SavedForm = tensor.rule.saved_form(tensor)
+        return form
 
     def fuses(self, role: Role, *, with_first: bool = True) -> bool:
         """Whether the kernel that computes this tensor may cast it in the same pass."""
-        need = self._need(role, with_first)
+        need, tensor = self._needs[role, with_first], self.tensors[role]
         is_whole = need.last and need.first == with_first  # no product reads it as it is
-        return is_whole and self.tensors[role].can_fuse
+        return is_whole and self.state.fp8_enabled and bool(tensor.rule.can_fuse(tensor))
 
     def produce(
         self, role: Role, make: Make, *, with_first: bool = True, with_sum: bool = False
     ) -> tuple[Operands, Produced]:
         """Return one of the linear's tensors as `make` computes and casts it, and all it made."""
-        need, is_observed = self._need(role, with_first), bool(self.state.observers)
-        operands, made = self.tensors[role].produce(
-            make, need, with_plain=is_observed, with_sum=with_sum
+        need, tensor = self._needs[role, with_first], self.tensors[role]
+        is_observed = bool(self.state.observers)
+        operands: Operands
+        made: Produced
+        operands, made = tensor.rule.produce(
+            tensor, make, need, with_plain=is_observed, with_sum=with_sum
         )
         if made.plain is not None:
             self._observe(role, made.plain, operands)
@@ -105,7 +184,8 @@ class LinearQuantizer:
 
         One quantization serves both products.
         """
-        operands, _ = self.tensors["weight"].quantize(weight_OI, Need(True, True))
+        tensor = self.tensors["weight"]
+        operands, _ = tensor.rule.operands(tensor, weight_OI, Need(True, True))
         self._observe("weight", weight_OI, operands)
         last, first = operands
         assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
@@ -117,7 +197,9 @@ class LinearQuantizer:
 
         `amax` (0-d FP32, may be overwritten) is that of all parts.
         """
-        return self.tensors["weight"].store_scale(amax)
+        tensor = self.tensors["weight"]
+        scale: torch.Tensor = tensor.rule.store_scale(tensor, amax)
+        return scale, tensor.fmt
 
     def observe_part(self, part_MN: torch.Tensor, stored: Fp8Tensor) -> None:
         """Show the observers a part of a weight that is kept in FP8 alone."""
@@ -129,7 +211,87 @@ class LinearQuantizer:
         for observe in self.state.observers:
             observe(f"{self.name}.{role}", x_MN, last, first)
 
-    def _need(self, role: Role, with_first: bool) -> Need:
-        last, first = READERS[role]
-        enabled = self.state.fp8_enabled
-        return Need(enabled and self.is_fp8(last), enabled and with_first and self.is_fp8(first))
+
+def column_sum(x_MN: torch.Tensor) -> torch.Tensor:
+    """Return the FP32 sum of each column, [1, N]: the gradient of a bias."""
+    return x_MN.sum(0, keepdim=True, dtype=torch.float32)
+
+
+def operands_of(x_MN: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None) -> Operands:
+    """Return the operands of a tensor; None where its product reads the tensor as it is."""
+    return Operands(x_MN if last is None else last, x_MN if first is None else first)
+
+
+def cast_whole(
+    tensor: TensorQuantizer,
+    x_MN: torch.Tensor,
+    quant_scale: torch.Tensor,
+    need: Need,
+    *,
+    amax: torch.Tensor | None = None,
+    dequant_scale: torch.Tensor | None = None,
+    with_sum: bool = False,
+) -> tuple[Operands, torch.Tensor | None]:
+    """Cast `x_MN` with one 0-d FP32 `quant_scale`; `amax` works as in `cast.quantize`.
+
+    `dequant_scale` is the reciprocal of the scale, for a caller that has it already.
+    The second result has the FP32 sums of each column of `x_MN` itself over groups of rows, [P, N],
+    if `with_sum` is set.
+    """
+    engine, fmt = tensor.state.engine, tensor.fmt
+    if engine.uses_triton:
+        from megafp8.fp8.kernels.triton_cast import cast
+
+        # One pass writes each orientation that is needed, or one payload for both products.
+        orients = engine.orients("tensor")
+        payload, payload_t, sums_PN, _ = cast(
+            x_MN.contiguous(),
+            quant_scale,
+            fmt,
+            amax=amax,
+            with_rows=need.last or not orients,
+            with_columns=need.first and orients,
+            with_sums=with_sum,
+        )
+        last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
+        return operands_of(x_MN, last, first), sums_PN
+    sum_N = x_MN.new_empty(x_MN.shape[1:], dtype=torch.float32) if with_sum else None
+    # The products that multiply this tensor's numbers work in its own dtype.
+    payload, grid = quantize(
+        x_MN,
+        quant_scale,
+        fmt,
+        amax=amax,
+        grid_dtype=wide_dtype(x_MN.device, x_MN.dtype),
+        column_sum=sum_N,
+    )
+    x_fp8 = Fp8Tensor(payload, quant_scale.reciprocal(), fmt, grid)
+    both = Operands(x_fp8 if need.last else x_MN, x_fp8 if need.first else x_MN)
+    return both, None if sum_N is None else sum_N[None]
+
+
+def whole_form(tensor: TensorQuantizer) -> SavedForm:
+    """Return the form of an input in FP8 with one scale: one cast for both products, or two."""
+    is_transposed = tensor.state.engine.orients("tensor")
+    return SavedForm(TENSOR, tensor.fmt.dtype, is_transposed=is_transposed)
+
+
+def tensors_of_cast(
+    payload: torch.Tensor | None,
+    payload_t: torch.Tensor | None,
+    quant_scale: torch.Tensor,
+    fmt: Fp8Format,
+    need: Need,
+    dequant_scale: torch.Tensor | None = None,
+) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
+    """Return one cast as the products (along the last dim, along the first) read it.
+
+    `payload` [M, N] serves both products where there is no `payload_t` [N, M]. None stands for a
+    product that is not in FP8.
+    """
+    if dequant_scale is None:
+        dequant_scale = quant_scale.reciprocal()
+    last = None if payload is None else Fp8Tensor(payload, dequant_scale, fmt)
+    if payload_t is not None:
+        return last, Fp8Tensor(payload_t.t(), dequant_scale, fmt)
+    return last if need.last else None, last if need.first else None

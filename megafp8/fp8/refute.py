@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megafp8.fp8.cast import amax_of
+from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
 from megafp8.fp8.probe import (
     Probe,
     RanksDifferError,
@@ -21,7 +21,6 @@ from megafp8.fp8.probe import (
     turned,
     values,
 )
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs import HealthSpec
 
 Refuter = Callable[[Probe], Iterator[str]]

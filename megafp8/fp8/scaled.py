@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import amax_of, quantize
+from megafp8.fp8.cast import Fp8Tensor, amax_of, quantize
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.quantizers.scales import power_2_below
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.scales import power_2_below
 
 LARGEST_SCALE = 2.0**126
 

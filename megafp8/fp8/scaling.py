@@ -28,10 +28,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Draws
 from megafp8.fp8.engine import EMULATED, Engine, engine_of
 from megafp8.fp8.formats import Fp8Format, formats_of
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.ops import torch_private
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Seen
@@ -72,38 +72,6 @@ class Slot:
 
     table: ScaleTable
     index: int
-    fmt: Fp8Format
-
-    @property
-    def quant_scale(self) -> torch.Tensor:
-        """Return the current scale, a 0-d FP32 view of the table."""
-        return self.table.quant_scale[self.index]
-
-    @property
-    def dequant_scale(self) -> torch.Tensor:
-        """Return the reciprocal of the current scale, a 0-d FP32 view that no update changes."""
-        return self.table.dequant_scale[self.index]
-
-    @property
-    def amax(self) -> torch.Tensor:
-        """Return the amax staged since the last update, a 0-d FP32 view of the table."""
-        return self.table.amax[self.index]
-
-
-class _Settled:
-    """Guard a field of a table: reading or writing it first waits for the update under way."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
-
-    def __get__(self, table: ScaleTable, owner: type | None = None) -> torch.Tensor:
-        table.settle()
-        value: torch.Tensor = getattr(table, self.name)
-        return value
-
-    def __set__(self, table: ScaleTable, value: torch.Tensor) -> None:
-        table.settle()
-        setattr(table, self.name, value)
 
 
 @dataclass(frozen=True)
@@ -126,10 +94,11 @@ class _Reciprocals:
 class ScaleTable:
     """Hold the scales of every tensor of one direction, with one update and one reduction for all.
 
-    An update starts its reduction over ranks at once and waits for it when one of the fields below,
-    except `amax`, is next read. By that time the other direction's pass has been computed. `amax`
-    is not guarded: an update takes what is staged, and the next microbatch stages its amaxes in
-    another tensor than the one that is reduced.
+    An update starts its reduction over ranks at once, and the first cast of the next microbatch
+    waits for it (`settled`). By that time the other direction's pass has been computed. Whoever
+    reads the fields below, except `amax`, calls `settled` first; so does `ScalingState.tables`. An
+    update takes the amaxes that are staged, and the next microbatch stages its amaxes in another
+    tensor than the one that is reduced.
 
         amax           [tensors]            staged since the last update (TE's history slot 0)
         history        [tensors, length-1]  earlier amaxes, oldest first (TE's slots 1 to length-1)
@@ -142,9 +111,6 @@ class ScaleTable:
     With `keeps_addresses` these tensors stay where they are and updates write into them, as a CUDA
     graph needs it that reads them; an update then takes a copy of the staged amaxes.
     """
-
-    history, quant_scale = _Settled(), _Settled()
-    num_updates, num_nonfinite = _Settled(), _Settled()
 
     def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
         self._under_way: tuple[torch.Tensor, Pending] | None = None  # amaxes and their reduction
@@ -177,7 +143,7 @@ class ScaleTable:
             self._own.setdefault(own, []).append(len(self.names))
         self.names.append(name)
         self._allocate(self.amax.device)
-        return Slot(self, len(self.names) - 1, self.fmt)
+        return Slot(self, len(self.names) - 1)
 
     def to(self, device: torch.device) -> None:
         """Move the table's tensors to `device`."""
@@ -187,12 +153,12 @@ class ScaleTable:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, by field name."""
         fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
-        return {name: getattr(self, name) for name in fields}
+        return {name: getattr(self.settled(), name) for name in fields}
 
     @property
     def dequant_scale(self) -> torch.Tensor:
         """Return the reciprocals of `quant_scale`; an update makes a new tensor of them."""
-        quant_scale, known = self.quant_scale, self._reciprocals
+        quant_scale, known = self.settled().quant_scale, self._reciprocals
         if known is None or not known.are_of(quant_scale):
             known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
         return known.dequant_scale
@@ -208,8 +174,7 @@ class ScaleTable:
         """
         if not self.names:
             return
-        self.settle()
-        staged = self._take_staged()
+        staged = self.settled()._take_staged()
         if start_reduce_max is None:
             self._roll(staged)
         else:
@@ -227,12 +192,13 @@ class ScaleTable:
         staged, self.amax = self.amax, zeros
         return staged
 
-    def settle(self) -> None:
-        """Wait for the update under way, if there is one, and finish it."""
+    def settled(self) -> ScaleTable:
+        """Wait for the update under way, if there is one, finish it, and return the table."""
         if self._under_way is not None:
             (staged, reduction), self._under_way = self._under_way, None
             reduction.wait()
             self._roll(staged)
+        return self
 
     def _roll(self, staged: torch.Tensor) -> None:
         if self.engine.uses_triton and not self._own:
@@ -305,17 +271,8 @@ class ScalingState:
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
         self.draws = Draws()
         self.rule_seconds = 0.0  # of the host in rules that are torch operations, in training
+        self.engine: Engine = EMULATED  # runs casts, products and updates
         self._start_reduce_max = start_reduce_max if recipe.reduce_amax else None
-        self._engine = EMULATED
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine on which casts and products run."""
-        return self._engine
-
-    @engine.setter
-    def engine(self, engine: Engine) -> None:
-        self._engine = self.forward.engine = self.backward.engine = engine
 
     @property
     def keeps_addresses(self) -> bool:
@@ -328,8 +285,8 @@ class ScalingState:
 
     @property
     def tables(self) -> dict[Direction, ScaleTable]:
-        """Return the table of each direction."""
-        return {"forward": self.forward, "backward": self.backward}
+        """Return the table of each direction, after the updates under way."""
+        return {"forward": self.forward.settled(), "backward": self.backward.settled()}
 
     def to(self, device: torch.device) -> None:
         """Move the tables to `device` and choose its engine."""
@@ -343,21 +300,24 @@ class ScalingState:
         `step` and `sample`, the number of the microbatch among all ranks', are counted over the
         whole run; stochastic rounding draws by them.
         """
-        self.draws.begin_microbatch(step, sample)
+        self.draws.at = step, sample
         if index == 0:
             self.weights_version += 1
         if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
             for table in self.tables.values():
-                table.settle()
                 table.forget_reciprocals()
 
     def end_forward(self) -> None:
         """Update the forward table, after a microbatch's forward pass."""
-        self.forward.update(self._start_reduce_max)
+        self._update(self.forward)
 
     def end_backward(self) -> None:
         """Update the backward table, after a microbatch's backward pass."""
-        self.backward.update(self._start_reduce_max)
+        self._update(self.backward)
+
+    def _update(self, table: ScaleTable) -> None:
+        table.engine = self.engine
+        table.update(self._start_reduce_max)
 
     @torch.no_grad()
     def forget_staged(self) -> None:
@@ -411,11 +371,11 @@ class Recomputation(AbstractContextManager[None]):
 
     def __init__(self, state: ScalingState) -> None:
         self._state = state
-        self._then = state.forward.quant_scale
+        self._then = state.forward.settled().quant_scale
         self._drawn_then = state.draws.snapshot()
 
     def __enter__(self) -> None:
-        self._now = self._state.forward.quant_scale
+        self._now = self._state.forward.settled().quant_scale
         self._was_recording = self._state.recording
         self._drawn_now = self._state.draws.snapshot()
         self._state.draws.restore(self._drawn_then)

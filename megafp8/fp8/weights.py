@@ -21,13 +21,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import quantize
+from megafp8.fp8.cast import Fp8Tensor, quantize
 from megafp8.fp8.engine import Engine
 from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.quantizer import LinearQuantizer
-from megafp8.fp8.quantizers.base import Operands
+from megafp8.fp8.quantizer import LinearQuantizer, Operands
 from megafp8.fp8.scaled import ScaledTensor
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.ops import torch_private
 
 KEEP_NUMBERS_BELOW = 4096
@@ -125,7 +123,7 @@ class CachedFp8:
         """Return the FP8 copy, which is made at its first use after `weights_version` changed."""
         version = self._quantizer.state.weights_version
         if self._kept is None or self._version != version:
-            self._kept = self._quantizer.operands("weight", self._read(weight_OI))
+            self._kept = self._quantizer.operands("weight", self._read(weight_OI))[0]
             self._version = version
         if num_tokens >= KEEP_NUMBERS_BELOW:
             self._kept = _without_numbers(self._kept)
@@ -155,9 +153,9 @@ class RecastFp8:
         state = self._quantizer.state
         if self._repeat is None or self._version != state.weights_version:
             self._repeat, self._version = state.recomputation(), state.weights_version
-            return self._quantizer.operands("weight", weight_OI.detach())
+            return self._quantizer.operands("weight", weight_OI.detach())[0]
         with self._repeat:
-            return self._quantizer.operands("weight", weight_OI.detach())
+            return self._quantizer.operands("weight", weight_OI.detach())[0]
 
 
 class StoredFp8:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.ops import bf16
+from megafp8.ops import addmm, bf16
 from megafp8.specs.data import IGNORE
 
 CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
@@ -58,7 +58,7 @@ def plain_matmul(
 ) -> torch.Tensor:
     """Return a @ b by torch's own matmul, without counting FLOPs; see `Matmul`."""
     a, b = a.t() if transpose_a else a, b.t() if transpose_b else b
-    product = None if total is None else bf16.mm_into(total, a, b, is_first=is_first)
+    product = None if total is None else addmm.mm_into(total, a, b, is_first=is_first)
     return bf16.mm(a, b) if product is None else product
 
 

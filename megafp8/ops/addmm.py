@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+from megafp8.ops import bf16, cpu
+
 Scales = tuple[torch.Tensor, torch.Tensor]  # each 0-d FP32, positive
 FP32 = torch.finfo(torch.float32)
 FACTORS = 2.0**-110, 2.0**111
@@ -57,6 +59,40 @@ def scaled_addmm(
     if beta:
         product.add_(start_MN, alpha=beta)
     return product.to(a_MK.dtype) if out is None else out.copy_(product)
+
+
+def mm_into(
+    total_MN: torch.Tensor,
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    *,
+    is_first: bool,
+    scales: Scales | None = None,
+) -> torch.Tensor | None:
+    """Return a @ b, times both scales, in FP32, not rounded to the operands' dtype.
+
+    None says that torch has no such product.
+    The result is `total_MN` (FP32) itself if the product was added to it or, with `is_first`,
+    overwrote it; otherwise the caller has to do that. On a CPU the product adds its terms to the
+    sum. CPUs with BF16 instructions have such products, but torch 2.13 does not offer them.
+    """
+    if a_MK.dtype == torch.bfloat16 and not cpu.FAST_AT_BF16 and bf16.is_widened(a_MK):
+        a_MK, b_KN = a_MK.float(), b_KN.float()
+    on_cpu = a_MK.device.type == "cpu" or bf16.device_kind(a_MK.device) == "cpu"
+    if on_cpu and a_MK.dtype == torch.float32:
+        alpha = 1.0 if scales is None or a_MK.is_meta else factor(scales)
+        beta = 0 if is_first else 1
+        return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
+    out_MN = total_MN if is_first else None
+    if a_MK.dtype == torch.float32:
+        product = torch.mm(a_MK, b_KN, out=out_MN)
+    elif on_cpu or a_MK.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    elif out_MN is None:
+        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    else:
+        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out_MN)
+    return product if scales is None else times_scales(product, scales)
 
 
 @cache

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.ops import cpu
-from megafp8.ops.addmm import Scales, factor, scaled_addmm, times_scales
 
 _planned_type = ContextVar("the type of the device that meta tensors stand for", default="cpu")
 
@@ -33,7 +32,7 @@ def planning_for(device_type: str) -> Iterator[None]:
 
 def fp32_products(device: torch.device) -> bool:
     """Whether BF16 products on this device run as FP32 ones."""
-    return device_kind(device) == "cpu" and not cpu.fast_at_bf16()
+    return device_kind(device) == "cpu" and not cpu.FAST_AT_BF16
 
 
 def device_kind(device: torch.device) -> str:
@@ -55,40 +54,6 @@ def mm(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = Non
         bias_N = None if bias_N is None else bias_N.float()
         return _product(a_MK.float(), b_KN.float(), bias_N).to(a_MK.dtype)
     return _product(a_MK, b_KN, bias_N)
-
-
-def mm_into(
-    total_MN: torch.Tensor,
-    a_MK: torch.Tensor,
-    b_KN: torch.Tensor,
-    *,
-    is_first: bool,
-    scales: Scales | None = None,
-) -> torch.Tensor | None:
-    """Return a @ b, times both scales, in FP32, not rounded to the operands' dtype.
-
-    None says that torch has no such product.
-    The result is `total_MN` (FP32) itself if the product was added to it or, with `is_first`,
-    overwrote it; otherwise the caller has to do that. On a CPU the product adds its terms to the
-    sum. CPUs with BF16 instructions have such products, but torch 2.13 does not offer them.
-    """
-    if is_widened(a_MK):
-        a_MK, b_KN = a_MK.float(), b_KN.float()
-    on_cpu = device_kind(a_MK.device) == "cpu"
-    if on_cpu and a_MK.dtype == torch.float32:
-        alpha = 1.0 if scales is None or a_MK.is_meta else factor(scales)
-        beta = 0 if is_first else 1
-        return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
-    out_MN = total_MN if is_first else None
-    if a_MK.dtype == torch.float32:
-        product = torch.mm(a_MK, b_KN, out=out_MN)
-    elif on_cpu or a_MK.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    elif out_MN is None:
-        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32)
-    else:
-        product = torch.mm(a_MK, b_KN, out_dtype=torch.float32, out=out_MN)
-    return product if scales is None else times_scales(product, scales)
 
 
 def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:

@@ -39,20 +39,15 @@ def read_flags() -> frozenset[str] | None:
 
 
 FLAGS = read_flags()
-_fast = FLAGS is not None and bool(FLAGS & BF16_FLAGS)
+FAST_AT_BF16 = FLAGS is not None and bool(FLAGS & BF16_FLAGS)
+"""Whether this CPU has BF16 dot products.
 
-
-def fast_at_bf16() -> bool:
-    """Whether this CPU has BF16 dot products.
-
-    Without them torch multiplies BF16 matrices 5 to 90 times slower than FP32 ones. Tests replace
-    this function, so everything that depends on it calls it.
-    """
-    return _fast
+Without them torch multiplies BF16 matrices 5 to 90 times slower than FP32 ones. Tests replace this
+value, so everything that depends on it reads it from this module."""
 
 
 def why_not() -> str:
-    """Return why `fast_at_bf16` is false, for a run's header."""
+    """Return why `FAST_AT_BF16` is false, for a run's header."""
     if FLAGS is None:
         return f"which instructions this CPU has cannot be read on {platform.system()}"
     return "this CPU has no BF16 instructions"

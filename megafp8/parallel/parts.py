@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import DTYPE_NAMES, FORMATS
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
 from megafp8.fp8.linear import Linear, LinearComm, NoComm
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.fp8.quantizers.base import Operand, Role
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.quantizer import Operand, Role
 from megafp8.fp8.scaling import Pending, ReduceMax
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.attention import AttentionContext
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel

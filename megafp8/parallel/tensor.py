@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.fp8.linear import NoComm
-from megafp8.fp8.quantizers.base import Role
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.parallel.collectives import Axis
 

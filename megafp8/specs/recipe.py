@@ -86,7 +86,7 @@ class Recipe:
     @classmethod
     def has_kernels(cls) -> bool:
         """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
-        return cls.traits.has_history or cls.quantizer is not Recipe.quantizer
+        return cls.traits.has_history or cls.operands is not Recipe.operands
 
     @classmethod
     def without(cls, options: frozenset[str]) -> type[Recipe]:
@@ -126,13 +126,56 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__} has no `scale_of_amax`")
 
-    def quantizer(self, given: Any) -> Any:
-        """Return the `TensorQuantizer` of one tensor of one linear; None makes one of `cast`.
+    # What follows is for recipes whose casts run as kernels. `tensor` says what is quantized: a
+    # `fp8.quantizer.TensorQuantizer`, with format, role, engine and the maximum over ranks.
 
-        `given` is a `precision.recipes.base.Quantizing`. A recipe that keeps state, or whose casts
-        run as kernels, returns its own.
+    def operands(self, tensor: Any, x_MN: Tensor, need: Any, *, with_sum: bool = False) -> Any:
+        """Return a tensor of a linear as its two products read it, and the sums of its columns.
+
+        A recipe without this method has operands that are made by `cast`, or for `has_history` by
+        the casts of `delayed`. A recipe with this method needs no `cast`, but `saved_form`.
+
+        Args:
+            tensor: What is quantized.
+            x_MN: The tensor [M, N] in FP32, BF16 or FP16, which stays unchanged.
+            need: For which products FP8 is wanted (`fp8.quantizer.Need`).
+            with_sum: Whether the sums are wanted.
+
+        Returns:
+            `fp8.quantizer.Operands`: the tensor in FP8 for the products in `need`, and as it is for
+            the others; and the FP32 sums of each column of `x_MN` itself over groups of rows,
+            [P, N], or None.
         """
-        return None
+        raise NotImplementedError(f"{type(self).__name__} has no `operands`")
+
+    def saved_form(self, tensor: Any) -> Any:
+        """Return the form (`fp8.quantizer.SavedForm`) of the operand that sums along the first dim.
+
+        It is called only for the input, when a layer is compiled: the graph must know what is kept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no `saved_form`")
+
+    def store_scale(self, tensor: Any, amax: Tensor) -> Tensor:
+        """Return the scale (0-d FP32) to cast a whole tensor of this amax with.
+
+        `amax` (0-d FP32, may be overwritten) is known before all parts of the tensor are there. It
+        is called for weights that ranks hold parts of, if the recipe declares `shares_weight`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no single scale for a tensor")
+
+    def can_fuse(self, tensor: Any) -> bool:
+        """Whether a kernel that computes the tensor may cast it too, by `produce`."""
+        return False
+
+    def produce(
+        self, tensor: Any, make: Any, need: Any, *, with_plain: bool, with_sum: bool = False
+    ) -> Any:
+        """Return the operands of the tensor that `make` (`fp8.fused.Make`) computes, and all of it.
+
+        `need.last` is set. `with_plain` asks for the tensor in high precision as well, `with_sum`
+        for the sums of its columns. It is called only where `can_fuse` is true.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a tensor before its scale")
 
 
 def lazy(name: str) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter, gemm
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.te_cpu.activations import dgelu, gelu_of
 from megafp8.te_cpu.enums import WIDE
 from megafp8.te_cpu.missing import missing

@@ -6,7 +6,7 @@ import torch
 
 from megafp8.fp8 import cast
 from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.quantizers.scales import amax_of_blocks, scale_of_amax
+from megafp8.fp8.scales import amax_of_blocks, scale_of_amax
 from megafp8.te_cpu.enums import FORMATS
 from megafp8.te_cpu.quantize import without_nan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.specs.traits import BLOCK
 from megafp8.te_cpu.enums import FORMATS, ScaleFormat
 from megafp8.te_cpu.missing import missing

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.fp8 import linear as eager
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.linear import Linear
-from megafp8.fp8.quantizers.base import Operand, SavedForm
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.quantizer import Operand, SavedForm
 from megafp8.models.parts import Dropout
 from megafp8.ops.torch_private import GraphInput
 
@@ -87,7 +87,7 @@ def _linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the kept input's payload as it lies in memory, and its scales."""
     live: LiveLinear = handle.value
-    done = eager.forward(live.linear, input_TI, for_backward=True)
+    done = eager.forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
     kept = done.input
     if live.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
@@ -129,7 +129,8 @@ def _linear_backward(
     live: LiveLinear = handle.value
     linear, input = live.linear, _operand(kept, scale, live)
     # The weight is the one that forward read: weights change only between steps.
-    weight = linear.weight_operands(grad_output_TO.dtype, input_shape[0]).along_first
+    form, dtype = linear.weight_form, grad_output_TO.dtype
+    weight = form.operands(linear.weight, dtype, input_shape[0]).along_first
     found = eager.backward(linear, grad_output_TO, input, weight)
     assert found.input is not None
     assert found.weight is None and found.bias is None, "the sink keeps gradients itself"

@@ -30,7 +30,7 @@ from torch import nn
 from megafp8.errors import ConfigError
 from megafp8.fp8.gemm import Fp8Backend, GemmCounter
 from megafp8.fp8.grad_sink import MainGradSink
-from megafp8.fp8.quantizers.base import Operands
+from megafp8.fp8.quantizer import Operands
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import CachedFp8, StoredFp8
 from megafp8.parallel.parts import linears_of

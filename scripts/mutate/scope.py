@@ -55,10 +55,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         *_fp8("test_linear", "test_recipes", "test_health"),
         RANKS,
     ),
-    "megafp8/fp8/quantizers/*.py": (
-        *_fp8("test_recipes", "test_linear", "test_own_recipes"),
-        RANKS,
-    ),
+    **{
+        f"megafp8/fp8/{name}.py": (*_fp8("test_recipes", "test_linear", "test_own_recipes"), RANKS)
+        for name in ("build", "rule", "scales", "recipes/*")
+    },
     **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("checker", "probe", "refute")},
     "megafp8/fp8/draws.py": ("fp8/test_own_recipes",),
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),

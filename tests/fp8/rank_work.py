@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megafp8 import fp8
-from megafp8.fp8.quantizers.base import Need
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.fp8.weights import RecastFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import load_recipe
 from tests.fp8.models import mlp, noise
+from tests.fp8.quantized import quantized
 from tests.ranks import Rank
 
 STEPS = 3
@@ -89,7 +89,7 @@ def quantize_a_part(rank: Rank, recipe: str, along: int) -> list[float]:
     linear = linear_quantizer(state, "linear", lambda role: maximum)
     assert linear is not None
     part = noise(32, 32, seed=1).tensor_split([32], along)[rank.index]
-    found, _ = linear.tensors["input"].quantize(part, Need(True, True))
+    found, _ = quantized(linear, "input", part)
     scales = []
     for operand in found:
         assert isinstance(operand, Fp8Tensor) and operand.payload.shape == part.shape

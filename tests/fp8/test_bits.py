@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from megafp8 import fp8
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts, PlainLinear
 from megafp8.models.random import RandomStreams

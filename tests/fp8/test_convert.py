@@ -363,7 +363,7 @@ def test_a_copy_of_a_converted_model_says_that_it_is_one() -> None:
                 ema(x)
             with torch.no_grad():
                 assert torch.equal(ema(x), model(x))
-                assert ema[0].fp8.quantizer.tensors["input"].slot.fmt is E4M3
+                assert ema[0].fp8.quantizer.tensors["input"].fmt is E4M3
     step(model, state, seed=1)
     both_model, both_state = copy.deepcopy((model, state))
     step(both_model, both_state, seed=2)

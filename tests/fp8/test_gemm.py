@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSum
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.ops import cpu
 
 
@@ -21,7 +21,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 @pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
 def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As a CPU with and without BF16 dot products would."""
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", request.param)
     return bool(request.param)
 
 

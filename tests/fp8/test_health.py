@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.health import HealthProbe, num_nonfinite
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, TensorHealth
 from megafp8.specs.precision import RecipeName

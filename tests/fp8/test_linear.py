@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.ops import cpu
 from megafp8.specs import Fp8Recipe
 from tests.spec import linear as spec
@@ -132,7 +132,7 @@ def specification(
 
 @pytest.fixture(params=[True, False], ids=["BF16 products", "FP32 products"])
 def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", request.param)
 
 
 @works
@@ -258,13 +258,13 @@ def test_weight_is_cast_once_a_step_and_again_for_an_evaluation() -> None:
             state.end_forward()
             output.sum().backward()
             state.end_backward()
-            operand = linear.weight_operands(x.dtype).along_last
+            operand = linear.weight_form.operands(linear.weight, x.dtype, 0).along_last
             assert isinstance(operand, Fp8Tensor)
             payloads.append(operand.payload)
         return payloads
 
     def value(payload: torch.Tensor) -> float:
-        operand = linear.weight_operands(x.dtype).along_last
+        operand = linear.weight_form.operands(linear.weight, x.dtype, 0).along_last
         return payload.float()[0, 0].item() * operand.dequant_scale.item()
 
     first = step()
@@ -275,9 +275,9 @@ def test_weight_is_cast_once_a_step_and_again_for_an_evaluation() -> None:
         linear.weight.fill_(1.0)
     with state.evaluation():
         linear(x)
-        evaluated = linear.weight_operands(x.dtype).along_last.payload
+        evaluated = linear.weight_form.operands(linear.weight, x.dtype, 0).along_last.payload
         linear(x)
-        again = linear.weight_operands(x.dtype).along_last.payload
+        again = linear.weight_form.operands(linear.weight, x.dtype, 0).along_last.payload
         assert again is evaluated, "once per evaluation"
         assert value(evaluated) == pytest.approx(1, rel=0.07)
     with torch.no_grad():
@@ -352,18 +352,20 @@ def test_backward_keeps_the_input_in_fp8_only(work: torch.dtype) -> None:
     assert [t.dtype for t in large] == [torch.float8_e4m3fn]
     assert all(t.numel() == 1 for t in saved if t is not large[0])
     node = output.grad_fn
-    while node is not None and "_LinearFunction" not in node.name():
+    while node is not None and "LinearFunction" not in node.name():
         node = node.next_functions[0][0]
     assert node is not None
     held = [v for v in vars(node).values() if isinstance(v, torch.Tensor | Fp8Tensor)]
     assert [type(v) for v in held] == [Fp8Tensor], "nothing but the step's FP8 weight"
-    assert held[0] is layer.linear.weight_operands(work).along_first
+    assert held[0] is layer.linear.weight_form.operands(layer.linear.weight, work, 0).along_first
 
 
 def test_dequant_scale_is_the_tensors_own() -> None:
     layer = make(noise(4, 4, seed=1, dtype=torch.float32), None, Fp8Recipe(amax_history_len=1))
     assert layer.state is not None
-    operand = layer.linear.input_operands(torch.full((2, 4), 7.0), with_first=True).along_last
+    assert layer.linear.quantizer is not None
+    operands, _ = layer.linear.quantizer.operands("input", torch.full((2, 4), 7.0))
+    operand = operands.along_last
     assert isinstance(operand, Fp8Tensor)
     layer.state.end_forward()
     assert layer.state.forward.quant_scale[0].item() == 64.0
@@ -425,7 +427,7 @@ def test_weight_gradients_are_not_rounded_before_they_are_summed(
     work: torch.dtype, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three microbatches err by FP32 accumulation alone; the first overwrites what was there."""
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
     sink, scales = MainGradSink(), (60.0, 5000.0, 90.0)
     weight = noise(24, 40, seed=1, dtype=work, std=0.02)
     layer = make(weight, None, Fp8Recipe() if is_fp8 else None, sink)
@@ -452,7 +454,7 @@ def test_main_grads_accumulate_in_fp32_over_microbatches(
     work: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`.grad` stays empty; what BF16 accumulation would lose is kept."""
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
     sink = MainGradSink()
     weight, bias = noise(4, 6, seed=1, dtype=work), noise(4, seed=2, dtype=work)
     layer = make(weight, bias, None, sink)

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from megafp8 import fp8
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter, gemm
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
-from megafp8.fp8.quantizers.rule import RuleError
+from megafp8.fp8.quantizer import Role
+from megafp8.fp8.rule import RuleError
 from megafp8.fp8.scaling import ScaleTable, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipe import Cast, Recipe, Scaled
 from megafp8.specs.recipes import load_recipe, register_recipe
 from megafp8.specs.traits import ROLES, ROW, TENSOR, Scales, Traits, alike
+from tests.fp8.quantized import quantized
 from tests.fp8.test_recipes import awkward
 
 OWN = Path(__file__).parents[1] / "own_recipes"
@@ -44,7 +45,7 @@ def settings_of(name: str, **changes: Any) -> Fp8Recipe:
 def operands(name: str, role: Role, x: torch.Tensor, **changes: Any) -> list[Fp8Tensor]:
     quantizer = linear_quantizer(ScalingState(settings_of(name, **changes)), "linear")
     assert quantizer is not None
-    (last, first), _ = quantizer.tensors[role].quantize(x, Need(True, True))
+    (last, first), _ = quantized(quantizer, role, x)
     assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
     return [last, first]
 
@@ -126,7 +127,7 @@ def drawn(
     state.begin_microbatch(0, step, sample)
     Drawing.drawn.clear()
     for _ in range(2):
-        quantizer.tensors[role].quantize(torch.ones(4, 16), Need(True, True))
+        quantized(quantizer, role, torch.ones(4, 16))
     return Drawing.drawn.copy()
 
 
@@ -344,7 +345,7 @@ def test_a_rule_that_agrees_gets_the_maximum_over_ranks() -> None:
     state = ScalingState(settings_of(own("as_built_in", "Tensorwise")))
     quantizer = linear_quantizer(state, "linear", lambda role: maximum)
     assert quantizer is not None
-    (last, _), _ = quantizer.tensors["input"].quantize(torch.randn(4, 16), Need(True, True))
+    (last, _), _ = quantized(quantizer, "input", torch.randn(4, 16))
     assert isinstance(last, Fp8Tensor)
     assert last.dequant_scale.item() == pytest.approx(1000 / 448)
 
@@ -355,9 +356,9 @@ def test_the_form_in_which_an_input_is_kept_is_that_of_its_operand(name: str) ->
     file, _, cls = name.partition(":")
     quantizer = linear_quantizer(ScalingState(settings_of(own(file, cls))), "linear")
     assert quantizer is not None
-    (_, first), _ = quantizer.tensors["input"].quantize(torch.randn(32, 64), Need(True, True))
+    (_, first), _ = quantized(quantizer, "input", torch.randn(32, 64))
     assert isinstance(first, Fp8Tensor)
-    form = quantizer.tensors["input"].saved_form()
+    form = quantizer.saved_form()
     kept = first.payload.t() if form.is_transposed else first.payload
     assert kept.is_contiguous() and list(kept.shape) == form.payload_shape(32, 64)
     assert kept.dtype == form.dtype

@@ -12,18 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
-from megafp8.fp8.quantizers.scales import scale_of_amax, scale_of_amax_torchao
+from megafp8.fp8.quantizer import Role
+from megafp8.fp8.scales import scale_of_amax, scale_of_amax_torchao
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.ops import cpu
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
 from megafp8.specs.traits import GemmName
+from tests.fp8.quantized import quantized
 from tests.spec import current
 from tests.spec import formats as spec_formats
 
@@ -92,7 +93,7 @@ def test_casts_are_the_specification(
     quantizer = linear_quantizer(ScalingState(recipe), "linear")
     assert quantizer is not None
     x = awkward(*shape, dtype)
-    (last, first), sums = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
+    (last, first), sums = quantized(quantizer, role, x, with_sum=True)
     fmt = recipe.backward_format if role == "grad_output" else recipe.forward_format
     for ours, group in zip((last, first), groups_of(name, role), strict=True):
         assert ours is not None
@@ -165,7 +166,7 @@ def test_linear_is_the_specification(
     whose scales are no powers of two are rounded to FP32 (2 * 2**-24 more); then one rounding to
     the work's dtype.
     """
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: has_bf16)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", has_bf16)
     tokens, outs, ins = shape
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, ins, generator=generator).to(work)
@@ -244,12 +245,12 @@ def test_module_rules_choose_by_name() -> None:
     kinds = {}
     for name in ("layers.0.mlp.fc2", "layers.1.mlp.fc2", "layers.1.mlp.fc1", "layers.1.qkv"):
         quantizer = linear_quantizer(state, name)
-        kinds[name] = quantizer and type(quantizer.tensors["input"]).__name__
+        kinds[name] = quantizer and type(quantizer.tensors["input"].rule).__name__
     assert kinds == {
         "layers.0.mlp.fc2": None,
-        "layers.1.mlp.fc2": "TensorwiseQuantizer",
-        "layers.1.mlp.fc1": "BlockwiseQuantizer",
-        "layers.1.qkv": "HistoryQuantizer",
+        "layers.1.mlp.fc2": "Tensorwise",
+        "layers.1.mlp.fc1": "Blockwise",
+        "layers.1.qkv": "Delayed",
     }
     assert state.forward.names == ["layers.1.qkv.input", "layers.1.qkv.weight"]
 

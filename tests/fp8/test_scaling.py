@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScaleTable, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from tests.spec import formats as spec_formats
 from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
@@ -78,14 +79,14 @@ class Pair:
 
     def cast_weight(self, name: str) -> None:
         linear = self.linears[name]
-        ours = linear.weight_operands(torch.float32).along_last
+        ours = linear.weight_form.operands(linear.weight, torch.float32, 0).along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.weight", linear.weight.data.numpy()))
 
     def cast(self, name: str, kind: Role, values: list[float]) -> None:
         x = torch.tensor(values, dtype=torch.float32)
         quantizer = self.linears[name].quantizer
         assert quantizer is not None
-        ours = quantizer.tensors[kind].quantize(x, Need(True, True))[0].along_last
+        ours = (tensor := quantizer.tensors[kind]).rule.operands(tensor, x)[0].along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.{kind}", x.numpy()))
 
     def _compare_cast(self, ours: object, theirs: Quantized) -> None:
@@ -209,9 +210,9 @@ def run_inputs(recipe: Fp8Recipe, amaxes: list[float]) -> tuple[ScalingState, li
     slot = state.forward.register("x")
     scales = []
     for amax in amaxes:
-        slot.amax.fill_(amax)
+        slot.table.amax[slot.index] = amax
         state.end_forward()
-        scales.append(slot.quant_scale.item())
+        scales.append(slot.table.quant_scale[slot.index].item())
     return state, scales
 
 
@@ -243,12 +244,15 @@ def test_reciprocals_follow_what_is_written_into_scales() -> None:
     kept = table.dequant_scale
     assert table.dequant_scale is kept, "one tensor serves until scales change"
     table.quant_scale[0] = 4.0
-    assert table.dequant_scale.tolist() == [0.25] and slot.dequant_scale.item() == 0.25
-    slot.amax.fill_(7.0)
+    assert table.dequant_scale.tolist() == [0.25]
+    slot.table.amax[slot.index] = 7.0
     table.update(None)
-    assert slot.quant_scale.item() == 64.0 and slot.dequant_scale.item() == 1 / 64
+    assert (
+        slot.table.quant_scale[slot.index].item() == 64.0
+        and slot.table.dequant_scale[slot.index].item() == 1 / 64
+    )
     table.quant_scale = torch.tensor([8.0])
-    assert slot.dequant_scale.item() == 0.125
+    assert table.dequant_scale.item() == 0.125
 
 
 def test_nonfinite_amax_is_counted_and_otherwise_ignored() -> None:
@@ -283,34 +287,64 @@ class Reduction:
 def test_amaxes_are_reduced_once_per_update_and_only_if_asked(reduce_amax: bool) -> None:
     other = OtherRank()
     state = ScalingState(Fp8Recipe(reduce_amax=reduce_amax), other.start)
-    slots = [state.forward.register(name) for name in "abc"]
+    for name in "abc":
+        state.forward.register(name)
     state.backward.register("d")
-    slots[0].amax.fill_(1.0)
+    state.forward.amax[0] = 1.0
     state.end_forward()
     state.end_backward()
     assert other.events == (["start 3", "start 1"] if reduce_amax else [])
     expected = np.float32(448) / np.float32(10 if reduce_amax else 1)
-    assert slots[0].quant_scale.item() == expected
-    assert slots[1].quant_scale.item() == (expected if reduce_amax else 1.0)
+    scales = state.tables["forward"].quant_scale
+    assert scales[0].item() == expected
+    assert scales[1].item() == (expected if reduce_amax else 1.0)
 
 
 def test_a_reduction_is_waited_for_when_a_scale_is_read_and_not_before() -> None:
     """What is recorded meanwhile belongs to the next update."""
     other = OtherRank()
     state = ScalingState(Fp8Recipe(amax_history_len=4), other.start)
-    slot = state.forward.register("a")
-    slot.amax.fill_(20.0)
+    table = state.forward.register("a").table
+    table.amax.fill_(20.0)
     state.end_forward()
-    slot.amax.fill_(40.0)
+    table.amax.fill_(40.0)
     assert other.events == ["start 1"]
-    assert slot.quant_scale.item() == np.float32(448) / np.float32(20)
+    assert table.settled().quant_scale.item() == np.float32(448) / np.float32(20)
     assert other.events == ["start 1", "wait"]
     state.end_forward()
     assert other.events == ["start 1", "wait", "start 1"]
     state.end_forward()  # of nothing: it waits for the one before
     assert other.events == ["start 1", "wait"] * 2 + ["start 1"]
-    assert state.forward.history.tolist() == [[20.0, 40.0, 10.0]]
+    assert state.tables["forward"].history.tolist() == [[20.0, 40.0, 10.0]]
     assert other.events == ["start 1", "wait"] * 3
+
+
+READS: dict[str, Callable[[ScalingState, LinearQuantizer], object]] = {
+    "a cast": lambda state, linear: linear.operands("input", torch.full((2, 2), 3.0)),
+    "the scale of a stored weight": lambda _, linear: linear.store_scale(torch.tensor(3.0)),
+    "the tables": lambda state, _: state.tables,
+    "a checkpoint": lambda state, _: state.forward.tensors(),
+    "reciprocals": lambda state, _: state.forward.dequant_scale,
+    "a recomputation": lambda state, _: state.recomputation(),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_the_first_reader_after_an_update_waits_for_it(what: str) -> None:
+    other = OtherRank()
+    state = ScalingState(Fp8Recipe(amax_history_len=1), other.start)
+    linear = linear_quantizer(state, "x")
+    assert linear is not None
+    for role in ("input", "weight"):
+        linear.operands(role, torch.full((2, 2), 20.0))
+    state.end_forward()
+    assert other.events == ["start 2"]
+    READS[what](state, linear)
+    assert other.events == ["start 2", "wait"]
+    (seen, _), _ = linear.operands("weight", torch.full((2, 2), 20.0))
+    assert isinstance(seen, Fp8Tensor)
+    assert seen.dequant_scale.item() == pytest.approx(20 / 448)
+    assert other.events == ["start 2", "wait"], "once, for all casts that follow"
 
 
 def test_recipe_chooses_the_formats_by_direction() -> None:

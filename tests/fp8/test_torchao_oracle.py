@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megafp8.backends import torchao as torchao_linear
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
+from tests.fp8.quantized import quantized
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 
@@ -55,7 +56,7 @@ def test_casts_are_torchaos(name: RecipeName, role: Role, dtype: torch.dtype) ->
     sizes = torch.logspace(-5, 3, 48)[:, None]
     x = (torch.randn(48, 80, generator=generator) * sizes).to(dtype)
     x[3] = 0  # below torchao's smallest amax
-    (last, first), _ = quantizer.tensors[role].quantize(x, Need(True, True))
+    (last, first), _ = quantized(quantizer, role, x)
     if name == "tensorwise":
         assert_equal(last, x, None, power_2)
         return

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import engine_of
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
@@ -25,6 +25,7 @@ from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.train.compile import cannot_trace
 from megafp8.train.step import train_step
 from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
+from tests.fp8.quantized import quantized
 from tests.spec import formats
 from tests.tiny import build_run, microbatch
 
@@ -73,7 +74,7 @@ def test_casts(
         state.to(device)
         for table in state.tables.values():
             table.quant_scale.fill_(3.7)
-        found.append(quantizer.tensors[role].quantize(x.to(device), Need(True, True))[0])
+        found.append(quantized(quantizer, role, x.to(device))[0])
         found[-1] = (*found[-1], [table.amax.cpu() for table in state.tables.values()])
     assert_same(found[1][0], found[0][0])
     assert_same(found[1][1], found[0][1])

@@ -133,7 +133,7 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
     the keys as scale P^T e |q|. FP32's own errors are 2^-24 for each of some 50 operations: 2^-17
     of the magnitudes covers them.
     """
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
     heads, groups, scale, u = 4, 2, 0.3, 2.0**-8
     exact = [x.detach().bfloat16().double() for x in inputs(heads, groups, QUERIES)]
     q, k, v = (x.bfloat16().requires_grad_() for x in exact[:3])

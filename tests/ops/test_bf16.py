@@ -29,13 +29,13 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "flash_attention_for_cpu", "linear"
 
 @pytest.fixture(params=[True, False], ids=["BF16 instructions", "none"])
 def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: request.param)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", request.param)
     return bool(request.param)
 
 
 @pytest.fixture
 def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "fast_at_bf16", lambda: False)
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
 
 
 class Products(TorchDispatchMode):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megafp8.fp8.quantizers.base import Role
+from megafp8.fp8.quantizer import Role
 from megafp8.specs import Fp8Recipe
 from tests.fp8.test_recipes import groups_of, rule_of
 from tests.parallel.linear_records import Fed, Parameter, Pass, Step, Watched

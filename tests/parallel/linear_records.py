@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from megafp8.fp8 import linear as native
+from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.linear import Linear
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.parts import linears_of
@@ -141,23 +143,18 @@ def _watching(linears: list[Linear]) -> Iterator[dict[str, Pass]]:
             output.register_hook(lambda grad: keep("grad_output", grad))
             x.register_hook(lambda grad: keep("grad_input", grad))
 
-    def products_of(linear: Linear) -> None:
-        product = linear.product
+    product = native.product
 
-        def noted(place: Any, a: Any, b: Any, *args: Any, **options: Any) -> torch.Tensor:
-            fed[linear.name][place] = (_fed(a), _fed(b))
-            return product(place, a, b, *args, **options)
-
-        linear.product = noted  # type: ignore[method-assign]
+    def noted(layer: Any, place: Any, a: Any, b: Any, *args: Any, **options: Any) -> torch.Tensor:
+        fed[layer.name][place] = (_fed(a), _fed(b))
+        return product(layer, place, a, b, *args, **options)
 
     for linear in linears:
         handles.append(linear.register_forward_hook(note))  # type: ignore[arg-type]
-        products_of(linear)
-    yield passes
+    with patch.object(native, "product", noted):
+        yield passes
     for handle in handles:
         handle.remove()
-    for linear in linears:
-        del linear.product
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

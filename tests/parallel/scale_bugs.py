@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import linear, weights
-from megafp8.fp8.quantizers.base import Operands
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8 import linear, quantizer, weights
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.quantizer import Operands
 from megafp8.parallel import sequence, tensor
 
 FACTOR = 1.03
@@ -52,14 +52,14 @@ def _gathers_twisted(patch: pytest.MonkeyPatch) -> None:
 
 def _result(patch: pytest.MonkeyPatch, place: str) -> None:
     """A product of linears that are in FP8 and whose ranks sum outputs."""
-    right = linear.Linear.product
+    right = linear.product
 
-    def wrong(self: Any, which: Any, *args: Any, **options: Any) -> torch.Tensor:
-        found = right(self, which, *args, **options)
-        shares = self.quantizer is not None and hasattr(self.comm, "tp")
+    def wrong(layer: Any, which: Any, *args: Any, **options: Any) -> torch.Tensor:
+        found = right(layer, which, *args, **options)
+        shares = layer.quantizer is not None and hasattr(layer.comm, "tp")
         return found.mul_(FACTOR) if which == place and shares else found
 
-    patch.setattr(linear.Linear, "product", wrong)
+    patch.setattr(linear, "product", wrong)
 
 
 def _reduced(patch: pytest.MonkeyPatch, comm: type) -> None:
@@ -89,13 +89,13 @@ def _own_amax(patch: pytest.MonkeyPatch, comm: type, role: str) -> None:
 
 def _sums_in_bf16(patch: pytest.MonkeyPatch) -> None:
     """The sums of a bias' gradient, rounded to the gradient's own dtype."""
-    right = linear.Linear.grad_output_operands
+    right = quantizer.LinearQuantizer.operands
 
-    def wrong(self: Any, grad: torch.Tensor) -> Any:
-        found = right(self, grad)
-        return found._replace(sums=found.sums.to(grad.dtype).float())
+    def wrong(self: Any, role: str, x: torch.Tensor, **options: Any) -> Any:
+        operands, sums = right(self, role, x, **options)  # type: ignore[arg-type]
+        return operands, None if sums is None else sums.to(x.dtype).float()
 
-    patch.setattr(linear.Linear, "grad_output_operands", wrong)
+    patch.setattr(quantizer.LinearQuantizer, "operands", wrong)
 
 
 def _agreed(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.sequence import by_rank, gather_tokens, in_order
 from megafp8.specs import Fp8Recipe, ParallelSpec

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megafp8.errors import ConfigError
+from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.fused import KINDS
-from megafp8.fp8.quantizers.build import linear_quantizer
 from megafp8.fp8.scaling import ScalingState
 from megafp8.plan import time as plan_time
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
@@ -241,7 +241,7 @@ def test_each_product_takes_the_time_of_the_precision_that_a_linear_gives_it(
         recipe = Fp8Recipe(name=name, high_precision_gemms=frozenset(high))
         quantizer = linear_quantizer(ScalingState(recipe), "layers.0.x")
         assert quantizer is not None
-        rates = {gemm: fp8 if quantizer.is_fp8(gemm) else bf16 for gemm in GEMMS}
+        rates = {gemm: fp8 if gemm in quantizer.fp8_gemms else bf16 for gemm in GEMMS}
         expected = sum(flops / rate for rate in rates.values())
         spec = of_recipe(job(), recipe)
         assert step_time(spec, H200).linears == pytest.approx(expected), high

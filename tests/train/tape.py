@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafp8.fp8 import cast, gemm, grad_sink, scaled
 from megafp8.fp8.kernels.compile import Library
+from megafp8.ops import addmm
 from megafp8.ops.addmm import Scales, times_scales
 from megafp8.train import graphs
 from megafp8.train.graphs import Recorded
@@ -130,7 +131,8 @@ def use_tapes(replace: Callable[[Any, str, Any], None]) -> TapeRecorder:
         return product if bias is None else product + bias
 
     replace(gemm, "_scaled_product", scaled_product)
-    replace(gemm.bf16, "mm_into", lambda *args, **options: None)
+    for module in (gemm, addmm):
+        replace(module, "mm_into", lambda *args, **options: None)
     for module in (cast, grad_sink, scaled):
         replace(module, "library", lambda: Library(None, "off"))
     tapes = TapeRecorder()

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.models.parts import Parts
 from megafp8.parallel.parts import NativeParts, linears_of
 from megafp8.specs import Fp8Recipe
@@ -125,7 +125,7 @@ def test_weights_in_fp8_alone_train_the_same(name: RecipeName, num_microbatches:
     assert_same(plain, alone, staged=False)  # the amaxes of FP8 weights are known a step earlier
     for linear in linears_of(alone.model):
         assert linear.weight.dtype == E4M3.dtype and linear.weight.grad is None
-        stored = linear.weight_operands(torch.bfloat16).along_last
+        stored = linear.weight_form.operands(linear.weight, torch.bfloat16, 0).along_last
         assert (
             isinstance(stored, Fp8Tensor) and stored.payload.data_ptr() == linear.weight.data_ptr()
         )
@@ -150,7 +150,7 @@ def test_bytes_of_weights_in_fp8_alone() -> None:
         assert not any(isinstance(value, Fp8Tensor) for value in held)
         sizes = {pointer: t.nbytes for pointer, t in tensors.items() if t.ndim}
         assert sizes == {linear.weight.data_ptr(): linear.weight.numel()}
-        operand = linear.weight_operands(torch.bfloat16).along_last
+        operand = linear.weight_form.operands(linear.weight, torch.bfloat16, 0).along_last
         assert isinstance(operand, Fp8Tensor) and operand.grid is None
 
 

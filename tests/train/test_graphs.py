@@ -18,9 +18,9 @@ from megafp8.config.load import load, load_all
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import UserError
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.health import HealthProbe
 from megafp8.fp8.scaling import ScaleTable, ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.fp8.weights import StoredFp8
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker

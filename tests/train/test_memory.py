@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megafp8.data.loader import Microbatch
-from megafp8.fp8.tensor import Fp8Tensor
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.parallel.parts import linears_of
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
@@ -65,7 +65,7 @@ def held(fp8: Fp8Recipe | None) -> Held:
     params = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
     copies = []
     for linear in linears_of(state.model):
-        for operand in linear.weight_operands(torch.bfloat16, BATCH * SEQ):
+        for operand in linear.weight_form.operands(linear.weight, torch.bfloat16, BATCH * SEQ):
             if isinstance(operand, Fp8Tensor):
                 copies += [operand.payload] + ([] if operand.grid is None else [operand.grid])
     copies = [t for t in copies if t.untyped_storage().data_ptr() not in params]

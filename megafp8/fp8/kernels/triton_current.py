@@ -77,7 +77,7 @@ def scales_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 0-d FP32 (quant_scale, dequant_scale) of a 0-d FP32 amax.
 
-    The rule is Transformer Engine's, or torchao's (fp8/quantizers/scales.py).
+    The rule is Transformer Engine's, or torchao's (fp8/scales.py).
     """
     quant_scale, dequant_scale = torch.empty_like(amax), torch.empty_like(amax)
     _scale_kernel[(1,)](

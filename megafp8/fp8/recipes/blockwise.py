@@ -1,14 +1,29 @@
-"""Define `blockwise`: 1 x 128 elements along the sum share a scale, 128 x 128 of a weight (TE)."""
+"""Define `blockwise`: 1 x 128 elements along the sum share a scale, 128 x 128 of a weight (TE).
+
+The rule is Transformer Engine's `Float8BlockScaling` (the recipe of DeepSeek-V3, arXiv 2412.19437,
+section 3.3).
+"""
+
+# M, N the tensor's own dims
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipe import Recipe, lazy
 from megafp8.specs.traits import BLOCK, Cost, Traits, alike, blocks
 
 if TYPE_CHECKING:
-    from megafp8.fp8.quantizers.base import Quantizing, TensorQuantizer
+    import torch
+
+    from megafp8.fp8 import cast, quantizer, scales
+    from megafp8.fp8.cast import Fp8Tensor
+    from megafp8.fp8.kernels import triton_current
+    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+else:  # settings are checked without torch
+    cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
+    quantizer = lazy("megafp8.fp8.quantizer")
+    triton_current = lazy("megafp8.fp8.kernels.triton_current")
 
 _LINE, _SQUARE = blocks(BLOCK), blocks(BLOCK, BLOCK)
 
@@ -27,9 +42,71 @@ class Blockwise(Recipe):
         cost=Cost(launches=(55, 65)),
     )
 
-    def quantizer(self, given: Quantizing) -> TensorQuantizer:
-        """Return a quantizer of blocks."""
-        from megafp8.fp8.quantizers.blockwise import BlockwiseQuantizer
+    def operands(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Quantize each block with the scale of its own amax."""
+        if tensor.state.engine.uses_triton:
+            last, first = self._by_triton(tensor, x_MN.contiguous(), need)
+        elif self._is_square(tensor):
+            square = self._blocks(tensor, x_MN, (BLOCK, BLOCK))
+            last, first = square if need.last else None, square if need.first else None
+        else:
+            last = self._blocks(tensor, x_MN, (1, BLOCK)) if need.last else None
+            first = self._blocks(tensor, x_MN, (BLOCK, 1)) if need.first else None
+        sums_PN = quantizer.column_sum(x_MN) if with_sum else None
+        return quantizer.operands_of(x_MN, last, first), sums_PN
 
-        is_square = given.role == "weight"
-        return BlockwiseQuantizer(given.state, given.fmt, given.power_2, is_square)
+    def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
+        """Return FP8 with one scale for each 128 elements of a column."""
+        is_transposed = tensor.state.engine.uses_triton
+        return quantizer.SavedForm(_LINE, tensor.fmt.dtype, is_transposed=is_transposed)
+
+    def _is_square(self, tensor: TensorQuantizer) -> bool:
+        return self.traits.casts[tensor.role].serves_both
+
+    def _blocks(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, block: tuple[int, int]
+    ) -> Fp8Tensor:
+        amax = scales.amax_of_blocks(x_MN, block)
+        quant_scale = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
+        scaled = cast.times_scale(x_MN.float(), quant_scale, block)
+        payload = cast.quantize_scaled(scaled, tensor.fmt)
+        return self._scaled(tensor, payload, quant_scale.reciprocal(), block)
+
+    def _scaled(
+        self,
+        tensor: TensorQuantizer,
+        payload: torch.Tensor,
+        dequant_scale: torch.Tensor,
+        block: tuple[int, int],
+    ) -> Fp8Tensor:
+        return cast.Fp8Tensor(
+            payload,
+            dequant_scale,
+            tensor.fmt,
+            block=block,
+            is_power_2=tensor.power_2,
+            layout="square" if self._is_square(tensor) else "block",
+        )
+
+    def _by_triton(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need
+    ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
+        """Return the same bits from one read, each orientation laid out as its product reads it."""
+        fmt, power_2, is_square = tensor.fmt, tensor.power_2, self._is_square(tensor)
+        if is_square and not tensor.state.engine.orients("square"):
+            rows, _ = triton_current.cast_square_blocks(x_MN, fmt, power_2=power_2)
+            assert rows is not None
+            square = self._scaled(tensor, *rows, (BLOCK, BLOCK))
+            return square if need.last else None, square if need.first else None
+        kernel = triton_current.cast_square_blocks if is_square else triton_current.cast_blocks
+        rows, columns = kernel(
+            x_MN, fmt, power_2=power_2, with_rows=need.last, with_columns=need.first
+        )
+        across = BLOCK if is_square else 1
+        last = None if rows is None else self._scaled(tensor, *rows, (across, BLOCK))
+        if columns is None:
+            return last, None
+        payload, scale = columns.payload.t(), columns.dequant_scale.t()
+        return last, self._scaled(tensor, payload, scale, (BLOCK, across))

@@ -1,13 +1,26 @@
 """Define `delayed`: a tensor has one scale, from its earlier amaxes (Transformer Engine)."""
 
+# M, N the tensor's own dims
+
 from __future__ import annotations
 
-from megafp8.specs.recipe import Recipe
+from typing import TYPE_CHECKING
+
+from megafp8.specs.recipe import Recipe, lazy
 from megafp8.specs.traits import TENSOR, Cost, Traits, alike
+
+if TYPE_CHECKING:
+    import torch
+
+    from megafp8.fp8 import fused, quantizer
+    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+else:  # settings are checked without torch
+    torch, fused = lazy("torch"), lazy("megafp8.fp8.fused")
+    quantizer = lazy("megafp8.fp8.quantizer")
 
 
 class Delayed(Recipe):
-    """The scale is in the table before the tensor is computed."""
+    """The scale is in the table before the tensor is computed; scaling.py says how it moves."""
 
     traits = Traits(
         help="earlier amaxes of the tensor",
@@ -22,3 +35,66 @@ class Delayed(Recipe):
         backends={"te": "DelayedScaling"},
         cost=Cost(launches=(43, 51), sums_columns=True),
     )
+
+    def operands(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Cast with the table's scale, and stage the amax for later microbatches."""
+        assert tensor.slot is not None
+        table, row = tensor.slot.table.settled(), tensor.slot.index
+        return quantizer.cast_whole(
+            tensor,
+            x_MN,
+            table.quant_scale[row],
+            need,
+            amax=table.amax[row] if tensor.state.recording else None,
+            dequant_scale=table.dequant_scale[row] if tensor.state.engine.uses_triton else None,
+            with_sum=with_sum,
+        )
+
+    def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
+        """Return FP8 with one scale."""
+        return quantizer.whole_form(tensor)
+
+    def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
+        """Return the table's scale, and record `amax` for later steps."""
+        assert tensor.slot is not None
+        table, row = tensor.slot.table, tensor.slot.index
+        if tensor.state.recording:
+            staged = table.amax[row]
+            staged.copy_(torch.maximum(staged, amax))
+        return table.settled().quant_scale[row]
+
+    def can_fuse(self, tensor: TensorQuantizer) -> bool:
+        """Whether Triton runs: the scale is known before, so a kernel can cast its own result."""
+        return tensor.state.engine.uses_triton
+
+    def produce(
+        self,
+        tensor: TensorQuantizer,
+        make: fused.Make,
+        need: Need,
+        *,
+        with_plain: bool,
+        with_sum: bool = False,
+    ) -> tuple[Operands, fused.Produced]:
+        """Let `make` compute the tensor, cast it with the table's scale and stage its amax."""
+        assert tensor.slot is not None
+        row, orients = tensor.slot.index, tensor.state.engine.orients("tensor")
+        table = tensor.slot.table.settled()
+        quant_scale = table.quant_scale[row]
+        into = fused.CastInto(
+            quant_scale,
+            tensor.fmt,
+            table.amax[row] if tensor.state.recording else None,
+            with_rows=need.last or not orients,
+            with_columns=need.first and orients,
+            with_plain=with_plain,
+            with_sums=with_sum,
+        )
+        made = make(into)
+        last, first = quantizer.tensors_of_cast(
+            made.payload, made.payload_t, quant_scale, tensor.fmt, need, table.dequant_scale[row]
+        )
+        assert last is not None, "the product along the last dim reads the tensor in FP8"
+        return quantizer.Operands(last, last if first is None else first), made

@@ -1,18 +1,30 @@
 """Define `rowwise`: each row or column that a product sums over has one scale (torchao)."""
 
+# M, N the tensor's own dims
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipe import Recipe, lazy
 from megafp8.specs.traits import ROW, Cost, Traits, alike
 
 if TYPE_CHECKING:
-    from megafp8.fp8.quantizers.base import Quantizing, TensorQuantizer
+    import torch
+
+    from megafp8.fp8 import cast, quantizer, scales
+    from megafp8.fp8.cast import Fp8Tensor
+    from megafp8.fp8.kernels import triton_cast, triton_current
+    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+else:  # settings are checked without torch
+    cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
+    quantizer = lazy("megafp8.fp8.quantizer")
+    triton_cast = lazy("megafp8.fp8.kernels.triton_cast")
+    triton_current = lazy("megafp8.fp8.kernels.triton_current")
 
 
 class Rowwise(Recipe):
-    """Rows and columns are quantized separately, from high precision."""
+    """Rows and columns are quantized separately, both from the tensor in high precision."""
 
     traits = Traits(
         help="the amaxes of its rows and columns",
@@ -25,8 +37,75 @@ class Rowwise(Recipe):
         cost=Cost(launches=(87, 97), reads_twice=True),
     )
 
-    def quantizer(self, given: Quantizing) -> TensorQuantizer:
-        """Return a quantizer of rows and columns."""
-        from megafp8.fp8.quantizers.rowwise import RowwiseQuantizer
+    def operands(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Quantize each row (or column) with the scale of its own amax."""
+        if tensor.state.engine.uses_triton:
+            last, first = self._by_triton(tensor, x_MN.contiguous(), need)
+        else:
+            last = self._along(tensor, x_MN, dim=1) if need.last else None
+            first = self._along(tensor, x_MN, dim=0) if need.first else None
+        sums_PN = quantizer.column_sum(x_MN) if with_sum else None
+        return quantizer.operands_of(x_MN, last, first), sums_PN
 
-        return RowwiseQuantizer(given.state, given.fmt, given.power_2)
+    def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
+        """Return FP8 with one scale for each column."""
+        is_transposed = tensor.state.engine.uses_triton
+        return quantizer.SavedForm(ROW, tensor.fmt.dtype, is_transposed=is_transposed)
+
+    def _is_whole(self, tensor: TensorQuantizer, dim: int) -> bool:
+        """Whether a sum along `dim` needs one scale for the whole tensor (`RowwiseWithGwHp`)."""
+        return dim == 0 and self.traits.casts[tensor.role].first.is_one
+
+    def _along(self, tensor: TensorQuantizer, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
+        """Quantize with one scale for all elements along `dim`."""
+        is_whole = self._is_whole(tensor, dim)
+        amax = cast.amax_of(x_MN).view(1, 1) if is_whole else cast.amax_along(x_MN, dim)
+        quant_scale = scales.scale_of_amax_torchao(amax, tensor.fmt, power_2=tensor.power_2)
+        payload = cast.quantize_scaled(x_MN.float() * quant_scale, tensor.fmt)
+        return self._scaled(tensor, payload, quant_scale.reciprocal(), dim)
+
+    def _scaled(
+        self,
+        tensor: TensorQuantizer,
+        payload: torch.Tensor,
+        dequant_scale: torch.Tensor,
+        dim: int,
+    ) -> Fp8Tensor:
+        rows, cols = payload.shape
+        block = (1, cols) if dim == 1 else (rows, 1)
+        if is_whole := self._is_whole(tensor, dim):
+            block = (rows, cols)
+        return cast.Fp8Tensor(
+            payload,
+            dequant_scale,
+            tensor.fmt,
+            block=block,
+            is_power_2=tensor.power_2,
+            layout="tensor" if is_whole else "row",
+        )
+
+    def _by_triton(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need
+    ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
+        """Return the same bits, with the second quantization laid out as its product reads it."""
+        fmt, power_2 = tensor.fmt, tensor.power_2
+        by_columns = need.first and not self._is_whole(tensor, dim=0)
+        rows, columns = triton_current.cast_rowwise(
+            x_MN, fmt, power_2=power_2, with_rows=need.last, with_columns=by_columns
+        )
+        first = None
+        if columns is not None:
+            payload, scale = columns.payload.t(), columns.dequant_scale.t()
+            first = self._scaled(tensor, payload, scale, dim=0)
+        elif need.first:
+            quant_scale, dequant_scale = triton_current.scales_of(
+                triton_current.amax_of_matrix(x_MN), fmt, power_2=power_2, torchao=True
+            )
+            payload_t = triton_cast.cast(
+                x_MN, quant_scale, fmt, with_rows=False, with_columns=True
+            ).payload_t
+            assert payload_t is not None
+            first = self._scaled(tensor, payload_t.t(), dequant_scale.view(1, 1), dim=0)
+        return None if rows is None else self._scaled(tensor, *rows, dim=1), first

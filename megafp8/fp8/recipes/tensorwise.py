@@ -1,14 +1,24 @@
 """Define `tensorwise`: a tensor has one scale, from its own amax (Transformer Engine, torchao)."""
 
+# M, N the tensor's own dims
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipe import Recipe, lazy
 from megafp8.specs.traits import TENSOR, Cost, Traits, alike
 
 if TYPE_CHECKING:
-    from megafp8.fp8.quantizers.base import Quantizing, TensorQuantizer
+    import torch
+
+    from megafp8.fp8 import cast, quantizer, scales
+    from megafp8.fp8.kernels import triton_current
+    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+else:  # settings are checked without torch
+    cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
+    quantizer = lazy("megafp8.fp8.quantizer")
+    triton_current = lazy("megafp8.fp8.kernels.triton_current")
 
 
 class Tensorwise(Recipe):
@@ -28,8 +38,34 @@ class Tensorwise(Recipe):
         cost=Cost(launches=(83, 97), reads_twice=True, sums_columns=True),
     )
 
-    def quantizer(self, given: Quantizing) -> TensorQuantizer:
-        """Return a quantizer that takes the maximum over ranks."""
-        from megafp8.fp8.quantizers.tensorwise import TensorwiseQuantizer
+    def operands(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    ) -> tuple[Operands, torch.Tensor | None]:
+        """Compute the amax and the scale, then cast: the tensor is read twice."""
+        if tensor.state.engine.uses_triton:
+            x_MN = x_MN.contiguous()
+            amax = triton_current.amax_of_matrix(x_MN)
+        else:
+            amax = cast.amax_of(x_MN)
+        scale, dequant_scale = self._scales(tensor, amax)
+        return quantizer.cast_whole(
+            tensor, x_MN, scale, need, dequant_scale=dequant_scale, with_sum=with_sum
+        )
 
-        return TensorwiseQuantizer(given.state, given.fmt, given.power_2, given.reduce_max)
+    def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
+        """Return FP8 with one scale."""
+        return quantizer.whole_form(tensor)
+
+    def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scale for a tensor whose amax on this rank is `amax`."""
+        return self._scales(tensor, amax)[0]
+
+    def _scales(
+        self, tensor: TensorQuantizer, amax: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (quant_scale, dequant_scale); the second one only where a kernel made it."""
+        if tensor.reduce_max is not None:  # in place: all ranks' parts get one scale
+            tensor.reduce_max(amax)
+        if tensor.state.engine.uses_triton:
+            return triton_current.scales_of(amax, tensor.fmt, power_2=tensor.power_2)
+        return scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2), None

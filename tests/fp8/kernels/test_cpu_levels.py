@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megafp8.fp8 import formats
-from megafp8.fp8.cast import amax_of, decode, quantize, quantize_and_sum
+from megafp8.fp8.cast import amax_of, decode, quantize
 from megafp8.fp8.formats import STORAGE_FORMATS, Fp8Format
 from megafp8.fp8.grad_sink import accumulate
 from megafp8.fp8.kernels.compile import COMPILE_FLAGS, SOURCE, library
@@ -128,7 +128,8 @@ def check_sums(x: torch.Tensor, fmt: Fp8Format) -> None:
     for grid_dtype in (torch.float32, torch.bfloat16):
         amaxes = torch.zeros(2)
         alone = quantize(x_MN, scale, fmt, amax=amaxes[0], grid_dtype=grid_dtype)
-        both, sums = quantize_and_sum(x_MN, scale, fmt, amax=amaxes[1], grid_dtype=grid_dtype)
+        sums = torch.empty(x_MN.shape[1])
+        both = quantize(x_MN, scale, fmt, amax=amaxes[1], grid_dtype=grid_dtype, column_sum=sums)
         assert torch.equal(both.payload.view(torch.uint8), alone.payload.view(torch.uint8))
         assert alone.grid is not None and both.grid is not None and amaxes[0] == amaxes[1]
         assert_same(both.grid, alone.grid.double().numpy(), "grid beside sums")

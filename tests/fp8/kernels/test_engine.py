@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from megafp8.backends.native import kernels_of
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import EMULATED, LAYOUTS, Engine, engine_of
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizers.base import Need, Operands, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.quantizer import Need, Operands, Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs import recipes as specs_recipes
@@ -31,6 +31,7 @@ from megafp8.specs.recipes import find_recipe
 from megafp8.train.step import train_step
 from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
 from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
+from tests.fp8.quantized import quantized
 from tests.spec import formats
 from tests.tiny import build_run, microbatch
 
@@ -117,7 +118,7 @@ def test_casts_are_those_of_the_ordinary_path(
         assert quantizer is not None
         state.engine = engine
         for need in (Need(True, True), Need(True, False), Need(False, True)):
-            operands, sums = quantizer.tensors[role].quantize(x, need, with_sum=True)
+            operands, sums = quantized(quantizer, role, x, need, with_sum=True)
             last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
             assert (last is not None, first is not None) == need
             found[engine is EMULATED, need] = (last, first)
@@ -205,8 +206,9 @@ def test_weight_gradients_leave_tensor_cores_in_fp32(name: RecipeName) -> None:
     for seed in (1, 2):
         x, grad = noise(128, 16, seed=seed), noise(128, 32, seed=9 + seed)
         linear(x).backward(grad)
-        left = plain.grad_output_operands(grad)[0].along_first
-        right = plain.input_operands(x, with_first=True).along_first
+        assert plain.quantizer is not None
+        left = plain.quantizer.operands("grad_output", grad)[0].along_first
+        right = plain.quantizer.operands("input", x)[0].along_first
         assert isinstance(left, Fp8Tensor) and isinstance(right, Fp8Tensor)
         wide = (operand.dequantize(torch.float32).double() for operand in (left, right))
         left64, right64 = wide
@@ -270,14 +272,14 @@ def test_one_saved_copy_as_backward_reads_it(name: RecipeName) -> None:
 def test_weights_are_cached_in_both_orientations() -> None:
     linear, state = make(recipe_of("delayed"), hopper(), noise(32, 16, seed=0))
     state.begin_microbatch(0)
-    first = linear.weight_operands(torch.bfloat16)
+    first = linear.weight_form.operands(linear.weight, torch.bfloat16, 0)
     assert isinstance(first.along_last, Fp8Tensor) and isinstance(first.along_first, Fp8Tensor)
     assert first.along_last.payload.is_contiguous()
     assert first.along_first.payload.t().is_contiguous()
     state.begin_microbatch(1)
-    assert linear.weight_operands(torch.bfloat16) is first
+    assert linear.weight_form.operands(linear.weight, torch.bfloat16, 0) is first
     state.begin_microbatch(0)
-    assert linear.weight_operands(torch.bfloat16) is not first
+    assert linear.weight_form.operands(linear.weight, torch.bfloat16, 0) is not first
 
 
 def test_histories_and_recomputation() -> None:
@@ -346,7 +348,7 @@ def test_gathered_bytes_are_multiplied_as_they_are(name: RecipeName, engine: Eng
     assert torch.equal(results[0][1], results[1][1])
     for scaling in (state, own):
         scaling.fp8_enabled = False
-    off = gathered.weight_operands(torch.float32).along_last
+    off = gathered.weight_form.operands(gathered.weight, torch.float32, 0).along_last
     assert isinstance(off, torch.Tensor) and (off - weight.float()).abs().max() < 0.5
 
 
@@ -409,5 +411,5 @@ def test_operands_of_a_device_without_row_products_are_one_copy() -> None:
         x = noise(48, 16, seed=1)
         with torch.no_grad():
             assert torch.equal(linear(x), plain(x))
-        weight: Operands = linear.weight_operands(torch.bfloat16)
+        weight: Operands = linear.weight_form.operands(linear.weight, torch.bfloat16, 0)
         assert (weight.along_last is weight.along_first) == (name == "blockwise")

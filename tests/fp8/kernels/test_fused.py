@@ -15,12 +15,11 @@ import torch
 
 from megafp8.backends.native_block import FusedLayer
 from megafp8.fp8 import chain
-from megafp8.fp8.cast import quantize
+from megafp8.fp8.cast import Fp8Tensor, quantize
 from megafp8.fp8.engine import EMULATED, Engine
 from megafp8.fp8.kernels import triton_launch
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train.state import TrainState

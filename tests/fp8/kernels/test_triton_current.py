@@ -18,7 +18,7 @@ from megafp8.fp8.kernels.triton_current import (
     cast_rowwise,
     cast_square_blocks,
 )
-from megafp8.fp8.quantizers.scales import scale_of_amax, scale_of_amax_torchao
+from megafp8.fp8.scales import scale_of_amax, scale_of_amax_torchao
 from tests.fp8.kernels.helpers import SPEC, assert_payload, floats, hard_matrix
 from tests.spec.delayed import FLT_MAX, amax_of
 from tests.spec.formats import Floats32

@@ -16,17 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.errors import UserError
-from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.quantizers.base import (
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.quantizer import (
     Need,
     Operands,
-    Quantizing,
     SavedForm,
     TensorQuantizer,
     column_sum,
     operands_of,
 )
-from megafp8.fp8.tensor import Fp8Tensor
 from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
 from megafp8.specs.traits import Casts, Scales
 
@@ -48,19 +46,18 @@ class RuleError(UserError):
         self.trait = trait
 
 
-@dataclass(frozen=True)
-class RuleQuantizer(TensorQuantizer):
-    """Cast a tensor once for each of its two products, or once for both."""
+class CastRule(Recipe):
+    """Make operands of a tensor by a recipe's `cast`: one for each product, or one for both."""
 
-    recipe: Recipe
-    given: Quantizing
+    def __init__(self, recipe: Recipe, given: TensorQuantizer) -> None:
+        self.recipe, self.given = recipe, given
 
     @property
     def _casts(self) -> Casts:
         return self.recipe.traits.casts[self.given.role]
 
-    def quantize(
-        self, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+    def operands(
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Quantize for each product in `need`."""
         casts, last, first = self._casts, None, None
@@ -71,18 +68,18 @@ class RuleQuantizer(TensorQuantizer):
         last = last if need.last else None
         return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
-    def saved_form(self) -> SavedForm:
+    def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
         """Return the operand with its scales along tokens."""
         casts = self._casts
         return SavedForm(casts.first, self.given.fmt.dtype, is_transposed=not casts.serves_both)
 
-    def store_scale(self, amax: torch.Tensor) -> tuple[torch.Tensor, Fp8Format]:
+    def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
         """Return the scale that follows from a weight's amax."""
         asked = self._asked(self._casts.last, "last")
-        scale = self._run(lambda: self.recipe.scale_of_amax(amax, asked))
+        scale: torch.Tensor = self._run(lambda: self.recipe.scale_of_amax(amax, asked))
         if scale.shape != () or scale.dtype != torch.float32:
             raise self._wrong(f"scale_of_amax gave {_described(scale)}, not a 0-d FP32 tensor")
-        return scale, self.given.fmt
+        return scale
 
     def _along_first(self, x_MN: torch.Tensor) -> Fp8Tensor:
         """Cast the transposed tensor, and turn the result back: its bytes stay where they are."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
-from megafp8.fp8.quantizer import LinearQuantizer
-from megafp8.fp8.quantizers.base import Quantizing, Role, TensorQuantizer
-from megafp8.fp8.quantizers.history import HistoryQuantizer
-from megafp8.fp8.quantizers.rule import RuleQuantizer, RuleUpdate
+from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
+from megafp8.fp8.recipes.delayed import Delayed
+from megafp8.fp8.rule import CastRule, RuleUpdate
 from megafp8.fp8.scaling import ReduceMax, ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Recipe
@@ -44,20 +44,17 @@ def _tensor_quantizer(
     reduce_max: Callable[[Role], ReduceMax | None],
 ) -> TensorQuantizer:
     settings, traits = state.recipe, chosen.traits
-    given = Quantizing(
-        state,
-        name,
-        role,
-        _format(settings, traits, role),
-        settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default,
-        reduce_max(role) if traits.agrees else None,
-    )
-    if traits.has_history:
+    power_2 = settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
+    over_ranks = reduce_max(role) if traits.agrees else None
+    fmt = _format(settings, traits, role)
+    tensor = TensorQuantizer(chosen, state, name, role, fmt, power_2, over_ranks)
+    if traits.has_history:  # casts are those of `delayed`; `update` may be the recipe's own
         table = state.backward if role == "grad_output" else state.forward
         update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)
-        return HistoryQuantizer(state, table.register(f"{name}.{role}", update))
-    own: TensorQuantizer | None = chosen.quantizer(given)
-    return RuleQuantizer(chosen, given) if own is None else own
+        slot = table.register(f"{name}.{role}", update)
+        rule = chosen if isinstance(chosen, Delayed) else Delayed()
+        return replace(tensor, rule=rule, fmt=table.fmt, slot=slot)
+    return tensor if chosen.has_kernels() else replace(tensor, rule=CastRule(chosen, tensor))
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:

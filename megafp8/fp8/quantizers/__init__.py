@@ -1,1 +1,0 @@
-"""Quantize a linear's tensors: one file per recipe, with one class for one tensor."""
