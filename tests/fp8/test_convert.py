@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megafp8 import fp8
+from megafp8.fp8.converted import Converted
 from megafp8.fp8.formats import E4M3
 from tests.fp8.models import gpt2, llama, mlp, noise, train
 
@@ -55,7 +56,7 @@ def test_a_tied_head_is_refused_and_nothing_is_converted() -> None:
     model = gpt2()
     with pytest.raises(fp8.Fp8Error, match="lm_head: its weight is shared, as transformer.wte"):
         fp8.convert(model)
-    assert not any(isinstance(module, fp8.linear.Converted) for module in model.modules())
+    assert not any(isinstance(module, Converted) for module in model.modules())
 
 
 def test_a_converted_model_looks_as_before() -> None:

@@ -23,6 +23,7 @@ from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScaleTable, ScalingState
 from megafp8.specs import Fp8Recipe
+from tests.fp8.quantized import quantized
 from tests.spec import formats as spec_formats
 from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
 
@@ -86,7 +87,7 @@ class Pair:
         x = torch.tensor(values, dtype=torch.float32)
         quantizer = self.linears[name].quantizer
         assert quantizer is not None
-        ours = (tensor := quantizer.tensors[kind]).rule.operands(tensor, x)[0].along_last
+        ours = quantized(quantizer, kind, x)[0].along_last
         self._compare_cast(ours, self.model.quantize(f"{name}.{kind}", x.numpy()))
 
     def _compare_cast(self, ours: object, theirs: Quantized) -> None:
