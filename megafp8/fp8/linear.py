@@ -181,7 +181,10 @@ class Linear(nn.Module):
 
 
 class LinearWork(Protocol):
-    """What both passes of a linear read; the parameters are read anew, as FSDP replaces them."""
+    """Hold all that both passes of a linear read.
+
+    They read the parameters when they need them, since FSDP replaces them.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -191,12 +194,12 @@ class LinearWork(Protocol):
 
     @property
     def comm(self) -> LinearComm:
-        """What crosses ranks around the products."""
+        """Return what exchanges tensors with other ranks."""
         ...
 
     @property
     def sink(self) -> GradSink:
-        """What takes the gradients of weight and bias."""
+        """Return what takes the gradients of weight and bias."""
         ...
 
 
