@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8.quantizers.base import Need, Role
-from megafp8.fp8.quantizers.build import linear_quantizer
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.tensor import Fp8Tensor, spread
 from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
+from tests.fp8.quantized import quantized
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.formats import E4M3, Floats32
 from tests.spec.test_blackwell import data
@@ -51,7 +52,7 @@ def operands(name: str, role: Role, x: torch.Tensor) -> tuple[Fp8Tensor, Fp8Tens
     """Return a tensor as the products along its last and its first dim read it."""
     quantizer = linear_quantizer(ScalingState(recipe_named(name)), "linear")
     assert quantizer is not None
-    (last, first), sums = quantizer.tensors[role].quantize(x, Need(True, True), with_sum=True)
+    (last, first), sums = quantized(quantizer, role, x, with_sum=True)
     assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
     assert sums is not None and sums.shape[1] == x.shape[1]
     return last, first
