@@ -17,7 +17,7 @@ sys.exit(f"container: error: there are network interfaces: {found}" if found != 
 echo "container: tests"
 # shellcheck disable=SC2086  # lists of words
 "$here/run.sh" --entrypoint python3 --env HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis \
-    --env OMP_NUM_THREADS=1 --env CI=1 -- -m pytest -q -p no:cacheprovider \
+    --env OMP_NUM_THREADS=1 --env CI=1 --env MEGAFP8_TESTS_OFFLINE=1 -- -m pytest -q -p no:cacheprovider \
     -n "${WORKERS:-2}" --dist loadfile -m "not gpu and not slow and not slurm and not kill and not hosts" $tests
 echo "container: a corpus of one's own, Weights & Biases offline, a sweep"
 "$here/run.sh" --entrypoint bash -- scripts/container/inside.sh

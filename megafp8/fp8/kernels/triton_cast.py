@@ -35,6 +35,7 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 # registers that an SM would hold fewer than 24 warps. A program of a gated gradient has two tiles.
 _NARROWER: dict[tuple[Activation | None, bool], int] = {
     ("gelu", True): 2,
+    ("gelu_tanh", True): 2,
     ("geglu", False): 2,
     ("swiglu", True): 4,
     ("geglu", True): 4,
