@@ -39,7 +39,7 @@ class Outcome:
         verdict: The figures that it follows from; None if no run finished.
         pairs: The runs of each seed that both finished.
         differs: Lines that say in which settings it is not the baseline.
-        signals: The tensors that lose most signal in FP8.
+        signals: The tensors that lose most signal in low precision.
         of_base: The signal-to-noise ratio in dB of the baseline's tensors, if it has FP8 too.
     """
 
@@ -137,11 +137,13 @@ def costs_of(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
             found.append(("note", note))
     precision = str(pairs[0].other.summary.get("precision", "")) if pairs else ""
     if "emulated" in precision:
-        note = "FP8 is emulated on this device, so that its time says nothing about tensor cores"
+        note = "products are emulated on this device, so that time says nothing about tensor cores"
         found.append(("note", note))
     share = pairs[0].other.figure("fp8_share_of_gemm_flops") if pairs else None
     if share:
-        found.append(("share of FP8", f"{100 * share:.1f} % of the GEMM FLOPs without attention"))
+        found.append(
+            ("share of low precision", f"{100 * share:.1f} % of the GEMM FLOPs without attention")
+        )
     return found
 
 
@@ -272,7 +274,7 @@ def _weakest(outcome: Outcome, level: int) -> str:
         for s in outcome.signals
     )
     return (
-        f"<h{level}>Tensors that lose most signal in FP8</h{level}>"
+        f"<h{level}>Tensors that lose most signal in low precision</h{level}>"
         "<p class=dim>Means over the last quarter "
         "of the first seed's logged steps. The ratio is that of the worst row of a tensor.</p>"
         "<div class=scroll><table class=sortable><thead><tr><th>tensor"
