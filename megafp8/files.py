@@ -212,12 +212,14 @@ def built_beside(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(folder: Path, last: str) -> Iterator[Path]:
     """Yield a folder in which to build `folder`, which gets the files after the block.
 
     `folder` is then complete. If the block raises, nothing is left that would block a repetition:
     a folder that did not exist does not, and an empty one is empty again. A killed process leaves
-    a hidden folder only, beside a new folder or in an existing one.
+    a hidden folder only, beside a new folder or in an existing one. Only if it is killed while an
+    existing folder gets its files, some of them are there without `last`, without which nothing
+    reads such a folder.
 
     Raises:
         RunError: `folder` is not empty, or it cannot be made or written.
@@ -241,19 +243,19 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                 give_ordinary_mode(build, 0o777)
                 build.rename(folder)
             else:
-                for path in build.iterdir():
+                for path in sorted(build.iterdir(), key=lambda path: path.name == last):
                     path.rename(folder / path.name)
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
 
 def move_away(folder: Path) -> None:
-    """Rename a damaged folder in one step, so that no process finds half of it, and delete it.
+    """Rename a folder in one step, so that no process finds half of it, and delete it.
 
     Raises:
         OSError: The folder cannot be renamed.
     """
-    away = folder.with_name(f"{folder.name}.tmp-damaged-{os.getpid()}-{time.time_ns()}")
+    away = folder.with_name(f"{folder.name}.tmp-left-{os.getpid()}-{time.time_ns()}")
     with suppress(FileNotFoundError):  # another process did
         folder.rename(away)
         shutil.rmtree(away, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megafp8.checkpoint.huggingface import architecture
-from megafp8.checkpoint.huggingface_files import write_folder
+from megafp8.checkpoint.huggingface_files import CONFIG, write_folder
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
@@ -64,7 +64,7 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
-    with whole_folder(folder) as build:
+    with whole_folder(folder, last=CONFIG) as build:
         files = write_folder(build, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
         copied = copy_tokenizer(home, build)
     is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE

@@ -24,7 +24,7 @@ from megafp8.checkpoint.store import ShardEntry
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.architecture import tree_of_spec
 from megafp8.errors import ExitCode
-from megafp8.files import whole_folder, write_atomically
+from megafp8.files import run_errors_reported, whole_folder, write_atomically
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
 from megafp8.secrets import say
@@ -62,7 +62,7 @@ def import_model(model: Path, folder: Path) -> None:
     """
     config = read_config(model)
     spec = from_config(config, model / "config.json")
-    with whole_folder(folder) as build:
+    with whole_folder(folder, last=CHECKPOINTS_DIR) as build:
         checkpoint, copied = _build(model, folder, build, config, spec)
     _say(model, folder, spec, folder / checkpoint.relative_to(build), copied)
 
@@ -92,7 +92,8 @@ def _build(
         "restore_from_path": str(folder.absolute()),
         "model": {**tree, "optim": OPTIM},
     }
-    write_atomically(build / CONFIG, yaml.safe_dump(own, sort_keys=False))
+    with run_errors_reported(build / CONFIG, "writing the settings"):
+        write_atomically(build / CONFIG, yaml.safe_dump(own, sort_keys=False))
     return checkpoint, copied
 
 

@@ -32,7 +32,7 @@ from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
-from megafp8.files import draft_of, locked, put, write_atomically
+from megafp8.files import draft_of, locked, move_away, put, write_atomically
 from megafp8.foreign import read_json
 from megafp8.secrets import hide_values, redacted
 
@@ -242,7 +242,7 @@ def preprocess(
             if num_empty := counts.num_texts - counts.num_documents:
                 notify(f"{num_empty} of {counts.num_texts} texts are empty and left out")
             sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts)
-            shutil.rmtree(partial)
+            move_away(partial)  # a process that is killed here leaves no half of it
             return sidecar
     except OSError as error:
         raise DataError(

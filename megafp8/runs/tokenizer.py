@@ -128,6 +128,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
     Raises:
         DataError: A file is a link that leaves the folder, a FIFO or a device.
+        RunError: A file cannot be copied.
     """
     config = _member(source, TOKENIZER_CONFIG)
     renames = config is not None and is_own(read_json(config))
@@ -136,7 +137,8 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         if _member(source, name) is None:
             continue
         new = EXPORTED_SENTENCEPIECE if renames and name == SENTENCEPIECE_FILE else name
-        shutil.copyfile(source / name, target / new)
+        with run_errors_reported(target / new, "copying the tokenizer's file"):
+            shutil.copyfile(source / name, target / new)
         copied.append(new)
     return copied
 

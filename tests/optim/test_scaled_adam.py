@@ -214,3 +214,17 @@ def test_the_kernel_is_used_here() -> None:
 def test_triton_is_used_on_a_gpu(kinds: Any, is_l2: bool, stochastic: bool) -> None:
     device = torch.device("cuda")
     assert scaled_adam._triton_reproduces_torch(device, kinds, is_l2, stochastic)
+
+
+def test_a_kernel_is_tried_with_the_format_of_each_tensor() -> None:
+    """The reference is run with what the kernel is run with."""
+    tried: list[list[object]] = []
+
+    def kernel(tensors: Tensors, constants: Constants, dithers: Dithers) -> None:
+        of_step = (tensors.param, tensors.exp_avg, tensors.exp_avg_sq, tensors.grad)
+        tried.append([tensor.fmt for tensor in of_step])
+        scaled_adam.update_torch(tensors, constants, dithers)
+
+    names: tuple[StorageName, ...] = ("fp16", "fp8", "bf16")
+    assert scaled_adam._same(names, False, False, "fp8", kernel, reference=kernel)  # type: ignore[arg-type]
+    assert tried == [[STORAGE_FORMATS[name] for name in (*names, "fp8")]] * 6

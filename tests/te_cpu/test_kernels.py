@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from megafp8.te_cpu import activations, attention, cuda, masters, norms, quantize, updates
+from megafp8.te_cpu import (
+    activations,
+    attention,
+    cuda,
+    masters,
+    norms,
+    quantize,
+    tensors,
+    updates,
+)
 from megafp8.te_cpu.enums import DType, QkvFormat
 from megafp8.te_cpu.extension import kernels, make_extension
 from megafp8.te_cpu.missing import (
@@ -330,3 +341,38 @@ def test_what_goes_to_a_cuda_device_stays_on_the_cpu(device: Any) -> None:
         assert x.to(torch.float16).dtype == x.to(x.half()).dtype == torch.float16
     assert [y.device.type for y in (*moved, made)] == ["cpu"] * 5
     assert moved[2].dtype == torch.float16
+
+
+def test_a_mode_that_passes_a_call_on_did_not_ask() -> None:
+    seen = []
+
+    class Passing(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(cuda.asking_frame(sys._getframe()))
+            return func(*args, **(kwargs or {}))
+
+    with Passing(), Passing():
+        torch.ones(2)
+    assert seen == [sys._getframe()] * 2
+    assert cuda.asking_frame(None) is None
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("is_square", [False, True])
+def test_scales_that_fill_up_a_row_are_cut_off(is_square: bool, by_column: bool) -> None:
+    """Rows of scales are stored in multiples of 4: those of a matrix [200, 130] by its blocks."""
+    shape = [130, 200] if by_column else [200, 130]
+    lengths = [-(-size // 128) for size in shape]
+    stored = (lengths[0] if is_square else lengths[1], 4 if is_square else -(-shape[0] // 4) * 4)
+    side = "columnwise" if by_column else "rowwise"
+    data = torch.zeros(shape, dtype=torch.uint8)
+    stand_in = SimpleNamespace(
+        **{"_fp8_dtype": E4M3, "_is_2D_scaled": is_square, f"_{side}_data": data},
+        **{f"_{side}_scale_inv": torch.ones(stored)},
+    )
+    found = tensors.operand(stand_in, by_column=by_column)
+    wanted = lengths if is_square else [shape[0], lengths[1]]
+    assert list(found.payload.shape) == [200, 130]
+    assert list(found.dequant_scale.shape) == (wanted[::-1] if by_column else wanted)
