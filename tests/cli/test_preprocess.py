@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,23 @@ def test_kill_9_at_any_moment_and_the_same_command_continues(tmp_path: Path) -> 
         straight, killed = tmp_path / f"straight{end}", tmp_path / f"killed{end}"
         assert straight.read_bytes() == killed.read_bytes()
     assert not (tmp_path / "killed.partial").exists()
+
+
+def test_a_kill_while_what_is_left_is_deleted_leaves_a_whole_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.txt").write_text("one\n\ntwo\n")
+    words = (tmp_path / "t.txt", "--output", tmp_path / "o", "--tokenizer", "bytes")
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "tokens").unlink()
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="137"):
+        patch.setattr(shutil, "rmtree", killed)
+        run(*words, "--workers", 0)
+    assert len(texts_of(tmp_path / "o")) == 1 and not (tmp_path / "o.partial").exists()
+    assert "is there already" in wrong(capsys, *words)
 
 
 def test_what_was_begun_continues_with_the_same_only(
