@@ -80,7 +80,6 @@ def preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    gc.freeze()  # a collection in a child need not walk through what was imported here
     mutated = [name for name in sys.modules if name.partition(".")[0] in ("megafp8", "tests")]
     assert not mutated, mutated
 
@@ -140,6 +139,7 @@ def _outcome(file: str, code: int, seconds: float, log: Path) -> Outcome:
 
 def _test(tree: Path, words: Sequence[str], asked: Asked, log: Path) -> None:
     """Become a process that runs pytest in `tree` and exits."""
+    gc.freeze()  # a collection need not walk through what the parent has imported
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
