@@ -83,18 +83,18 @@ def create(
     """
     shape = list(shape)
     if is_blockwise(quantizer):
-        made, names = _block_arguments(quantizer, shape, device), ("Float8BlockwiseQTensor",) * 2
+        made, name = _block_arguments(quantizer, shape, device), "Float8BlockwiseQTensor"
         module = importlib.import_module(
             "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
         )
     else:
-        made, names = _whole_arguments(quantizer, shape, device), ("Float8Tensor", "Float8Tensor")
+        made, name = _whole_arguments(quantizer, shape, device), "Float8Tensor"
         module = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     if quantizer.internal:
         found = vars(module)
-        storage = found.get(f"{names[0]}Storage") or found[f"{names[0]}Base"]  # its older name
+        storage = found.get(f"{name}Storage") or found[f"{name}Base"]  # its older name
         return storage(**made)
-    return getattr(module, names[1])(shape=shape, dtype=dtype, **made)
+    return getattr(module, name)(shape=shape, dtype=dtype, **made)
 
 
 def _whole_arguments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values
+from megafp8.parallel import fsdp as fsdp_module
 from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
@@ -354,6 +356,32 @@ def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
 
 
 # ---- four ranks
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_who_shards_and_who_replicates(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of two replicas, each of two tensor-parallel ranks: neighbours share a node."""
+    asked = []
+
+    def groups(rows: list[list[int]]) -> tuple[object, None]:
+        asked.append(rows)
+        return object(), None
+
+    monkeypatch.setattr(fsdp_module.dist, "new_subgroups_by_enumeration", groups)
+    monkeypatch.setattr(
+        fsdp_module.DeviceMesh, "from_group", lambda groups, kind, mesh, mesh_dim_names: mesh
+    )
+    stand_in = SimpleNamespace(
+        data=SimpleNamespace(group=object(), size=4, rank=rank),
+        tp=SimpleNamespace(size=2, rank=1),
+        device=torch.device("cpu"),
+        traffic=None,
+    )
+    spec = fsdp("hybrid", num_nodes=2, tp=2)
+    made, shards = fsdp_module._device_mesh(stand_in, spec)  # type: ignore[arg-type]
+    assert (shards.size, shards.rank) == (2, rank % 2)
+    assert torch.as_tensor(made).tolist() == [[1, 3], [5, 7]]
+    assert asked == [[[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]]
 
 
 @pytest.mark.slow
