@@ -48,6 +48,8 @@ VARIANTS = {
     "bf16": ("trainer.precision=bf16",),
     "fp8": ("trainer.precision=bf16", "model.fp8=True"),
     "fp8 tensorwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=tensorwise"),
+    "mxfp8": ("precision=mxfp8",),
+    "nvfp4": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=nvfp4"),
     "fp8 params": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_params=True"),
 }
 WITH_BF16_PRODUCTS = {"bf16, bf16 products": "bf16", "fp8, bf16 products": "fp8"}
@@ -146,6 +148,9 @@ def main() -> None:
         action="store_true",
         help="also time BF16 products on a CPU that has no instructions for them",
     )
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), help="these of ours, with bf16 among them"
+    )
     parser.add_argument("--alone", action="store_true", help="leave out plain PyTorch and torchao")
     args = parser.parse_args()
     clock = time.process_time if args.cpu_time else time.perf_counter
@@ -157,7 +162,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     tokens, targets = (rng.integers(0, args.vocab, (args.batch, args.seq)) for _ in range(2))
     microbatch = Microbatch(tokens, targets)
-    variants = dict(VARIANTS)
+    variants = {name: VARIANTS[name] for name in args.variants or VARIANTS}
     if args.with_bf16_products:
         variants |= {name: VARIANTS[base] for name, base in WITH_BF16_PRODUCTS.items()}
     states = {
@@ -195,6 +200,8 @@ def report(
         "fp32 with fp8 over fp32": ("fp32 fp8", "fp32"),
         "our bf16 over our fp32": ("bf16", "fp32"),
         "fp8 tensorwise over our bf16": ("fp8 tensorwise", "bf16"),
+        "mxfp8 over our bf16": ("mxfp8", "bf16"),
+        "nvfp4 over our bf16": ("nvfp4", "bf16"),
         "fp8 params over our bf16": ("fp8 params", "bf16"),
         "tensorwise over torchao": ("fp8 tensorwise", "torchao tensorwise"),
         "bf16 over bf16 products": ("bf16", "bf16, bf16 products"),
@@ -203,7 +210,7 @@ def report(
     ratios = {
         what: medians[base] / medians[ours]
         for what, (ours, base) in compared.items()
-        if base in medians
+        if base in medians and ours in medians
     }
     for name, median in medians.items():
         low, high = min(seconds[name]), max(seconds[name])

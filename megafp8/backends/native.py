@@ -157,7 +157,12 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
         products = ", ".join(f"{label_of(name)} on {cores}" for name, runs in mixed if runs)
         products += f", the others {emulated}"
     casts = _caster(engine, device)
-    in_torch = [name for name in recipes if not find_recipe(name).has_kernels()]
+    in_c = casts == "C"
+    in_torch = [
+        name
+        for name in recipes
+        if not find_recipe(name).has_kernels() and not (in_c and find_recipe(name).has_c_kernels)
+    ]
     if in_torch and casts != "torch":
         casts = (
             "torch"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
+from megafp8.fp8.narrow import NarrowRule
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
 from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.rule import CastRule, RuleUpdate
@@ -54,7 +55,10 @@ def _tensor_quantizer(
         slot = table.register(f"{name}.{role}", update)
         rule = chosen if isinstance(chosen, Delayed) else Delayed()
         return replace(tensor, rule=rule, fmt=table.fmt, slot=slot)
-    return tensor if chosen.has_kernels() else replace(tensor, rule=CastRule(chosen, tensor))
+    if chosen.has_kernels():
+        return tensor
+    made = NarrowRule if chosen.has_c_kernels else CastRule
+    return replace(tensor, rule=made(chosen, tensor))
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megafp8.fp8.block_casts import block_values
 from megafp8.fp8.engine import runs_triton
-from megafp8.fp8.formats import E4M3, SIMULATED, Fp8Format
+from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
 from megafp8.fp8.kernels.compile import KINDS, library
 from megafp8.ops.scaled_mm import Layout
 
@@ -161,7 +162,8 @@ class Fp8Tensor:
     `dequant_scale` (FP32) never changes, although a scale table moves on between a microbatch's
     forward and its backward pass. It is 0-d (one scale), or a matrix with one scale for each block
     of `block` elements of the payload; blocks at the end may be cut off. `is_power_2` says that
-    every scale is a power of two. `grid`, where kept, is the payload in the dtype of the GEMMs that
+    every scale is a power of two, or so short (E4M3, for numbers of E2M1) that values are exact in
+    BF16. `grid`, where kept, is the payload in the dtype of the GEMMs that
     FP8 hardware does not do; it is dropped before the tensor is saved for backward.
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
@@ -229,6 +231,10 @@ class Fp8Tensor:
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, rounded once to `dtype`."""
         scale = self.dequant_scale
+        if self.block is not None and self.fmt in (E4M3, E2M1):
+            values = block_values(self.payload, scale, self.block, dtype)
+            if values is not None:
+                return values
         if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
             return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
         return times_scale(self.numbers(torch.float32), scale, self.block).to(dtype)

@@ -80,6 +80,8 @@ class Recipe:
     """Define a recipe: a subclass sets `traits`, and implements `cast` (or `update`)."""
 
     traits: ClassVar[Traits]
+    has_c_kernels: ClassVar[bool] = False
+    """Whether casts run in C on CPUs although no kernels for GPUs exist (`has_kernels`)."""
     name: str = ""
     """How settings name the recipe; it is set when the recipe is found."""
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.fp8 import block_casts
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState
@@ -27,6 +29,15 @@ SHAPES = ((32, 64), (9, 33), (1, 1), (65, 3), (0, 64), (64, 0))
 kinds = pytest.mark.parametrize("kind", [*KINDS, *SPECIAL])
 roles = pytest.mark.parametrize("role", ROLES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(autouse=True, params=["C", "torch"])
+def _paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the C kernels, and with the rules in torch operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(block_casts, "runs_in_c", lambda x: False)
+    elif library().lib is None:
+        pytest.skip(library().note)
 
 
 def made(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
@@ -200,3 +211,22 @@ def test_a_nan_is_not_lost_in_nvfp4(kind: str) -> None:
     x = torch.from_numpy(made(kind)).bfloat16()
     for operand in operands("nvfp4", "weight", x):
         assert operand.outer is not None and operand.outer.isinf()
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 1), (1, 16), (16, 1), (16, 16), (1, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_blocks_are_numbers_times_scales(
+    block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of all codes, in both orders in memory, with blocks that end behind the matrix."""
+    generator = torch.Generator().manual_seed(3)
+    payload = torch.randint(0, 256, (70, 90), dtype=torch.uint8, generator=generator)
+    shape = tuple(-(-size // step) for size, step in zip(payload.shape, block, strict=True))
+    scale = torch.exp2(torch.randint(-20, 20, shape, generator=generator).float())
+    numbers = payload.view(torch.float8_e4m3fn).float()
+    expected = (numbers * spread(scale, payload.shape, block)).to(dtype)
+    ours = block_casts.block_values(payload.view(torch.float8_e4m3fn), scale, block, dtype)
+    other = payload.t().contiguous().t().view(torch.float8_e4m3fn)
+    for found in (ours, block_casts.block_values(other, scale, block, dtype)):
+        assert found is not None and torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -34,6 +34,14 @@ class Mxfp8(Recipe):
         multiple=BLOCK,
     )
 
+    has_c_kernels = True
+
+    def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
+        """Quantize blocks of rows or of columns as `cast` does."""
+        from megafp8.fp8.block_casts import mxfp8
+
+        return Scaled(*mxfp8(x_MN, along_columns=block[0] > 1))
+
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize each block of 32 elements with the scale of its amax."""
         tiles = x_MK.float().unflatten(1, (-1, BLOCK))

@@ -58,6 +58,31 @@ class Nvfp4(Recipe):
         traits = replace(cls.traits, input=input, weight=weight, grad_output=grad)
         return type(cls.__name__, (cls,), {"traits": traits})
 
+    has_c_kernels = True
+
+    def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled | None:
+        """Quantize blocks as `cast` does; None where a size is not whole blocks."""
+        import torch
+
+        from megafp8.fp8.block_casts import nvfp4, rotate_columns
+        from megafp8.fp8.cast import amax_of
+
+        casts, (m, n) = self.traits.casts[cast.role], x_MN.shape
+        if m % block[0] or n % block[1]:
+            return None
+        if cast.along == "first" and casts.rotation is not None:
+            x_MN = rotate_columns(x_MN, torch.tensor(SIGNS, dtype=torch.float32))
+        amax = amax_of(x_MN)
+        if cast.reduce_max is not None:
+            cast.reduce_max(amax)
+        byte = None
+        if casts.is_random:  # the bytes belong to the elements as the rule sees them
+            is_turned = cast.along == "first"
+            byte = cast.draw((n, m) if is_turned else (m, n))
+            byte = byte.t().contiguous() if is_turned else byte
+        payload, scale = nvfp4(x_MN, block, _encoding(amax), byte)
+        return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize blocks by their own amaxes and that of the whole tensor."""
         casts = self.traits.casts[cast.role]
