@@ -24,7 +24,7 @@ from tests.spec.formats import E4M3, Floats32
 from tests.spec.test_blackwell import data
 
 KINDS = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints", "largest")
-SPECIAL = ("inf", "nan", "-nan", "all nan", "largest in fp32", "around 448")
+SPECIAL = ("inf", "nan", "-nan", "all nan", "largest in fp32", "around 448", "least scale")
 SHAPES = ((32, 64), (9, 33), (1, 1), (65, 3), (0, 64), (64, 0))
 kinds = pytest.mark.parametrize("kind", [*KINDS, *SPECIAL])
 roles = pytest.mark.parametrize("role", ROLES)
@@ -55,6 +55,10 @@ def made(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
         x[0::3, 0] = powers[0::3]
         x[1::3, 0] = np.nextafter(powers[1::3], np.float32(0))
         x[2::3, 0] = np.nextafter(powers[2::3], np.float32(np.inf))
+        return x
+    if kind == "least scale":  # where the code becomes 1, which stands for 2^-126
+        x = data("zeros", shape) * np.float32(0)
+        x[:, 0] = 448 * 2.0**-127 * (1 + (np.arange(len(x)) - len(x) // 2) * 2.0**-7)
         return x
     return data(kind, shape)
 
