@@ -228,3 +228,15 @@ def test_a_kernel_is_tried_with_the_format_of_each_tensor() -> None:
     names: tuple[StorageName, ...] = ("fp16", "fp8", "bf16")
     assert scaled_adam._same(names, False, False, "fp8", kernel, reference=kernel)  # type: ignore[arg-type]
     assert tried == [[STORAGE_FORMATS[name] for name in (*names, "fp8")]] * 6
+
+
+def test_parts_are_updated_in_c_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_kernels()
+    assert scaled_adam._split_kernel_reproduces_torch()  # is tried once
+    asked: list[bool] = []
+    monkeypatch.setattr(scaled_adam, "_split_c", lambda *_, writes: asked.append(writes))
+    part = [ScaledTensor.of(torch.ones(8), STORAGE_FORMATS["fp16"]) for _ in range(4)]
+    constants = Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, 1)
+    scaled_adam.fresh_amaxes(Tensors(*part), constants, torch.zeros(3))
+    scaled_adam.update_part(Tensors(*part), constants, torch.ones(3))
+    assert asked == [False, True]

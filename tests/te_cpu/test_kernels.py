@@ -376,3 +376,11 @@ def test_scales_that_fill_up_a_row_are_cut_off(is_square: bool, by_column: bool)
     wanted = lengths if is_square else [shape[0], lengths[1]]
     assert list(found.payload.shape) == [200, 130]
     assert list(found.dequant_scale.shape) == (wanted[::-1] if by_column else wanted)
+
+
+def test_types_have_the_numbers_of_transformer_engine_s_header() -> None:
+    """Those of `NVTEDType` in `transformer_engine.h`, without int16, int64 and E8M0."""
+    assert {member.name: member.value for member in DType} == {
+        "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
+        "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
+    }  # fmt: skip
