@@ -27,6 +27,9 @@ without it. [results.jsonl](../scripts/mutate/results.jsonl) has every result. A
 no result that anything reads is equivalent: it is justified in
 [equivalent.json](../scripts/mutate/equivalent.json) and not counted. Triton's kernels are not
 mutated."""
+SIDE_BY_SIDE = """\
+Files were tried side by side (`--files`), so the decided ones are not the first of the seed's
+order. They were among its first 200 when they were tried."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def page(rows: Sequence[Row], seed: int, wanted: int) -> str:
     lines += ["", f"**{killed} of {decided} decided mutants killed, {share:.1f} %.**"]
     if decided < wanted:
         lines[-1] += f" The target is {wanted} decided mutants: {wanted - decided} are left."
+        lines += ["", SIDE_BY_SIDE]
     for title, chosen in (
         ("Survivors", [r for r in counted if r.verdict == "survived"]),
         ("Not decided", [r for r in counted if r.verdict not in ("survived", "killed")]),

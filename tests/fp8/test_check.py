@@ -17,6 +17,8 @@ from torch.distributed import all_gather, is_initialized
 from megafp8 import fp8
 from megafp8.cli.recipe import main
 from megafp8.fp8 import ROW, TENSOR, Cast, Casts, Recipe, Scaled, Scales, Traits, alike, blocks
+from megafp8.fp8.probe import Probe
+from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
 from tests.own_recipes.four_bits import FourBits, rotated
 
@@ -440,3 +442,9 @@ def test_a_rule_that_fails_says_so_once_for_a_tensor() -> None:
     assert [one.where.split(",")[0] for one in report.refutations] == ["input", "weight"]
     assert "in always_asks: AssertionError" in report.refutations[0].reason
     assert report.held == ("no undeclared message",)
+
+
+def test_one_matrix_has_a_row_and_a_column_of_zeros() -> None:
+    is_zero = Probe(Fp8Recipe(), "input").wide == 0
+    assert is_zero.all(1).nonzero().tolist() == [[3]]
+    assert is_zero.all(0).nonzero().tolist() == [[5]]
