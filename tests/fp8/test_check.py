@@ -17,7 +17,9 @@ from torch.distributed import all_gather, is_initialized
 from megafp8 import fp8
 from megafp8.cli.recipe import main
 from megafp8.fp8 import ROW, TENSOR, Cast, Casts, Recipe, Scaled, Scales, Traits, alike, blocks
-from megafp8.fp8.probe import Probe
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.probe import Probe, same_scales
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
 from tests.own_recipes.four_bits import FourBits, rotated
@@ -448,3 +450,20 @@ def test_one_matrix_has_a_row_and_a_column_of_zeros() -> None:
     is_zero = Probe(Fp8Recipe(), "input").wide == 0
     assert is_zero.all(1).nonzero().tolist() == [[3]]
     assert is_zero.all(0).nonzero().tolist() == [[5]]
+
+
+def test_operands_of_other_scales_or_factors_are_not_the_same() -> None:
+    one = Fp8Tensor(
+        torch.zeros(2, 2).to(torch.float8_e4m3fn), torch.ones(2, 1), E4M3, outer=torch.tensor(1.0)
+    )
+    changes = (
+        {"dequant_scale": torch.full((2, 1), 2.0)},
+        {"outer": torch.tensor(2.0)},
+        {"outer": None},
+    )
+    assert same_scales(one, replace(one)) and same_scales(
+        replace(one, outer=None), replace(one, outer=None)
+    )
+    for change in changes:
+        other = replace(one, **change)  # type: ignore[arg-type]
+        assert not same_scales(one, other) and not same_scales(other, one)
