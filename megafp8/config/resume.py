@@ -35,6 +35,9 @@ LAST_IN_EFFECT = "last_in_effect"
 
 _ABSENT = "absent"
 
+_TAKEN_OUT = {"model.optim.moments_scaling": "tensor"}
+"""Keys of earlier versions that are gone, and the value that a run without the key has."""
+
 _SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_adam": "adamw"}}
 """Values that mean the same and differ only in the kernel that computes them."""
 
@@ -91,7 +94,8 @@ def differences(
         last = before if _has_effect(key, before) else earlier or {}
         if key in known and key not in last:
             continue  # it had no effect before
-        was, now = last.get(key, _ABSENT), after.get(key, _ABSENT)
+        absent = _TAKEN_OUT.get(key, _ABSENT)
+        was, now = last.get(key, absent), after.get(key, absent)
         if key == "model.fp8_modules":  # older versions ignored a pattern without a match
             was, now = _rules_with_match(was, before), _rules_with_match(now, after)
         if key == "model.fp8_split_accumulator":  # null is what the backend does

@@ -79,13 +79,17 @@ class SavedForm:
         return [features, tokens] if self.is_transposed else [tokens, features]
 
     def scale_shape(self, tokens: int, features: int) -> list[int]:
-        """Return the shape of the scales; [0] where the input itself is kept."""
+        """Return the shape of the scales; [0] where the input itself is kept.
+
+        Scales of two levels are flat, with the factor of the whole tensor at the end.
+        """
         if self.scales is None:
             return [0]
         if self.scales.is_one:
             return []
         along, across = self.scales.along or tokens, self.scales.across or features
-        return [-(-tokens // along), -(-features // across)]
+        shape = [-(-tokens // along), -(-features // across)]
+        return [shape[0] * shape[1] + 1] if self.scales.has_outer else shape
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,9 @@ class LiveLinear:
 
     linear: Linear
     saved: SavedForm
-    remakes: dict[torch.Size, MakeFp8] = field(default_factory=dict)
-    """What makes an FP8 tensor of a kept payload again, by the payload's shape in memory."""
+    remakes: dict[torch.Size, tuple[MakeFp8, torch.Size]] = field(default_factory=dict)
+    """What makes an FP8 tensor of a kept payload again, and the shape of its scales, by the
+    payload's shape in memory."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ def _linear(
     payload_dtype: torch.dtype,
     scale_shape: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output, the kept input's payload as it lies in memory, and its scales."""
+    """Return the output, the kept input's payload as it lies in memory, and its scales.
+
+    Scales of two levels are flat, with the factor of the whole tensor at the end.
+    """
     live: LiveLinear = handle.value
     done = eager.forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
     kept = done.input
@@ -94,8 +98,11 @@ def _linear(
         return done.output, nothing, input_TI.new_empty(0, dtype=torch.float32)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
     payload = kept.payload.t() if live.saved.is_transposed else kept.payload
-    live.remakes[payload.shape] = kept.factory()
-    return done.output, payload, kept.dequant_scale.contiguous()
+    scale = kept.dequant_scale
+    live.remakes[payload.shape] = kept.factory(), scale.shape
+    if kept.outer is not None:  # one output for the scales of both levels
+        scale = torch.cat((scale.flatten(), kept.outer.view(1)))
+    return done.output, payload, scale.contiguous()
 
 
 @_linear.register_fake
@@ -151,8 +158,11 @@ def _(
 def _operand(kept: torch.Tensor, scale: torch.Tensor, live: LiveLinear) -> Operand:
     if live.saved.scales is None:
         return kept
-    remake = live.remakes[kept.shape]
-    return remake(kept.t() if live.saved.is_transposed else kept, scale)
+    remake, shape = live.remakes[kept.shape]
+    payload = kept.t() if live.saved.is_transposed else kept
+    if live.saved.scales.has_outer:
+        return remake(payload, scale[:-1].view(shape), scale[-1])
+    return remake(payload, scale)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

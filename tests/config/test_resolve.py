@@ -398,3 +398,15 @@ def test_validation_batches_are_a_number_or_a_share(
 def test_other_validation_batches_are_refused(given: str) -> None:
     problem = the_problem(f"trainer.limit_val_batches={given}")
     assert problem.key == "trainer.limit_val_batches" and "0.0 to 1.0" in str(problem)
+
+
+def test_a_run_with_a_key_that_was_taken_out_continues_if_it_meant_what_is_left() -> None:
+    new = run_spec("model.fp8=True", "model.optim.fp8_opt_level=O2").resolved
+
+    def earlier(value: str) -> dict[str, object]:
+        optim = {**new["model"]["optim"], "moments_scaling": value}
+        return {**new, "model": {**new["model"], "optim": optim}}
+
+    assert differences(earlier("tensor"), new) == []
+    (found,) = differences(earlier("group"), new)
+    assert found.key == "model.optim.moments_scaling" and found.new == "tensor"
