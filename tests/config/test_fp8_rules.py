@@ -154,7 +154,6 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         (["model.fp8_recipe=mxfp8", "model.fp4_disable_rht=True"], "model.fp4_disable_rht"),
         (["model.fp8_recipe=nvfp4-no_sound"], "model.fp8_recipe"),
         (["model.fp4=e3m0"], "model.fp4"),
-        (["model.fp4=e2m1", "model.compile=block"], "model.compile"),
         (["model.fp4=e2m1", "model.fp4_param=True"], "model.fp4_param"),
         (["model.fp4=e2m1", "model.fp8_params=True"], "model.fp8_params"),
         (["model.fp4=e2m1", "model.encoder_seq_length=24", "model.micro_batch_size=2",

@@ -88,7 +88,7 @@ def without_inductor(self: CompileCounter, graph: torch.fx.GraphModule, inputs: 
 @pytest.mark.parametrize(
     "choices",
     [
-        *[{"compute": "bf16", "fp8": recipe_of(name)} for name in RECIPES if name != "nvfp4"],
+        *[{"compute": "bf16", "fp8": recipe_of(name)} for name in RECIPES],
         {"compute": "bf16", "fp8": recipe_of("delayed", params_in_fp8=True)},
         {"compute": "bf16"},
         {"compute": "fp32", "fp8": recipe_of("delayed")},

@@ -291,17 +291,6 @@ def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.fp8", "model.fp8_recipe", "model.fp8_modules", "model.compile")
-def _one_level_in_a_graph(v: Values) -> Iterator[Finding]:
-    found = some(recipes_in(v), lambda traits: any(scales.has_outer for scales in traits.scales))
-    if v["model.fp8"] and v["model.compile"] != "off" and found:
-        yield Finding(
-            "model.compile",
-            f"{found[0]} has scales of two levels, which a compiled layer does not keep",
-            "Leave it out (off), or use another recipe",
-        )
-
-
 def _has_hybrid(traits: Traits) -> bool:
     return not traits.is_e4m3
 
