@@ -115,7 +115,9 @@ def _setting_in_the_way(need: Need, values: Values) -> str:
 
 
 def _is_default(key: str, values: Values) -> bool:
-    return all_keys()[key].is_default(values[key])
+    """Whether a key has its default, or NeMo's where null is ours, as in every file of NeMo's."""
+    known, value = all_keys()[key], values[key]
+    return known.is_default(value) or (known.default is None and value == known.nemo)
 
 
 def is_mistake(found: Unused, origins: Origins | None) -> bool:

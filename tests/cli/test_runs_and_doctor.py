@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafp8 import __version__
 from megafp8.cli import doctor, inspect, report, runs
 from megafp8.cli.dryrun import fits
 from megafp8.cli.generate import fitting_tokens
@@ -177,7 +178,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert run_app(["--version"], lambda cfg, info: 1) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"megafp8 0.1.0, torch {version('torch')}, Python 3")
+    assert said.startswith(f"megafp8 {__version__}, torch {version('torch')}, Python 3")
 
 
 def test_preprocess_leaves_nothing_that_could_not_be_continued(
