@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from megafp8.fp8 import linear
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.parallel.parts import linears_of
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup
@@ -77,22 +80,23 @@ def record(state: TrainState, case: Case) -> Recorded:
         found.casts[name] = found.casts.get(name, 0) + 1
 
     state.scaling.observers.append(seen)
-    for linear in linears_of(state.model):
-        _record_products(linear, found)
     for direction, table in state.scaling.tables.items():
         _count_updates(direction, table, found)
-    forward_backward(state, case.microbatches(0, state.mesh))
+    with _recorded_products(found):
+        forward_backward(state, case.microbatches(0, state.mesh))
     return found
 
 
-def _record_products(linear: Any, found: Recorded) -> None:
+@contextmanager
+def _recorded_products(found: Recorded) -> Iterator[None]:
     product = linear.product
 
-    def noted(place: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found.products.append((place, linear.name))
-        return product(place, *args, **kwargs)
+    def noted(layer: Any, place: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+        found.products.append((place, layer.name))
+        return product(layer, place, *args, **kwargs)
 
-    linear.product = noted
+    with patch.object(linear, "product", noted):
+        yield
 
 
 def _count_updates(direction: str, table: Any, found: Recorded) -> None:
