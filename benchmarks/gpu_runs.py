@@ -29,7 +29,7 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.cast import spread as spread_scale
 from megafp8.fp8.engine import EMULATED, engine_of
-from megafp8.fp8.quantizer import Role
+from megafp8.fp8.quantizer import Need, Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
 from megafp8.specs import Fp8Recipe
@@ -149,7 +149,8 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
         assert quantizer is not None
         state.to(device)
         state.engine = engine
-        run = partial(quantizer.operands, role, x)
+        tensor = quantizer.tensors[role]
+        run = partial(tensor.rule.operands, tensor, x, Need(True, True))
         found.append(run()[0])
     same = all(same_tensor(a, b) for a, b in zip(*found, strict=True))
     times = spread(timed(run, device, 2, 2 if tiny else 20))
