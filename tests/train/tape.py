@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafp8.fp8 import cast, gemm, grad_sink, scaled
+from megafp8.fp8 import block_casts, cast, gemm, grad_sink, scaled
 from megafp8.fp8.kernels.compile import Library
 from megafp8.ops import addmm
 from megafp8.ops.addmm import Scales, times_scales
@@ -133,7 +133,7 @@ def use_tapes(replace: Callable[[Any, str, Any], None]) -> TapeRecorder:
     replace(gemm, "_scaled_product", scaled_product)
     for module in (gemm, addmm):
         replace(module, "mm_into", lambda *args, **options: None)
-    for module in (cast, grad_sink, scaled):
+    for module in (block_casts, cast, grad_sink, scaled):
         replace(module, "library", lambda: Library(None, "off"))
     tapes = TapeRecorder()
     replace(graphs, "make_recorder", lambda device: tapes)
