@@ -19,18 +19,20 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.spec import current, delayed, formats, mxfp8, nvfp4
+from tests.spec.data import data
 from tests.spec.formats import FORMATS, Floats32
 
 FOLDER = Path(__file__).with_name("vectors")
 SHAPE = (32, 256)
 WHOLE = (1 << 30, 1 << 30)
-INPUTS = ("normal", "wide", "zeros", "subnormal", "tiny", "edges", "saturating", "inf", "nan")
+INPUTS = ("normal", "wide", "zeros", "subnormal", "tiny", "edges", "largest", "inf", "nan")
 ODD = {"odd": (5, 200), "one": (1, 1), "empty": (0, 256)}
 """Shapes that are no whole blocks; the recipes with padded blocks do not have them."""
 GROUPS: dict[str, tuple[tuple[int, int], current.Rule, bool]] = {
     "tensorwise": (WHOLE, "te", False),
     "tensorwise_power_2": (WHOLE, "te", True),
     "rowwise": ((1, WHOLE[1]), "torchao", True),
+    "rowwise_with_gw_hp_weight": (WHOLE, "torchao", True),
     "blockwise": ((1, 128), "te", True),
     "blockwise_weight": ((128, 128), "te", True),
 }
@@ -38,40 +40,10 @@ GROUPS: dict[str, tuple[tuple[int, int], current.Rule, bool]] = {
 
 
 def inputs() -> dict[str, Floats32]:
-    """Return the matrices that are quantized; their numbers are exact in BF16 but for `wide`."""
-    found = {}
-    for number, kind in enumerate((*INPUTS, *ODD)):
-        generator = np.random.default_rng(20261123 + number)
-        shape = ODD.get(kind, SHAPE)
-        x = generator.standard_normal(shape)
-        if kind == "wide":
-            x *= 2.0 ** generator.integers(-40, 40, shape)
-        elif kind == "zeros":
-            x = np.where(generator.random(shape) < 0.9, np.copysign(0.0, x), x)
-            x[0] = 0.0
-        elif kind == "subnormal":
-            x *= 2.0**-128
-        elif kind == "tiny":
-            x *= 2.0**-100
-        elif kind == "edges":  # the largest elements of blocks are next to 448 * 2**k
-            x = 448 * 2.0 ** generator.integers(-20, 20, shape)
-            x *= 1 + generator.choice([-1, 0, 1], shape) * 2.0**-8
-        elif kind == "saturating":
-            x = np.copysign(2.0**128 - 2.0**120, x)
-        single = x.astype(np.float32)
-        if kind != "wide":
-            single = formats_bf16(single)
-        if kind in ("inf", "nan"):
-            single[3, 5] = np.inf if kind == "inf" else np.nan
-        found[kind] = single
-    return found
-
-
-def formats_bf16(x: Floats32) -> Floats32:
-    """Return x rounded to BF16, ties to even."""
-    bits = x.view(np.uint32)
-    up = ((bits >> 16) & 1) + np.uint32(0x7FFF)
-    return ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32)
+    """Return the matrices that are quantized; their numbers are exact in BF16 but for `fp32`."""
+    found = {kind: data(kind, SHAPE) for kind in INPUTS}
+    found["fp32"] = np.random.default_rng(20261123).standard_normal(SHAPE).astype(np.float32)
+    return found | {kind: data("normal", shape) for kind, shape in ODD.items()}
 
 
 def casts() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:

@@ -39,6 +39,8 @@ def run(case: dict[str, Any], tensors: Arrays) -> Arrays | None:
         return {"codes": codes_of(made.payload), "amax": amax.numpy()}
     if rule == "nvfp4_random":
         return at_random(x, torch.from_numpy(tensors["random"]))
+    if rule == "rowwise_with_gw_hp_weight":
+        return whole(quantized("rowwise_with_gw_hp", "weight", x, power_2=True, is_last=False), x)
     name, _, part = rule.partition("_")
     role: Role = "weight" if part == "weight" else "input"
     if case["format"] == "e5m2":
@@ -52,12 +54,20 @@ def run(case: dict[str, Any], tensors: Arrays) -> Arrays | None:
     if name == "mxfp8":
         return {"codes": codes_of(operand.payload), "scale_codes": e8m0(scale)}
     if operand.block is None:
-        scale = scale.view(1, 1)[: len(x)]  # an empty matrix has no scale in the vectors
+        return whole(operand, x)
     return {"codes": codes_of(operand.payload), "dequant_scale": scale.numpy()}
 
 
-def quantized(name: str, role: Role, x: torch.Tensor, *, power_2: bool) -> Fp8Tensor:
-    """Return a tensor as the product along its last dim reads it."""
+def whole(operand: Fp8Tensor, x: torch.Tensor) -> Arrays:
+    """Return codes and the one scale; an empty matrix has no scale in the vectors."""
+    scale = operand.dequant_scale.view(1, 1)[: len(x)]
+    return {"codes": codes_of(operand.payload), "dequant_scale": scale.numpy()}
+
+
+def quantized(
+    name: str, role: Role, x: torch.Tensor, *, power_2: bool, is_last: bool = True
+) -> Fp8Tensor:
+    """Return a tensor as the product along its last dim reads it, or the one along its first."""
     hybrid = name in ("delayed", "tensorwise")
     recipe = Fp8Recipe(
         name=name, power_2_scale=power_2, backward_format="e5m2" if hybrid else "e4m3"
@@ -65,7 +75,8 @@ def quantized(name: str, role: Role, x: torch.Tensor, *, power_2: bool) -> Fp8Te
     quantizer = linear_quantizer(ScalingState(recipe), "linear")
     assert quantizer is not None
     tensor = quantizer.tensors[role]
-    (operand, _), _ = tensor.rule.operands(tensor, x, Need(True, False))
+    both, _ = tensor.rule.operands(tensor, x, Need(is_last, not is_last))
+    operand = both.along_last if is_last else both.along_first
     assert isinstance(operand, Fp8Tensor)
     return operand
 

@@ -161,7 +161,7 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
     in_torch = [
         name
         for name in recipes
-        if not find_recipe(name).has_kernels() and not (in_c and find_recipe(name).has_c_kernels)
+        if not find_recipe(name).has_kernels() and not (in_c and find_recipe(name).has_casts_in_c())
     ]
     if in_torch and casts != "torch":
         casts = (

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
-from megafp8.fp8.narrow import NarrowRule
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
 from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.rule import CastRule, RuleUpdate
@@ -57,8 +56,7 @@ def _tensor_quantizer(
         return replace(tensor, rule=rule, fmt=table.fmt, slot=slot)
     if chosen.has_kernels():
         return tensor
-    made = NarrowRule if chosen.has_c_kernels else CastRule
-    return replace(tensor, rule=made(chosen, tensor))
+    return replace(tensor, rule=CastRule(chosen, tensor))
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:

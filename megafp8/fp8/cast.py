@@ -161,10 +161,10 @@ class Fp8Tensor:
 
     `dequant_scale` (FP32) never changes, although a scale table moves on between a microbatch's
     forward and its backward pass. It is 0-d (one scale), or a matrix with one scale for each block
-    of `block` elements of the payload; blocks at the end may be cut off. `is_power_2` says that
-    every scale is a power of two, or so short (E4M3, for numbers of E2M1) that values are exact in
-    BF16. `grid`, where kept, is the payload in the dtype of the GEMMs that
-    FP8 hardware does not do; it is dropped before the tensor is saved for backward.
+    of `block` elements of the payload; blocks at the end may be cut off. `is_exact_in_bf16` says
+    that number * scale is a BF16 number everywhere: scales are powers of two, or so short (E4M3,
+    for numbers of E2M1). `grid`, where kept, is the payload in the dtype of the GEMMs that FP8
+    hardware does not do; it is dropped before the tensor is saved for backward.
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
     memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
@@ -178,7 +178,7 @@ class Fp8Tensor:
     fmt: Fp8Format
     grid: torch.Tensor | None = None
     block: tuple[int, int] | None = None
-    is_power_2: bool = False
+    is_exact_in_bf16: bool = False
     layout: Layout = "tensor"
     outer: torch.Tensor | None = None
     rotation: str | None = None
@@ -217,7 +217,7 @@ class Fp8Tensor:
             has_outer=self.outer is not None,
             fmt=self.fmt,
             block=self.block,
-            is_power_2=self.is_power_2,
+            is_exact_in_bf16=self.is_exact_in_bf16,
             layout=self.layout,
             rotation=self.rotation,
         )
@@ -235,7 +235,7 @@ class Fp8Tensor:
             values = block_values(self.payload, scale, self.block, dtype)
             if values is not None:
                 return values
-        if self.is_power_2 and dtype == torch.bfloat16:  # moves exponents alone: no FP32 needed
+        if self.is_exact_in_bf16 and dtype == torch.bfloat16:  # nothing to round
             return times_scale(self.numbers(dtype), scale.to(dtype), self.block)
         return times_scale(self.numbers(torch.float32), scale, self.block).to(dtype)
 

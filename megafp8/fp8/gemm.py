@@ -111,7 +111,7 @@ def gemm(
             a, b = a.numbers(wide), b.numbers(wide)
         else:
             scales = _outer_factors(a, b)
-            wide = wide if a.is_power_2 and b.is_power_2 else torch.float32
+            wide = wide if a.is_exact_in_bf16 and b.is_exact_in_bf16 else torch.float32
             a, b = a.dequantize(wide), b.dequantize(wide)
             bias = None if bias is None else bias.to(wide)
     else:

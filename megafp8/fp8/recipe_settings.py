@@ -45,12 +45,7 @@ def recipe_named(name: str) -> Fp8Recipe:
         Fp8Error: There is no recipe of this name.
     """
     _require("recipe", name)
-    traits = find_recipe(name).traits
-    return Fp8Recipe(
-        name=name,
-        backward_format=traits.backward_formats[0],
-        power_2_scale=traits.power_2_default,
-    )
+    return Fp8Recipe(name=name, power_2_scale=find_recipe(name).traits.power_2_default)
 
 
 def _require(subject: str, name: object, *more: str) -> None:
@@ -81,6 +76,7 @@ def checked_recipe(recipe: str | Fp8Recipe | type[Recipe]) -> Fp8Recipe:
             f"Use one of {RECIPES}",
         )
     _check_fields(recipe)
+    recipe = dataclasses.replace(recipe)  # code that `name` stands for is imported now
     _check_rules(recipe)
     if recipe.params_in_fp8:
         raise Fp8Error(
@@ -134,7 +130,9 @@ ALGORITHMS = get_args(get_type_hints(Fp8Recipe)["amax_compute_algo"])
 CHECKS: dict[str, Check] = {
     "name": Check(lambda name: isinstance(name, str), "a recipe's name", "Use 'delayed'"),
     "forward_format": _names(get_args(FormatName)),
-    "backward_format": _names(get_args(FormatName)),
+    "backward_format": _names(get_args(FormatName))._replace(
+        accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
+    ),
     "margin": Check(
         _is_whole(*MARGINS), f"a whole number from {MARGINS[0]} to {MARGINS[1]}", "Use 0 or 1"
     ),
@@ -183,6 +181,13 @@ def _check_rules(recipe: Fp8Recipe) -> None:
 
 def _check_effects(recipe: Fp8Recipe) -> None:
     """Raise `Fp8Error` for a setting that would change nothing."""
+    formats = find_recipe(recipe.name).traits.backward_formats
+    if recipe.backward_format not in formats:
+        raise Fp8Error(
+            f"recipe.backward_format={recipe.backward_format!r}",
+            f"is no format that {recipe.name} has for gradients",
+            f"Leave it out, or use {' or '.join(map(repr, formats))}",
+        )
     used = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
     if not some(used, lambda traits: traits.has_history):
         _refuse_history(recipe)

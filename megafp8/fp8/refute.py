@@ -58,7 +58,7 @@ def floor_of(probe: Probe) -> float:
 def wrong_runs(probe: Probe) -> Iterator[str]:
     """Yield shapes that a cast fails on, and finite tensors that do not stay finite."""
     unit = probe.traits.multiple
-    for shape in (*ODD_SHAPES, (unit, 2 * unit)):
+    for shape in (*ODD_SHAPES, (unit, unit)):
         if probe.casts.rotation is not None and shape[0] % unit:
             continue  # a rotated tensor needs whole blocks along its first dim
         whole = torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).to(probe.dtype)

@@ -1,4 +1,4 @@
-"""Quantize by the `cast` of a recipe, a rule in torch operations that keeps nothing."""
+"""Quantize by the `cast` of a recipe, a rule that keeps nothing, in torch operations or in C."""
 
 # M, N the tensor's own dims   K the dim that a product sums over
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.errors import UserError
+from megafp8.fp8 import block_casts
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.quantizer import (
     Need,
@@ -47,7 +48,10 @@ class RuleError(UserError):
 
 
 class CastRule(Recipe):
-    """Make operands of a tensor by a recipe's `cast`: one for each product, or one for both."""
+    """Make operands of a tensor by a recipe's `cast`: one for each product, or one for both.
+
+    On a CPU the recipe's `in_c` does the same, if it has one.
+    """
 
     def __init__(self, recipe: Recipe, given: TensorQuantizer) -> None:
         self.recipe, self.given = recipe, given
@@ -71,7 +75,10 @@ class CastRule(Recipe):
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
         """Return the operand with its scales along tokens."""
         casts = self._casts
-        return SavedForm(casts.first, self.given.fmt.dtype, is_transposed=not casts.serves_both)
+        # C leaves the bytes in the tensor's own order; the table lies on the tensor's device.
+        is_in_c = self.recipe.has_casts_in_c() and block_casts.runs_in_c(tensor.state.forward.amax)
+        is_transposed = not casts.serves_both and not is_in_c
+        return SavedForm(casts.first, self.given.fmt.dtype, is_transposed=is_transposed)
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
         """Return the scale that follows from a weight's amax."""
@@ -83,6 +90,8 @@ class CastRule(Recipe):
 
     def _along_first(self, x_MN: torch.Tensor) -> Fp8Tensor:
         """Cast the transposed tensor, and turn the result back: its bytes stay where they are."""
+        if (found := self._in_c(x_MN, self._casts.first, "first")) is not None:
+            return found
         turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first")
         if turned.block is None:
             return replace(turned, payload=turned.payload.t())
@@ -95,6 +104,9 @@ class CastRule(Recipe):
 
     def _cast(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor:
         """Run the rule over whole blocks, and check that it returns what the traits say."""
+        found = self._in_c(x_MK, scales, along) if along == "last" else None
+        if found is not None:
+            return found
         rows, inner = x_MK.shape
         block = (scales.across or max(1, rows), scales.along or max(1, inner))
         # A rank whose part is empty gets a block of zeros: the rule then asks for the maxima that
@@ -121,10 +133,30 @@ class CastRule(Recipe):
             dequant_scale,
             self.given.fmt,
             block=None if scales.is_one else block,
-            is_power_2=is_known and is_plain,
+            is_exact_in_bf16=is_known and is_plain,
             layout=scales.layout or "other",
             outer=result.outer,
             rotation=rotation,
+        )
+
+    def _in_c(self, x_MN: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor | None:
+        """Return what the recipe's C kernels make of the tensor; None where the rule runs."""
+        if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
+            return None
+        across, inner = scales.across or 1, scales.along or 1
+        block = (across, inner) if along == "last" else (inner, across)
+        result = self.recipe.in_c(x_MN, block, self._asked(scales, along))
+        if result is None:
+            return None
+        return Fp8Tensor(
+            result.payload,
+            result.dequant_scale,
+            self.given.fmt,
+            block=block,
+            is_exact_in_bf16=True,
+            layout=scales.layout or "other",
+            outer=result.outer,
+            rotation=self._casts.rotation if along == "first" else None,
         )
 
     def _result(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Scaled:

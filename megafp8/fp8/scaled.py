@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, amax_of, quantize
+from megafp8.fp8.cast import amax_of, quantize
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scales import power_2_below
@@ -122,10 +122,6 @@ class ScaledTensor:
         """Return the sum of the squared values, 0-d FP64."""
         numbers = self.payload.double()
         return (numbers.square_().sum()) * self.dequant_scale.double().square()
-
-    def as_fp8(self) -> Fp8Tensor:
-        """Return the same memory as the products read FP8 tensors."""
-        return Fp8Tensor(self.payload, self.dequant_scale, _FP8[self.fmt.name], is_power_2=True)
 
     def in_c(self, dither: Dither | None = None) -> StoredInC:
         """Return the tensor as the C kernels take it; it must be contiguous."""

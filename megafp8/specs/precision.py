@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
-from megafp8.specs.recipes import DEFAULT_RECIPE, traits_of
+from megafp8.specs.recipes import DEFAULT_RECIPE, find_recipe, problem, traits_of
 from megafp8.specs.traits import FormatName, GemmName
 
 BackendName = Literal["native", "te", "torchao"]
@@ -51,7 +51,8 @@ class Fp8Recipe:
 
     name: RecipeName = DEFAULT_RECIPE
     forward_format: FormatName = "e4m3"  # inputs and weights
-    backward_format: FormatName = "e5m2"  # output gradients
+    # output gradients; None stands for the first format that the recipe has for them
+    backward_format: FormatName = None  # type: ignore[assignment]  # `__post_init__` sets it
     # only with a history (`Traits.has_history`)
     margin: int = 0  # quant_scale = fp8_max * 2**-margin / amax
     interval: int = 1  # updates of a tensor from one recomputation of its scale to the next
@@ -68,6 +69,13 @@ class Fp8Recipe:
     modules: tuple[
         ModuleRule, ...
     ] = ()  # the first rule that matches decides; otherwise `name` does
+
+    def __post_init__(self) -> None:
+        """Choose the format of gradients, unless the recipe is code that is not imported yet."""
+        given = cast("FormatName | None", self.backward_format)
+        if given is None and problem(self.name) is None:
+            first = find_recipe(self.name).traits.backward_formats[0]
+            object.__setattr__(self, "backward_format", first)
 
     def precision_of(self, linear: str) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs."""

@@ -80,8 +80,6 @@ class Recipe:
     """Define a recipe: a subclass sets `traits`, and implements `cast` (or `update`)."""
 
     traits: ClassVar[Traits]
-    has_c_kernels: ClassVar[bool] = False
-    """Whether casts run in C on CPUs although no kernels for GPUs exist (`has_kernels`)."""
     name: str = ""
     """How settings name the recipe; it is set when the recipe is found."""
 
@@ -89,6 +87,11 @@ class Recipe:
     def has_kernels(cls) -> bool:
         """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
         return cls.traits.has_history or cls.operands is not Recipe.operands
+
+    @classmethod
+    def has_casts_in_c(cls) -> bool:
+        """Whether CPUs run `in_c` instead of `cast`."""
+        return cls.in_c is not Recipe.in_c
 
     @classmethod
     def without(cls, options: frozenset[str]) -> type[Recipe]:
@@ -109,6 +112,20 @@ class Recipe:
             [M, K] in FP32 or in the dtype of `x_MK`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no `cast`")
+
+    def in_c(self, x_MN: Tensor, block: tuple[int, int], cast: Cast) -> Scaled | None:
+        """Do what `cast` does in C on a CPU, along either dim of a tensor as it lies in memory.
+
+        Args:
+            x_MN: The tensor [M, N] itself, whose sizes need not be whole blocks.
+            block: The rows and columns of it that share a scale.
+            cast: What is asked for.
+
+        Returns:
+            Bytes [M, N] and scales, whose products are BF16 numbers; None for a tensor that `cast`
+            is to quantize.
+        """
+        return None
 
     def update(self, seen: Seen) -> tuple[Tensor, Tensor]:
         """Return the history and the scales of the next microbatch, [T, …] and [T] in FP32.

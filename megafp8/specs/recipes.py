@@ -47,7 +47,7 @@ def find_recipe(name: str) -> Recipe:
     """
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is not the name of a recipe")
-    if name.partition(WITHOUT)[0] in RECIPES:
+    if _is_built_in(name):
         return _built_in(name)
     if name in _loaded:
         return _loaded[name]
@@ -140,12 +140,16 @@ def source_of(name: str) -> tuple[Path, str] | None:
 
     None stands for a built-in recipe, and for a class that no file holds.
     """
-    if name.partition(WITHOUT)[0] in RECIPES:
+    if _is_built_in(name):
         return None
     source = getattr(sys.modules.get(type(find_recipe(name)).__module__), "__file__", None)
     if source is None:
         return None
     return Path(source), hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def _is_built_in(name: str) -> bool:
+    return name.partition(WITHOUT)[0] in RECIPES and not names_code(name)
 
 
 @cache

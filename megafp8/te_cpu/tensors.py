@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -222,9 +222,9 @@ def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Te
         block, scale = (1, BLOCK), scale[:, :rows].t()
     if by_column:
         payload, scale, block = payload.t(), scale.t(), (block[1], block[0])
-    layout = "square" if tensor._is_2D_scaled else "block"
-    is_power_2 = not scale.is_meta and bool((scale.frexp().mantissa == 0.5).all())
-    return Fp8Tensor(payload, scale, fmt, block=block, is_power_2=is_power_2, layout=layout)  # type: ignore[arg-type]
+    layout: Literal["square", "block"] = "square" if tensor._is_2D_scaled else "block"
+    is_exact = not scale.is_meta and bool((scale.frexp().mantissa == 0.5).all())
+    return Fp8Tensor(payload, scale, fmt, block=block, is_exact_in_bf16=is_exact, layout=layout)
 
 
 def _matrix(data: torch.Tensor, *, by_column: bool) -> torch.Tensor:

@@ -53,6 +53,8 @@ def test_formats_and_power_2_can_be_chosen() -> None:
     assert recipe(tensorwise, "model.fp8_e4m3=True").backward_format == "e4m3"
     assert recipe(tensorwise, "model.fp8_power_2_scale=True").power_2_scale
     assert not recipe("model.fp8_recipe=blockwise", "model.fp8_power_2_scale=False").power_2_scale
+    off = ("model.fp8_hybrid=False", "model.fp8_e4m3=False")
+    assert recipe("model.fp8_recipe=mxfp8", *off).backward_format == "e4m3"
 
 
 def test_products_in_high_precision() -> None:

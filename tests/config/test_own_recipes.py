@@ -164,6 +164,17 @@ def test_without_fp8_nothing_is_imported(marked: Path) -> None:
     assert not (marked.parent / "ran").exists()
 
 
+def test_a_path_may_look_like_a_recipe_without_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "nvfp4-no_rotation.py"
+    file.write_text(SIMPLE, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        name = "nvfp4-no_rotation.py:One"
+        load_recipe(name)
+        assert find_recipe(name).traits.is_simulated
+        assert source_of(name) is not None
+
+
 def test_a_name_that_was_not_loaded_is_never_imported(marked: Path) -> None:
     with pytest.raises(RecipeError, match="has not been loaded"):
         find_recipe(str(marked))

@@ -20,8 +20,8 @@ from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
 from tests.fp8.quantized import quantized
 from tests.spec import formats, mxfp8, nvfp4
+from tests.spec.data import data
 from tests.spec.formats import E4M3, Floats32
-from tests.spec.test_blackwell import data
 
 KINDS = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints", "largest")
 SPECIAL = ("inf", "nan", "-nan", "all nan", "largest in fp32", "around 448", "least scale")
@@ -101,7 +101,7 @@ def turned(x: Fp8Tensor) -> Fp8Tensor:
 def test_mxfp8_is_the_specification(kind: str, role: Role, dtype: torch.dtype) -> None:
     x = torch.from_numpy(made(kind)).to(dtype)
     last, first = operands("mxfp8", role, x)
-    assert last.is_power_2 and last.block == (1, 32) and first.block == (32, 1)
+    assert last.is_exact_in_bf16 and last.block == (1, 32) and first.block == (32, 1)
     assert_mxfp8(last, x.float().numpy())
     assert_mxfp8(turned(first), x.float().t().contiguous().numpy())
 
@@ -196,6 +196,19 @@ def test_nvfp4_rounds_gradients_by_the_bytes_that_are_drawn(kind: str) -> None:
     assert_nvfp4(turned(first), expected_nvfp4(rotated(wide.T), 1, draws[1]))
     nearest, _ = operands("nvfp4-no_sr", "grad_output", x)
     assert_nvfp4(nearest, expected_nvfp4(wide, 1))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_the_form_that_a_compiled_layer_keeps_is_that_of_its_device(name: str) -> None:
+    """The C kernels run for tensors of CPUs alone, whatever else the machine has."""
+    state = ScalingState(recipe_named(name))
+    quantizer = linear_quantizer(state, "linear")
+    assert quantizer is not None
+    last, first = operands(name, "input", torch.from_numpy(made("normal")))
+    lies_across = not first.payload.is_contiguous()
+    assert quantizer.saved_form().is_transposed == lies_across
+    state.to(torch.device("meta"))  # it stands for a GPU
+    assert quantizer.saved_form().is_transposed
 
 
 def test_each_part_of_nvfp4_can_be_switched_off() -> None:

@@ -153,6 +153,10 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "amax_history_len=4: has no effect with amax_compute_algo='most_recent'",
     ),
     "format": (mlp, {"recipe": fp8.Fp8Recipe(forward_format="e3m4")}, "forward_format='e3m4'"),
+    "gradients": (
+        mlp, {"recipe": fp8.Fp8Recipe(name="mxfp8", backward_format="e5m2")},
+        "backward_format='e5m2': is no format that mxfp8 has for gradients.*'e4m3'",
+    ),
     "power of two": (mlp, {"recipe": fp8.Fp8Recipe(power_2_scale=True)}, "power_2_scale=True"),
     "group": (mlp, {"recipe": "rowwise", "amax_group": object()}, "amax_group: recipe rowwise"),
 }  # fmt: skip

@@ -123,12 +123,12 @@ def test_a_product_for_a_sum_is_not_rounded_to_the_work(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_power_2", [True, False])
-def test_values_are_rounded_once(dtype: torch.dtype, is_power_2: bool) -> None:
+@pytest.mark.parametrize("is_exact_in_bf16", [True, False])
+def test_values_are_rounded_once(dtype: torch.dtype, is_exact_in_bf16: bool) -> None:
     """A scale that is no power of two is never rounded to BF16."""
-    scale = torch.tensor(2.0**-7 if is_power_2 else 0.7e-2)
+    scale = torch.tensor(2.0**-7 if is_exact_in_bf16 else 0.7e-2)
     x = Fp8Tensor.quantize(noise(64, 16) * 40, torch.tensor(1.0), E4M3)
-    x.dequant_scale, x.is_power_2 = scale, is_power_2
+    x.dequant_scale, x.is_exact_in_bf16 = scale, is_exact_in_bf16
     assert torch.equal(x.dequantize(dtype), (x.payload.float() * scale).to(dtype))
 
 

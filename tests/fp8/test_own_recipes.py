@@ -329,11 +329,11 @@ def test_a_wrong_class_or_file_of_a_recipe_is_an_fp8_error(tmp_path: Path) -> No
 def test_only_scales_of_one_level_count_as_powers_of_two() -> None:
     """BF16 products of values rest on it: a second factor of any size would be rounded."""
     x = torch.randn(16, 32)
-    assert operands(own("blocks_of_32"), "input", x)[0].is_power_2
-    assert not operands(own("four_bits"), "input", x)[0].is_power_2
+    assert operands(own("blocks_of_32"), "input", x)[0].is_exact_in_bf16
+    assert not operands(own("four_bits"), "input", x)[0].is_exact_in_bf16
     assert not operands(own("as_built_in", "Rowwise"), "input", x, power_2_scale=False)[
         0
-    ].is_power_2
+    ].is_exact_in_bf16
 
 
 def test_a_rule_that_agrees_gets_the_maximum_over_ranks() -> None:

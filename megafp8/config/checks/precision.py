@@ -29,9 +29,11 @@ rule = Rules()
 BACKEND = "model.fp8_backend"
 
 
-@rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid")
+@rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
 def _fp8_has_format(v: Values) -> Iterator[Finding]:
-    if v["model.fp8"] and v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
+    if not v["model.fp8"] or find_recipe(v["model.fp8_recipe"]).traits.is_e4m3:
+        return
+    if v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
         yield Finding(
             "model.fp8_hybrid",
             "model.fp8_e4m3 is not True, so no FP8 format is chosen",

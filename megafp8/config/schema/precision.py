@@ -141,7 +141,7 @@ class Precision:
     fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
     fp8_e4m3: bool | None = key(
         None,
-        "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`. `null`: as the recipe does.",
+        "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`, which decides otherwise.",
         nemo=False,
         kind="model",
         needs=FP8,

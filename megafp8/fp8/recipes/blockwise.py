@@ -86,7 +86,7 @@ class Blockwise(Recipe):
             dequant_scale,
             tensor.fmt,
             block=block,
-            is_power_2=tensor.power_2,
+            is_exact_in_bf16=tensor.power_2,
             layout="square" if self._is_square(tensor) else "block",
         )
 

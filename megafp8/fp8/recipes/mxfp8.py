@@ -34,8 +34,6 @@ class Mxfp8(Recipe):
         multiple=BLOCK,
     )
 
-    has_c_kernels = True
-
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
         """Quantize blocks of rows or of columns as `cast` does."""
         from megafp8.fp8.block_casts import mxfp8

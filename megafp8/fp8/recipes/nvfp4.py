@@ -58,8 +58,6 @@ class Nvfp4(Recipe):
         traits = replace(cls.traits, input=input, weight=weight, grad_output=grad)
         return type(cls.__name__, (cls,), {"traits": traits})
 
-    has_c_kernels = True
-
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled | None:
         """Quantize blocks as `cast` does; None where a size is not whole blocks."""
         import torch

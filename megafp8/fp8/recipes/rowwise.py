@@ -82,7 +82,7 @@ class Rowwise(Recipe):
             dequant_scale,
             tensor.fmt,
             block=block,
-            is_power_2=tensor.power_2,
+            is_exact_in_bf16=tensor.power_2,
             layout="tensor" if is_whole else "row",
         )
 

@@ -99,7 +99,7 @@ def assert_same_bytes(ours: Fp8Tensor | None, theirs: Fp8Tensor | None) -> None:
         spec = SPEC[ours.fmt.name]
         assert formats.same_codes(codes(ours.payload), codes(theirs.payload), spec)
         assert torch.equal(ours.dequant_scale, theirs.dequant_scale)
-        kept = ("fmt", "block", "layout", "is_power_2")
+        kept = ("fmt", "block", "layout", "is_exact_in_bf16")
         assert all(getattr(ours, field) == getattr(theirs, field) for field in kept)
 
 
