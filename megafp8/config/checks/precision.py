@@ -31,9 +31,8 @@ BACKEND = "model.fp8_backend"
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
 def _fp8_has_format(v: Values) -> Iterator[Finding]:
-    if not v["model.fp8"] or find_recipe(v["model.fp8_recipe"]).traits.is_e4m3:
-        return
-    if v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
+    has_choice = not some((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
+    if v["model.fp8"] and has_choice and v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
         yield Finding(
             "model.fp8_hybrid",
             "model.fp8_e4m3 is not True, so no FP8 format is chosen",
