@@ -1,9 +1,11 @@
-"""Try to refute what an FP8 recipe's traits say, by what its rule does with small matrices.
+"""Compare the built-in recipes, or try to refute what the traits of a recipe say.
 
+python -m megafp8.cli.recipe table
 python -m megafp8.cli.recipe check NAME
 
-NAME is a built-in recipe, an installed one, FILE.py:Class or package.module:Class. The code that it
-names is run.
+`table` says what each recipe is and which GPUs run it. `check` runs a recipe's rule with small
+matrices. NAME is a built-in recipe, an installed one, FILE.py:Class or package.module:Class; the
+code that it names is run.
 """
 
 from __future__ import annotations
@@ -14,18 +16,60 @@ from collections.abc import Sequence
 from megafp8.cli.job import command_parser, reports_errors, show
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.errors import ExitCode
-from megafp8.specs.recipes import RecipeError, load_recipe
+from megafp8.specs.gpus import GPUS, ways
+from megafp8.specs.recipes import RECIPES, RecipeError, find_recipe, load_recipe
+from megafp8.specs.traits import Scales, Traits
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print what was tried; return 0 if nothing is refuted, otherwise or after an error 2."""
     parser = command_parser("recipe", __doc__)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="check")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="table|check")
+    actions.add_parser("table", help="show what each recipe is and which GPUs run it")
     check = actions.add_parser("check", help="try to refute each trait of a recipe")
     check.add_argument("name", metavar="NAME", help="the recipe's name, file or module")
     options = parser.parse_args(argv)
+    if options.action == "table":
+        show(table())
+        return int(ExitCode.FINISHED)
     return _check(options.name)
+
+
+def table() -> str:
+    """Return what each built-in recipe is and what runs it on each GPU, as Markdown."""
+    head = ("recipe", "numbers", "a scale for", "FP8 gathers", "FP8 weights alone", *GPUS)
+    rows = [head, ("---",) * len(head), *map(_row, RECIPES)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(name: str) -> tuple[str, ...]:
+    traits = find_recipe(name).traits
+    numbers = "E2M1" if traits.numbers == "e2m1" else _formats(traits)
+    runs = [", ".join(ways(traits, capability)) or "emulated" for capability in GPUS.values()]
+    facts = _shared(traits), _yes(traits.gathers_tokens), _yes(traits.keeps_weight)
+    return f"`{name}`", numbers, *facts, *runs
+
+
+def _formats(traits: Traits) -> str:
+    return "E4M3" if traits.is_e4m3 else "E4M3, gradients E5M2"
+
+
+def _shared(traits: Traits) -> str:
+    """Return what shares a scale: `a tensor`, or `1 × 128; weights 128 × 128`."""
+    one, weight = _elements(traits.input.last), _elements(traits.weight.last)
+    return one if one == weight else f"{one}; weights {weight}"
+
+
+def _elements(scales: Scales) -> str:
+    if scales.is_one:
+        return "a tensor"
+    text = "a row" if scales.along is None else f"{scales.across} × {scales.along}"
+    return f"{text}, and a tensor" if scales.has_outer else text
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
 
 
 def _check(name: str) -> int:

@@ -10,7 +10,8 @@ import torch
 from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.kernels import triton_launch
 from megafp8.ops import torch_private
-from megafp8.ops.scaled_mm import Layout, ScaledMatmul, unsupported, writes_fp32
+from megafp8.ops.scaled_mm import Layout, ScaledMatmul, writes_fp32
+from megafp8.specs.gpus import why_no_product
 
 LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square")
 
@@ -57,6 +58,14 @@ def engine_of(device: torch.device) -> Engine:
         layouts=frozenset(name for name in LAYOUTS if unsupported(device, name) is None),
         fp32_results=frozenset(name for name in LAYOUTS if writes_fp32(device, name)),
     )
+
+
+def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
+    """Return why the device has no FP8 product for these scales, or None if it has."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{device.type}: FP8 tensor cores are used on NVIDIA GPUs only"
+    known = None if layout == "other" else layout
+    return why_no_product(torch.cuda.get_device_capability(device), known)
 
 
 @cache

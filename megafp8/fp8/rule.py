@@ -108,7 +108,7 @@ class CastRule(Recipe):
         if found is not None:
             return found
         rows, inner = x_MK.shape
-        block = (scales.across or max(1, rows), scales.along or max(1, inner))
+        block = _block(scales, rows, inner)
         # A rank whose part is empty gets a block of zeros: the rule then asks for the maxima that
         # the other ranks wait for, and need not know what the amax of nothing is.
         missing = (0, _missing(inner, block[1]), 0, _missing(rows, block[0]))
@@ -143,8 +143,9 @@ class CastRule(Recipe):
         """Return what the recipe's C kernels make of the tensor; None where the rule runs."""
         if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
             return None
-        across, inner = scales.across or 1, scales.along or 1
-        block = (across, inner) if along == "last" else (inner, across)
+        is_last = along == "last"
+        block = _block(scales, *(x_MN.shape if is_last else x_MN.shape[::-1]))
+        block = block if is_last else block[::-1]
         result = self.recipe.in_c(x_MN, block, self._asked(scales, along))
         if result is None:
             return None
@@ -249,6 +250,11 @@ def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
         raise RuleError(f"{where}: {_place_of(error)}: {reason}") from error
     finally:
         state.rule_seconds += time.perf_counter() - began
+
+
+def _block(scales: Scales, rows: int, inner: int) -> tuple[int, int]:
+    """Return the rows and columns of an operand [rows, inner] that share a scale."""
+    return scales.across or max(1, rows), scales.along or max(1, inner)
 
 
 def _missing(size: int, block: int) -> int:

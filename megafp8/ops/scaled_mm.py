@@ -33,20 +33,6 @@ Layout = Literal["tensor", "row", "block", "square", "other"]
 ScaledMatmul = Callable[..., torch.Tensor]
 
 
-def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
-    """Return why the device has no FP8 product for these scales, or None if it has."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"{device.type}: FP8 tensor cores are used on NVIDIA GPUs only"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        return f"compute capability {major}.{minor}: FP8 tensor cores begin at 8.9"
-    if layout == "row" and major < 9:
-        return f"compute capability {major}.{minor}: row scales begin at 9.0"
-    if layout in ("block", "square") and major != 9:
-        return f"compute capability {major}.{minor}: block scales of 128 exist on 9.0 only"
-    return None
-
-
 def writes_fp32(device: torch.device, layout: Layout) -> bool:
     """Whether a product with these scales can write FP32 instead of BF16.
 

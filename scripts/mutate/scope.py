@@ -29,6 +29,10 @@ def _fp8(*names: str) -> tuple[str, ...]:
 
 
 TESTS: dict[str, tuple[str, ...]] = {
+    **{
+        f"megafp8/fp8/{name}": ("fp8/test_blackwell", *IN_C[:1])
+        for name in ("kernels/blocks*", "block_casts.py", "recipes/mxfp8.py", "recipes/nvfp4.py")
+    },
     "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2], "optim/test_stored_split"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
@@ -56,7 +60,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         RANKS,
     ),
     **{
-        f"megafp8/fp8/{name}.py": (*_fp8("test_recipes", "test_linear", "test_own_recipes"), RANKS)
+        f"megafp8/fp8/{name}.py": (
+            *_fp8("test_recipes", "test_linear", "test_own_recipes", "test_blackwell"),
+            RANKS,
+        )
         for name in ("build", "rule", "scales", "recipes/*")
     },
     **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("checker", "probe", "refute")},

@@ -21,7 +21,8 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.probe import Probe, same_scales
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.recipes import RECIPES
+from megafp8.specs.gpus import ways
+from megafp8.specs.recipes import RECIPES, find_recipe
 from tests.own_recipes.four_bits import FourBits, rotated
 
 ROOT = Path(__file__).parents[2]
@@ -407,6 +408,31 @@ def test_the_command_checks_a_file(capsys: pytest.CaptureFixture[str], tmp_path:
     wrong.write_text(source.replace("(numbers.flatten(1).to(", "(numbers.abs().flatten(1).to("))
     assert main(["check", str(wrong)]) == 2
     assert "refuted: values close (input, float32)" in capsys.readouterr().out
+
+
+def test_the_page_has_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table"]) == 0
+    printed = capsys.readouterr().out
+    assert printed in (ROOT / "docs/fp8.md").read_text("utf-8"), "copy the table into docs/fp8.md"
+    assert [row.split("`")[1] for row in printed.splitlines()[2:]] == list(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "backends"),
+    [
+        ("delayed", (8, 6), ()),
+        ("delayed", (8, 9), ("native", "te")),
+        ("rowwise", (8, 9), ()),
+        ("rowwise", (10, 0), ("native",)),
+        ("blockwise", (8, 9), ()),
+        ("blockwise", (9, 0), ("native", "te")),
+        ("blockwise", (10, 0), ("te",)),
+    ],
+)
+def test_what_runs_a_recipe_on_a_gpu(
+    name: str, capability: tuple[int, int], backends: tuple[str, ...]
+) -> None:
+    assert ways(find_recipe(name).traits, capability) == backends
 
 
 @pytest.mark.parametrize(

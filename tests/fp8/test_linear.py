@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.quantizer import SavedForm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.ops import cpu
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.traits import ROW
 from tests.spec import linear as spec
 from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
 from tests.spec.formats import FORMATS
@@ -471,3 +474,23 @@ def test_main_grads_accumulate_in_fp32_over_microbatches(
     for param, main, one, size in zip(params, mains, (of_weight, of_bias), magnitudes, strict=True):
         assert param.grad is None
         assert ((main - 300 * one).abs() <= 300 * 305 * 2.0**-24 * size).all()
+
+
+def test_a_cast_is_fused_only_if_no_product_reads_the_tensor_as_it_is() -> None:
+    state = ScalingState(Fp8Recipe(high_precision_gemms=frozenset({"grad_weight"})))
+    quantizer = linear_quantizer(state, "linear")
+    assert quantizer is not None
+    rule = Mock(can_fuse=lambda tensor: True)
+    tensors = quantizer.tensors
+    quantizer.tensors = {role: replace(tensor, rule=rule) for role, tensor in tensors.items()}
+    assert not quantizer.fuses("input")  # the weight gradient reads it in high precision
+    assert quantizer.fuses("input", with_first=False)
+    assert quantizer.fuses("weight")
+    state.fp8_enabled = False
+    assert not quantizer.fuses("weight")
+
+
+def test_an_input_that_is_kept_itself_has_no_payload() -> None:
+    assert SavedForm().payload_shape(32, 64) == [0]
+    assert SavedForm(ROW).payload_shape(32, 64) == [32, 64]
+    assert SavedForm(ROW, is_transposed=True).payload_shape(32, 64) == [64, 32]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megafp8 import fp8
+from megafp8.fp8 import block_casts
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter, gemm
@@ -66,6 +67,31 @@ def test_a_rule_gives_the_bits_of_the_built_in_recipe_with_its_traits(
         if x.numel():
             assert torch.equal(rule.dequant_scale, known.dequant_scale)
         assert (rule.block is None) == (known.block is None)
+
+
+class RowsInC(Recipe):
+    """Name the blocks that it is asked for, instead of quantizing."""
+
+    traits = Traits(input=LINE, weight=LINE, grad_output=LINE)
+    blocks: ClassVar[list[tuple[int, int]]] = []
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Any:
+        """Fail: the tensor is to be cast in C."""
+        raise AssertionError("the rule in torch operations ran")
+
+    def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
+        """Return zeros with a scale for each block."""
+        self.blocks.append(block)
+        rows, cols = (size // part for size, part in zip(x_MN.shape, block, strict=True))
+        return Scaled(torch.zeros(x_MN.shape, dtype=cast.fmt.dtype), torch.ones(rows, cols))
+
+
+def test_c_is_asked_for_the_blocks_of_the_traits() -> None:
+    x = torch.randn(16, 32)
+    if not block_casts.runs_in_c(x):
+        pytest.skip("the C kernels are not built")
+    last, first = operands(register_recipe(RowsInC), "input", x)
+    assert RowsInC.blocks == [(1, 32), (16, 1)] == [last.block, first.block]
 
 
 def test_a_simulated_rule_is_multiplied_by_its_values() -> None:

@@ -6,12 +6,13 @@ in, which makes the demands of torch's CUDA version and of cuBLASLt.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from megafp8.ops.scaled_mm import Layout, check_scales, scaled_mm, unsupported
+from megafp8.fp8.engine import unsupported
+from megafp8.ops.scaled_mm import Layout, check_scales, scaled_mm
 from tests.fp8.kernels.tensor_cores import TensorCores, exact, needs_rows_on_a_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -111,6 +112,26 @@ def test_what_cannot_be_multiplied_is_refused() -> None:
 
 def test_a_cpu_has_no_fp8_tensor_cores() -> None:
     assert unsupported(torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [
+        ((8, 6), ""),
+        ((8, 9), "tensor"),
+        ((9, 0), "tensor row block square"),
+        ((10, 0), "tensor row"),
+        ((12, 0), "tensor row"),
+    ],
+)
+def test_the_scales_that_a_gpu_multiplies(
+    capability: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for layout in get_args(Layout):
+        reason = unsupported(torch.device("cuda"), layout)
+        assert (reason is None) == (layout in runs.split()), reason
 
 
 @needs_rows_on_a_cpu

@@ -180,7 +180,8 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
     if device.type != "cpu":
         why_not = te_names.why_not_installed(device)
         if why_not is None and load:
-            why_not = te_names.why_not(device, fp8=precision.fp8 is not None)
+            recipe = None if precision.fp8 is None else te_class(precision.fp8.name)
+            why_not = te_names.why_not(device, recipe)
         if why_not is not None:
             yield why_not
             load = False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megafp8.errors import ConfigError
+from megafp8.specs.gpus import why_not_in_te
 from megafp8.specs.te_versions import NEWEST_TRIED, numbers_of, why_not_version
 
 INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
@@ -137,8 +138,8 @@ def load() -> TeNames:
     )
 
 
-def why_not(device: torch.device, *, fp8: bool) -> str | None:
-    """Return why Transformer Engine cannot run here, or None where it can."""
+def why_not(device: torch.device, recipe: str | None) -> str | None:
+    """Return why Transformer Engine cannot run a class of recipes here, or None where it can."""
     if (reason := why_not_installed(device)) is not None:
         return reason
     try:
@@ -146,9 +147,10 @@ def why_not(device: torch.device, *, fp8: bool) -> str | None:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         version = importlib.metadata.version("transformer-engine")
         return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
-    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
-        return "this GPU has no FP8 tensor cores (compute capability 8.9 or above has)"
-    return None
+    capability = torch.cuda.get_device_capability(device)
+    if recipe is None or (reason := why_not_in_te(capability, recipe)) is None:
+        return None
+    return f"this GPU has compute capability {capability[0]}.{capability[1]}, and {reason}"
 
 
 def why_not_installed(device: torch.device) -> str | None:

@@ -75,10 +75,25 @@ def test_versions_that_are_not_known_are_refused(
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(te_names, "load", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    found = te_names.why_not(torch.device("cuda"), fp8=True)
+    found = te_names.why_not(torch.device("cuda"), "DelayedScaling")
     assert (found is None) if reason is None else (f"{version} {reason}" in str(found))
     is_newer = version in ("2.31.0", "3.0.0")
     assert ("newer than 2.20" in te_names.describe(version)) is is_newer
+
+
+def test_a_recipe_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine would end in an error of its own at the first step."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(te_names, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    cuda = torch.device("cuda")
+    assert te_names.why_not(cuda, "Float8CurrentScaling") is None
+    assert te_names.why_not(cuda, None) is None
+    found = te_names.why_not(cuda, "Float8BlockScaling")
+    assert found == (
+        "this GPU has compute capability 8.9, and Float8BlockScaling begins at compute capability "
+        "9.0"
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +101,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    reason = str(te_names.why_not(torch.device("cuda"), fp8=False))
+    reason = str(te_names.why_not(torch.device("cuda"), None))
     assert "transformer-engine is not installed" in reason and "pytorch]" in reason
 
 

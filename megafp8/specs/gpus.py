@@ -1,0 +1,67 @@
+"""Say what each generation of NVIDIA GPUs does with each recipe, without asking a GPU or torch."""
+
+from __future__ import annotations
+
+from megafp8.specs.traits import LayoutName, Traits
+
+Capability = tuple[int, int]
+"""The compute capability of a GPU: (9, 0) is Hopper's."""
+GPUS: dict[str, Capability] = {
+    "Ada (L4, L40S), 8.9": (8, 9),
+    "Hopper (H100, H200), 9.0": (9, 0),
+    "Blackwell (B200, GB200), 10.0": (10, 0),
+    "Blackwell (RTX PRO 6000), 12.0": (12, 0),
+}
+FIRST_WITH_FP8 = (8, 9)
+"""The least compute capability that has FP8 tensor cores."""
+
+
+def why_no_product(capability: Capability, layout: LayoutName | None) -> str | None:
+    """Return why a GPU's tensor cores take no operands with such scales, or None if they do.
+
+    The source is PyTorch's `_scaled_mm` (aten/src/ATen/native/cuda/Blas.cpp): cuBLASLt has block
+    scales of 128 for Hopper alone.
+    """
+    prefix = f"compute capability {capability[0]}.{capability[1]}: "
+    if capability < FIRST_WITH_FP8:
+        return f"{prefix}FP8 tensor cores begin at 8.9"
+    if layout is None:
+        return f"{prefix}no product for such scales is built in yet"
+    if layout == "row" and capability < (9, 0):
+        return f"{prefix}row scales begin at 9.0"
+    if layout in ("block", "square") and capability[0] != 9:
+        return f"{prefix}block scales of 128 exist on 9.0 only"
+    return None
+
+
+def why_not_in_te(capability: Capability, te_class: str) -> str | None:
+    """Return why Transformer Engine cannot run a class of its recipes on a GPU, or None if it can.
+
+    The source is `check_recipe_support` of version 2.20.2 (transformer_engine/pytorch/
+    quantization.py), which also wants CUDA 12.9 for `Float8BlockScaling`.
+    """
+    least = {
+        "Float8BlockScaling": (9, 0),
+        "MXFP8BlockScaling": (10, 0),
+        "NVFP4BlockScaling": (10, 0),
+    }
+    first = least.get(te_class, FIRST_WITH_FP8)
+    if capability < first:
+        return f"{te_class} begins at compute capability {first[0]}.{first[1]}"
+    if te_class == "MXFP8BlockScaling" and capability >= (12, 0):
+        return f"{te_class} has not all products from compute capability 12.0 on"
+    return None
+
+
+def ways(traits: Traits, capability: Capability) -> tuple[str, ...]:
+    """Return what runs a recipe's products on a GPU's tensor cores: `native`, `te`, both, or none.
+
+    Without any, the native backend computes the same results in BF16 or FP32 products.
+    """
+    found = []
+    if all(why_no_product(capability, layout) is None for layout in traits.layouts):
+        found.append("native")
+    te_class = traits.backends.get("te")
+    if te_class is not None and why_not_in_te(capability, te_class) is None:
+        found.append("te")
+    return tuple(found)
