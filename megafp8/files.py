@@ -40,6 +40,18 @@ PROGRESS = "MEGAFP8_PROGRESS"
 """The environment variable by which our launcher tells its ranks the file for `note_progress`."""
 STALE_SECONDS = 24 * 3600.0  # an older folder that is being built belongs to a killed process
 
+_HINTS_FOR_READING = {
+    errno.EACCES: "Give this user permission to read it (chmod, chown)",
+    errno.EPERM: "Give this user permission to read it (chmod, chown)",
+    errno.EMFILE: "Too many files are open in this process: raise the limit (ulimit -n)",
+    errno.ENFILE: "Too many files are open on this machine: close some, or raise fs.file-max",
+    errno.ENOMEM: "Free some memory, or raise the limit (ulimit -v)",
+}
+_OTHERWISE_FOR_READING = "The disk or network file system is failing: repair it, or copy the run"
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_NUMBER_OF_ERROR = re.compile(r"\(os error (\d{1,3})\)|unable to \w+ .*\((\d{1,3})\)", re.DOTALL)
+Warn = Callable[[str], None]
+
 
 @contextmanager
 def os_errors_reported(path: Path, doing: str) -> Iterator[None]:
@@ -58,18 +70,6 @@ def run_errors_reported(path: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         reason, hint = _reason_and_hint(error, doing)
         raise RunError(f"{path}: {reason}. {hint}") from error
-
-
-_HINTS_FOR_READING = {
-    errno.EACCES: "Give this user permission to read it (chmod, chown)",
-    errno.EPERM: "Give this user permission to read it (chmod, chown)",
-    errno.EMFILE: "Too many files are open in this process: raise the limit (ulimit -n)",
-    errno.ENFILE: "Too many files are open on this machine: close some, or raise fs.file-max",
-    errno.ENOMEM: "Free some memory, or raise the limit (ulimit -v)",
-}
-_OTHERWISE_FOR_READING = "The disk or network file system is failing: repair it, or copy the run"
-_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-_NUMBER_OF_ERROR = re.compile(r"\(os error (\d{1,3})\)|unable to \w+ .*\((\d{1,3})\)", re.DOTALL)
 
 
 def why_unreadable(path: Path, error: Exception) -> UnreadableError | None:
@@ -389,9 +389,6 @@ def give_ordinary_mode(path: Path, mode: int = 0o666) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(mode & ~mask)
-
-
-Warn = Callable[[str], None]
 
 
 def warn_on_stderr(message: str) -> None:

@@ -40,6 +40,8 @@ _KINDS = (
     (stat.S_ISDIR, "a folder"),
 )
 
+_MISSING: Any = object()
+
 
 class ForeignFileError(ValueError):
     """Report why the content of a file is not accepted; the text does not name the file."""
@@ -276,8 +278,6 @@ def _check_scalar(text: str) -> None:
 
 
 # --- single values --------------------------------------------------------------------------------
-
-_MISSING: Any = object()
 
 
 @dataclass(frozen=True)

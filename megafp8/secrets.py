@@ -31,6 +31,10 @@ _SETTING = re.compile(
 _IN_ADDRESS = re.compile(r"(?<=://)([^\s/:@'\"]*):([^\s/@'\"]+)(?=@)")
 _SHORTEST = 8  # letters; hiding shorter values of variables would hide ordinary words
 
+_LONGEST_WORD = 400  # characters; paths are shorter, values of a wrong setting may be of any length
+_LONGEST_LINE = 4000
+_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or an environment variable is named like a secret, as `HF_TOKEN`."""
@@ -133,10 +137,6 @@ def hide(text: str) -> str:
 
 
 # --- text from outside on a terminal --------------------------------------------------------------
-
-_LONGEST_WORD = 400  # characters; paths are shorter, values of a wrong setting may be of any length
-_LONGEST_LINE = 4000
-_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:

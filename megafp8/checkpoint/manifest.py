@@ -25,6 +25,12 @@ from megafp8.files import why_unreadable, write_durably
 from megafp8.foreign import ForeignFileError, parse_json, read_bytes
 from megafp8.specs.geometry import Box, Sizes, why_not_a_partition
 
+FORMAT_VERSION = 1
+MANIFEST_HASH_NAME = "manifest.sha256"
+USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -46,14 +52,6 @@ class Placement:
             0 <= start <= end - size for start, size, end in zip(offset, shape, whole, strict=True)
         )
         assert fits, f"{self.name}: piece {tuple(shape)} at {offset} of {whole}"
-
-
-FORMAT_VERSION = 1
-MANIFEST_HASH_NAME = "manifest.sha256"
-
-USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)

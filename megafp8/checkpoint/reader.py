@@ -36,6 +36,9 @@ SCALES = "scales/"
 regular grid of factors, one for each part of the tensor."""
 _CHUNK_BYTES = 4 << 20
 
+_NAMES_SHOWN = 5
+_SAME_MODEL = "Load it with the model and optimizer settings that it was saved with"
+
 
 def verify(step_dir: Path) -> None:
     """Check a checkpoint completely: its structure, and the hash of every file.
@@ -151,10 +154,6 @@ def _why_header_differs(path: Path, shard: ShardEntry) -> str | None:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         actual = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
     return None if actual == expected else "holds other tensors than the manifest lists"
-
-
-_NAMES_SHOWN = 5
-_SAME_MODEL = "Load it with the model and optimizer settings that it was saved with"
 
 
 class _Copy(NamedTuple):

@@ -27,6 +27,12 @@ from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
+OTHER_RANKS_WAIT_SECONDS = 2.0
+"""How long other ranks wait before they report an error.
+
+Rank 0 reports an error that all ranks have, and the launcher ends the others while they wait.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AppInfo:
@@ -73,13 +79,6 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
         trusts_recipes=options.trusts_recipes,
         **more,
     )
-
-
-OTHER_RANKS_WAIT_SECONDS = 2.0
-"""How long other ranks wait before they report an error.
-
-Rank 0 reports an error that all ranks have, and the launcher ends the others while they wait.
-"""
 
 
 def report_error(error: UserError) -> int:

@@ -50,6 +50,12 @@ MACHINE_FOLDER_PREFIX = "config-"
 MACHINE_FILE_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 TOPICS_SOURCE = "pydoc_data/topics.py"  # its text is taken as topics, one document each
 
+PREFIX = "dataset"
+TOKENIZER = "tokenizer.json"
+SIDECAR = "dataset.json"
+DOCUMENTS_PER_BATCH = 256  # encoded at once, on all cores
+ATTEMPTS = 3  # other processes may replace the same folder meanwhile
+
 
 @dataclass(frozen=True)
 class Document:
@@ -165,12 +171,6 @@ def _source_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-PREFIX = "dataset"
-TOKENIZER = "tokenizer.json"
-SIDECAR = "dataset.json"
-DOCUMENTS_PER_BATCH = 256  # encoded at once, on all cores
-
-
 def build_dataset(corpus: Corpus, vocab_size: int, folder: Path) -> Sidecar:
     """Train the tokenizer on the corpus and write the whole dataset into an existing folder.
 
@@ -201,9 +201,6 @@ def build_dataset(corpus: Corpus, vocab_size: int, folder: Path) -> Sidecar:
     for path in (folder / TOKENIZER, folder / SIDECAR):
         sync(path)
     return sidecar
-
-
-ATTEMPTS = 3  # other processes may replace the same folder meanwhile
 
 
 def open_builtin(

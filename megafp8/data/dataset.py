@@ -22,6 +22,9 @@ MAX_DESCRIPTION_BYTES = 16 * MIB
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
 
+SIDECAR_SUFFIX = ".dataset.json"
+_AGAIN = "Prepare the dataset again, or copy its files again"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
@@ -180,10 +183,6 @@ def _described(prefix: Path, key: str) -> Any:
         return read_object(path, MAX_DESCRIPTION_BYTES).get(key)
     except (OSError, ValueError):
         return None
-
-
-SIDECAR_SUFFIX = ".dataset.json"
-_AGAIN = "Prepare the dataset again, or copy its files again"
 
 
 def _combine(hashes: list[str]) -> str:

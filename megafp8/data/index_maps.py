@@ -30,6 +30,13 @@ from megafp8.foreign import read_json
 _BLOCK = 1 << 14
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
+VERSION = 1
+DESCRIPTION = "index.json"
+SMALLEST_CACHED = 1 << 18  # fewer numbers are computed faster than they are read
+_CHECKED_AT_ONCE = 1 << 24  # bytes
+WAITING = "data: another process computes {}; waiting for it"
+Arrays = dict[str, NDArray[np.integer]]
+
 
 @dataclass(frozen=True)
 class EpochMap:
@@ -156,15 +163,6 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     return x ^ (x >> np.uint64(31))
-
-
-VERSION = 1
-DESCRIPTION = "index.json"
-SMALLEST_CACHED = 1 << 18  # fewer numbers are computed faster than they are read
-_CHECKED_AT_ONCE = 1 << 24  # bytes
-WAITING = "data: another process computes {}; waiting for it"
-
-Arrays = dict[str, NDArray[np.integer]]
 
 
 class IndexCache:

@@ -25,6 +25,12 @@ from megafp8.data.tokenize import (
 from megafp8.errors import DataError
 from megafp8.foreign import parse_json, read_bytes
 
+VERSION = 1
+# A file that holds only ranks cuts texts before merging as GPT-2 does.
+PLAIN_RANKS_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+)
+
 
 class SentencePieceTokenizer:
     """Wraps a SentencePiece model; its end of a sentence, `</s>`, ends a document."""
@@ -97,13 +103,6 @@ def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePiece
             "Name the piece that is to end a document",
         )
     return SentencePieceTokenizer(processor, eod_id)
-
-
-VERSION = 1
-# A file that holds only ranks cuts texts before merging as GPT-2 does.
-PLAIN_RANKS_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-)
 
 
 class TiktokenTokenizer:

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.specs.data import IGNORE
 
+STEPS_AHEAD = 2
+PAD_ID = 0  # any token is right here: no counted position attends to padding
+
 
 # B samples of a microbatch, S tokens of a sample
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,6 @@ class DocumentRules:
         begins_BS = np.zeros(tokens_BS.shape, np.bool_)
         begins_BS[:, 1:] = tokens_BS[:, :-1] == self.eod_id
         return begins_BS
-
-
-STEPS_AHEAD = 2
-PAD_ID = 0  # any token is right here: no counted position attends to padding
 
 
 # B samples of a microbatch, S tokens of a sample

@@ -35,6 +35,9 @@ from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
 VALIDATION_TOKENS = 1 << 22  # limit of a run's last validation, about 16 MB of text
 COUNTED_TOKENS = 1 << 26  # limit of the tokens that the unigram model counts
 
+COUNT_TOKENS = 1 << 20  # tokens that are counted at once
+Notify = Callable[[str], None]
+
 
 def excerpt(lengths: NDArray[np.integer], num_tokens: int, limit: int) -> NDArray[np.int64]:
     """Return the places of evenly spread documents with about `limit` of `num_tokens` tokens.
@@ -53,11 +56,6 @@ def excerpt(lengths: NDArray[np.integer], num_tokens: int, limit: int) -> NDArra
     share = int(lengths.sum(dtype=np.int64)) * limit // num_tokens
     fits = int(np.searchsorted(lengths[chosen].cumsum(dtype=np.int64), share, side="right"))
     return chosen[: max(1, fits)]
-
-
-COUNT_TOKENS = 1 << 20  # tokens that are counted at once
-
-Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ from megafp8.secrets import hide_values, redacted
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
 AHEAD = 2  # lists that wait for each worker
 
+UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
+SECONDS_BETWEEN_RECORDS = 2.0
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -146,10 +149,6 @@ def _ready() -> None:
 
 def _encode(texts: list[str]) -> Encoded:
     return encode(_Worker.tokenizer, texts, _Worker.dtype)
-
-
-UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
-SECONDS_BETWEEN_RECORDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ TIKTOKEN_FILE = "tokenizer.tiktoken.json"
 TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE)
 """Names under which a tokenizer lies beside its dataset."""
 
+_NUMBERED = re.compile(r'"\s*:\s*([0-9]{8,})')
+
 
 class Tokenizer(Protocol):
     """Converts text to token numbers and back.
@@ -183,9 +185,6 @@ def rust_call(call: Callable[[ModuleType], tokenizers.Tokenizer]) -> tokenizers.
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the library tokenizers failed: {error}") from error
-
-
-_NUMBERED = re.compile(r'"\s*:\s*([0-9]{8,})')
 
 
 def check_numbers(text: str) -> None:

@@ -23,6 +23,9 @@ CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradien
 CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
 GPU_FACTOR = 8  # a GPU's chunks are larger: reading and writing the weight's gradient takes longer
 
+# (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
+AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
+
 
 class Matmul(Protocol):
     """Multiplies two matrices of the head; `place` names the product for the FLOP counter."""
@@ -60,10 +63,6 @@ def plain_matmul(
     a, b = a.t() if transpose_a else a, b.t() if transpose_b else b
     product = None if total is None else addmm.mm_into(total, a, b, is_first=is_first)
     return bf16.mm(a, b) if product is None else product
-
-
-# (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
-AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
 
 
 def through_autograd(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:

@@ -29,6 +29,16 @@ from megafp8.specs.geometry import Piece, whole
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
 
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "squared-relu": lambda x: F.relu(x).square(),
+    "geglu": F.gelu,
+    "geglu-tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+    "reglu": F.relu,
+}
+
 
 class Parts:
     """Makes a GPT's modules; a subclass overrides methods to change precision or parallelism.
@@ -268,17 +278,6 @@ class Dropout(nn.Module):
             return torch.where(self.traced_mask(x), kept, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):
             return F.dropout(x, self.p)
-
-
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu-tanh": partial(F.gelu, approximate="tanh"),
-    "squared-relu": lambda x: F.relu(x).square(),
-    "geglu": F.gelu,
-    "geglu-tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": F.silu,
-    "reglu": F.relu,
-}
 
 
 def activation(name: Activation) -> nn.Module:

@@ -17,6 +17,9 @@ from megafp8.observe.units import (
     format_percent,
 )
 
+_DERIVED = ("perplexity", "val_bits_per_byte")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
     """Return a loss in nats per token as bits per byte of text.
@@ -189,10 +192,6 @@ class RunSummary:
         if self.hfu_causal != self.mfu_causal:
             text += f", HFU {hfu} ({hfu_full}) with recomputation,"
         return f"{text} of {self.peak}"
-
-
-_DERIVED = ("perplexity", "val_bits_per_byte")
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def _read(name: str, value: object, kind: Any) -> object:

@@ -19,6 +19,9 @@ from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece
 
+# Quantizes a master's values into a parameter that cannot take a copy of them.
+Store = Callable[[torch.Tensor], None]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -34,10 +37,6 @@ class Segment:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "piece", pieces_of(self.param)[0])
-
-
-# Quantizes a master's values into a parameter that cannot take a copy of them.
-Store = Callable[[torch.Tensor], None]
 
 
 class Masters:

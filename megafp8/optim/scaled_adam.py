@@ -31,6 +31,11 @@ from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
 from megafp8.specs.optim import StorageName
 
+Dithers = tuple[Dither | None, Dither | None, Dither | None]
+NO_DITHERS: Dithers = (None, None, None)
+Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
+"""The formats of parameter, moments and gradient."""
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -82,10 +87,6 @@ class Tensors:
     def written(self) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor]:
         """Return the tensors that a step changes."""
         return self.param, self.exp_avg, self.exp_avg_sq
-
-
-Dithers = tuple[Dither | None, Dither | None, Dither | None]
-NO_DITHERS: Dithers = (None, None, None)
 
 
 @torch.no_grad()
@@ -141,10 +142,6 @@ def kernel_name(
         names = ", ".join("-".join(kind) for kind in wrong)
         name += f" (torch operations for {names}, where the kernel has other bits)"
     return name
-
-
-Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
-"""The formats of parameter, moments and gradient."""
 
 
 def _kinds(tensors: Tensors) -> Kinds:

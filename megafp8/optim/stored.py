@@ -37,6 +37,8 @@ from megafp8.parallel.data import GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
 from megafp8.specs import OptimSpec, StorageSpec
 
+Asked = tuple[Segment, Tensors, Constants]
+
 
 class StoredMasters(Masters):
     """Hold master weights and gradients as a `StorageSpec` says; each rank has whole tensors.
@@ -233,9 +235,6 @@ class StoredMasters(Masters):
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch_private.copy_all_(params, masters)
-
-
-Asked = tuple[Segment, Tensors, Constants]
 
 
 class StoredAdamW(AdamW):

@@ -9,6 +9,11 @@ from megafp8.errors import ConfigError
 
 GIVEN = "given on the command line"
 
+MOST = 1e12  # of any figure of hardware
+NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s", "node_gb_s", "network_gb_s")
+NEEDED = NUMBERS[:4]
+"""The figures that hardware of another name must give; links are those of an H100 by default."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -74,10 +79,6 @@ KNOWN = {
         "adapter for each GPU",
     ),
 }
-MOST = 1e12  # of any figure of hardware
-NUMBERS = ("bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s", "node_gb_s", "network_gb_s")
-NEEDED = NUMBERS[:4]
-"""The figures that hardware of another name must give; links are those of an H100 by default."""
 
 
 def hardware_of(name: str, numbers: dict[str, float]) -> Hardware:

@@ -15,6 +15,17 @@ MOST_NUMBERS = 60_000  # of all curves of a page: with five digits each, less th
 MOST_CELLS = 40_000  # of all heat maps of a page
 MOST_ROWS = 64  # of a heat map; a model with more linears gets a row for each layer
 
+SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu_causal")
+"""The curves of a page of several runs."""
+MEASURES = {
+    "underflow": ("underflow, % of the values", 100.0, max),
+    "overflow": ("saturation, % of the values", 100.0, max),
+    "snr_db": ("signal to noise of the worst row, dB", 1.0, min),
+    "quant_scale": ("scale, log2", None, min),
+    "amax": ("amax, log2", None, max),
+}
+"""The measures of FP8 health: title, factor (None: the logarithm), and the worse of two values."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -45,17 +56,6 @@ CURVES = (
     Curve("loss_scale", "loss scale (FP16)", is_log=True),
     Curve("global_batch_size", "global batch, samples"),
 )
-SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu_causal")
-"""The curves of a page of several runs."""
-
-MEASURES = {
-    "underflow": ("underflow, % of the values", 100.0, max),
-    "overflow": ("saturation, % of the values", 100.0, max),
-    "snr_db": ("signal to noise of the worst row, dB", 1.0, min),
-    "quant_scale": ("scale, log2", None, min),
-    "amax": ("amax, log2", None, max),
-}
-"""The measures of FP8 health: title, factor (None: the logarithm), and the worse of two values."""
 
 
 def number(value: float) -> float | None:

@@ -38,6 +38,16 @@ NOT_A_DIFFERENCE = ("exp_manager.name", "exp_manager.explicit_log_dir", "exp_man
 
 Figure = tuple[str, str, str]  # name, value, what it means
 
+_OUTCOMES: tuple[tuple[str, str], ...] = (
+    ("validation loss", "val_loss"),
+    ("training loss", "train_loss"),
+    ("tokens/s", "speed"),
+    ("MFU", "mfu_causal"),
+    ("memory", "peak_memory_bytes"),
+    ("time", "wall_seconds"),
+    ("steps", "step"),
+)
+
 
 def run_page(run: RunRecord) -> str:
     """Return the page of one run."""
@@ -331,17 +341,6 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
         ):
             found[key] = values
     return found
-
-
-_OUTCOMES: tuple[tuple[str, str], ...] = (
-    ("validation loss", "val_loss"),
-    ("training loss", "train_loss"),
-    ("tokens/s", "speed"),
-    ("MFU", "mfu_causal"),
-    ("memory", "peak_memory_bytes"),
-    ("time", "wall_seconds"),
-    ("steps", "step"),
-)
 
 
 def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:

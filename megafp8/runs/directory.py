@@ -38,6 +38,8 @@ from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refu
 from megafp8.runs.place import checked_name, expanded, named_directory
 from megafp8.specs import RunSpec
 
+_CHANGES_SHOWN = 8
+
 
 @dataclass(frozen=True)
 class RunChoice:
@@ -267,9 +269,6 @@ def _changes(old: dict[str, Any], spec: RunSpec) -> str:
     """Return in words which settings differ from those with which the run was trained last."""
     found = changed_settings(old, spec.resolved)
     return f"; changed since: {in_words(found)}" if found else ""
-
-
-_CHANGES_SHOWN = 8
 
 
 def in_words(changes: Sequence[Difference]) -> str:

@@ -17,12 +17,11 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no
 _ATTEMPTS = 5  # `is_locked` of another process locks for microseconds, which must not count
 _PAUSE_SECONDS = 0.005
 
+_held: set[RunLock] = set()  # the locks of this process
+
 
 class LockedError(RunError):
     """Report that another process holds the lock of a run directory."""
-
-
-_held: set[RunLock] = set()  # the locks of this process
 
 
 class RunLock:

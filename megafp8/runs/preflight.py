@@ -16,6 +16,8 @@ from megafp8.parallel.agreement import gather, on_all, on_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.specs import CheckpointSpec
 
+_BYTES_OF_A_PIECE = 1024  # its entries in the file's header and in the manifest, at most
+
 
 def require_free_space(root: Path, bytes_each: int, count: int = 1, files_each: int = 0) -> None:
     """Raise `CheckpointError` unless `count` more checkpoints fit on the file system of `root`.
@@ -62,9 +64,6 @@ def try_to_write(staging: Path, rank: int) -> None:
         )
     with os_errors_reported(path, "a first small file"):
         write_durably(path, b"megafp8")
-
-
-_BYTES_OF_A_PIECE = 1024  # its entries in the file's header and in the manifest, at most
 
 
 def require_disk_space(

@@ -12,6 +12,9 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.runs.data import RunData, open_data, prefixes_of
 from megafp8.specs import DataSpec
 
+_HOSTS_SHOWN = 4
+_CHARACTERS_SHOWN = 20  # some fingerprints begin with `sampled:`
+
 
 def open_on_all(spec: DataSpec, mesh: Mesh, notify: Callable[[str], None]) -> RunData:
     """Open what `spec` names on every rank, and check that all ranks have the same data.
@@ -65,10 +68,6 @@ def describe_fingerprints(found: Sequence[tuple[str, str]]) -> str:
         listed = ", ".join(named[:_HOSTS_SHOWN])
         parts.append(f"fingerprint {fingerprint[:_CHARACTERS_SHOWN]} has {listed}{more}")
     return "; ".join(parts)
-
-
-_HOSTS_SHOWN = 4
-_CHARACTERS_SHOWN = 20  # some fingerprints begin with `sampled:`
 
 
 def _ranks(ranks: Sequence[int]) -> str:

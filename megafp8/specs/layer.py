@@ -10,6 +10,12 @@ from megafp8.specs.model import GPTSpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.traits import GemmName
 
+_ANY_SIZES = GPTSpec(
+    num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, vocab_size=1,
+    max_position_embeddings=1, init_method_std=0.0, use_scaled_init_method=False,
+    hidden_dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0, layernorm_epsilon=0.0,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SubLinear:
@@ -85,13 +91,6 @@ def layer_linears(spec: GPTSpec, layer: int) -> tuple[LayerLinear, ...]:
         LayerLinear(f"{name}.mlp.fc1", hidden, fc1, True),
         LayerLinear(fc2.name, ffn, (fc2,), False),
     )
-
-
-_ANY_SIZES = GPTSpec(
-    num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, vocab_size=1,
-    max_position_embeddings=1, init_method_std=0.0, use_scaled_init_method=False,
-    hidden_dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0, layernorm_epsilon=0.0,
-)  # fmt: skip
 
 
 def linear_names(layers: Iterable[int]) -> list[str]:

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
+"""In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
+Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
+"""How gradients in FP8 are summed over replicas: in FP32, or in FP8 after one of three factors."""
+ShardBy = Literal["tensors", "elements", "auto"]
+"""What ranks own of stored states: whole tensors, equal numbers of elements, or what is better."""
+STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
+ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
+"""Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
@@ -19,20 +29,6 @@ class ScheduleSpec:
     power: float = 1.0  # the polynomial's exponent
     decay_rate: float = 0.5  # NoamHoldAnnealing: exponent of the decay
     d_model: int | None = None  # NoamAnnealing: the rate is divided by its root
-
-
-StorageName = Literal["fp32", "bf16", "fp16", "fp8", "fp8_e5m2"]
-"""In which format a tensor of the optimizer is stored; `fp8` is E4M3. FP16 and FP8 have a scale."""
-
-Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
-"""How gradients in FP8 are summed over replicas: in FP32, or in FP8 after one of three factors."""
-
-ShardBy = Literal["tensors", "elements", "auto"]
-"""What ranks own of stored states: whole tensors, equal numbers of elements, or what is better."""
-
-STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
-ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
-"""Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
 
 @dataclass(frozen=True, kw_only=True)

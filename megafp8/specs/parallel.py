@@ -23,6 +23,9 @@ ROUND_SCHEDULES: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZero
 
 MIB = 1 << 20
 
+LARGEST_IMBALANCE = 0.1
+"""The imbalance of whole tensors above which elements are divided, if a run chooses itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
@@ -117,7 +120,3 @@ def owners_of(sizes: Sequence[int], held: list[int], first: Collection[int] = ()
 def imbalance_of(held: Sequence[int]) -> float:
     """Return by what fraction the fullest rank has more than an equal share."""
     return max(held) * len(held) / max(sum(held), 1) - 1
-
-
-LARGEST_IMBALANCE = 0.1
-"""The imbalance of whole tensors above which elements are divided, if a run chooses itself."""

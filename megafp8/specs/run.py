@@ -12,6 +12,8 @@ from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
 from megafp8.specs.recipes import traits_of
 
+HealthMode = Literal["off", "scales", "full"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
@@ -28,9 +30,6 @@ class CheckpointSpec:
     monitor: str = "val_loss"
     mode: Literal["min", "max"] = "min"
     async_save: bool = False  # whether periodic checkpoints are written while training continues
-
-
-HealthMode = Literal["off", "scales", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,13 @@ BLOCK = 128
 TENSOR_CORE_MULTIPLE = 16
 """The sizes of operands of FP8 tensor cores are multiples of this number."""
 
+_LAYOUTS: dict[tuple[int | None, int | None], LayoutName] = {
+    (None, None): "tensor",
+    (1, None): "row",
+    (1, BLOCK): "block",
+    (BLOCK, BLOCK): "square",
+}
+
 
 @dataclass(frozen=True)
 class Scales:
@@ -60,12 +67,6 @@ class Scales:
         return down * right
 
 
-_LAYOUTS: dict[tuple[int | None, int | None], LayoutName] = {
-    (None, None): "tensor",
-    (1, None): "row",
-    (1, BLOCK): "block",
-    (BLOCK, BLOCK): "square",
-}
 TENSOR, ROW = Scales(None, None), Scales(1, None)
 
 

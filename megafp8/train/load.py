@@ -39,6 +39,12 @@ from megafp8.train.state import TrainState
 RECIPE_FILES = "recipe_files"
 """The key of a checkpoint's `meta` with the hashes that `recipe_files` returns."""
 
+Notify = Callable[[str], None]
+MODEL = "model/"
+WORD = f"{MODEL}embedding.word.weight"
+# These keys may change on purpose: weights are trained further to read longer texts.
+_MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
+
 
 def load_newest(saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
     """Fill `state` from the run's own newest good checkpoint, if it has one."""
@@ -137,15 +143,6 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
             if d.key != "restore_from_path"  # whose weights the checkpoint has trained further
         ]
     )
-
-
-Notify = Callable[[str], None]
-
-MODEL = "model/"
-WORD = f"{MODEL}embedding.word.weight"
-
-# These keys may change on purpose: weights are trained further to read longer texts.
-_MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
 
 
 def find_checkpoint(path: Path, notify: Notify) -> Path:

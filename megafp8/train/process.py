@@ -16,6 +16,8 @@ import torch
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
+
 
 class StopRequest:
     """Remember the first signal, so that training can save and stop after the current step.
@@ -116,9 +118,6 @@ class Garbage:
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
             gc.enable()
-
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 
 
 def keep_freed_memory() -> bool:

@@ -43,6 +43,8 @@ Notify = Callable[[str], None]
 # start more threads, which compete with those that train.
 _ELEMENTS_OF_ONE_THREAD = 16384
 
+_ALIGNMENT_BYTES = 64
+
 
 class Saver:
     """Write a run's checkpoints under `root`, and keep the newest and the best ones."""
@@ -174,9 +176,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-_ALIGNMENT_BYTES = 64
 
 
 class Snapshot:

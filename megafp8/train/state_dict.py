@@ -40,6 +40,10 @@ from megafp8.specs.geometry import Box, boxes_of_run
 from megafp8.train.scaling_dict import load_scaling, scaling_placements
 from megafp8.train.state import TrainState
 
+Notify = Callable[[str], None]
+FACTORS = "reduction/factor/"
+States = Iterable[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]
+
 
 def placements_of(
     prefix: str, segment: Segment, tensor: torch.Tensor, mesh: Mesh, *, num_shards: int
@@ -67,10 +71,6 @@ def placements_of(
                 values[common.slices_within(held)],
                 replica=int(is_replica or piece.replica > 0),
             )
-
-
-Notify = Callable[[str], None]
-FACTORS = "reduction/factor/"
 
 
 def placements(state: TrainState) -> Iterator[Placement]:
@@ -175,9 +175,6 @@ def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
     for line in _load_states(reader, state, itertools.islice(_states(state), 1)):
         notify(line)
     wait_for_all(state.mesh)
-
-
-States = Iterable[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]
 
 
 def _states(state: TrainState) -> Iterator[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]:

@@ -36,6 +36,20 @@ _SPELLINGS = {
 """Names that `accelerate config` (1.15) writes, and those that the rest of Accelerate uses for the
 same things: its recipe classes, its launcher's options and its documentation."""
 
+_WITH_TE = (
+    "with model.fp8_backend=te Transformer Engine's layers compute the products, and the level "
+    "stays; the preset precision=fp8_lm_te has both"
+)
+_UNREAD = (
+    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
+    "uses a history of 1024 and most_recent"
+)
+_UNREAD_LEVEL = (
+    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
+    "uses O2"
+)
+_SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
+
 
 def translate(tree: dict[str, Any], m: Migration) -> None:
     """Translate the tree of an Accelerate file into the migration `m`."""
@@ -249,20 +263,6 @@ def _is_row(value: Any) -> bool:
 def _foreign(backend: str) -> Callable[[str, Any, Migration], None]:
     return lambda path, value, m: m.drop(path, value, f"only the backend {backend} reads it")
 
-
-_WITH_TE = (
-    "with model.fp8_backend=te Transformer Engine's layers compute the products, and the level "
-    "stays; the preset precision=fp8_lm_te has both"
-)
-_UNREAD = (
-    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
-    "uses a history of 1024 and most_recent"
-)
-_UNREAD_LEVEL = (
-    "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
-    "uses O2"
-)
-_SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 
 _TE_KEYS: dict[str, Callable[[str, Any, Migration], None]] = {
     "backend": _backend,

@@ -41,6 +41,17 @@ _STARTS = "srun, torchrun or trainer.devices starts the ranks; see docs/slurm.md
 _NO_OFFLOAD = "asks for weights or states in host memory, which megafp8 does not have"
 _USE_FSDP = "Give none, and use model.fsdp=True, which shards them over more ranks"
 
+_STAGES: dict[int, dict[str, Any]] = {
+    1: {"model.optim.name": "distributed_fused_adam"},
+    2: {"model.fsdp": True, "model.fsdp_sharding_strategy": "grad"},
+    3: {"model.fsdp": True, "model.fsdp_sharding_strategy": "full"},
+}
+_STAGE_2_OF_LEVELS = {
+    "model.optim.name": "distributed_fused_adam",
+    "model.optim.data_parallel_sharding_strategy": "optim_grads",
+}
+_DEFAULT_STAGE = 2  # of Accelerate's DeepSpeedPlugin
+
 
 def translate(name: str, section: Mapping[Any, Any], tree: Mapping[str, Any], m: Migration) -> None:
     """Translate the section `name` of the file `tree` into the migration `m`."""
@@ -284,22 +295,6 @@ def _deepspeed(section: Mapping[Any, Any], tree: Mapping[str, Any]) -> dict[str,
             "below deepspeed_config, and leave it out",
         ),
     }  # fmt: skip
-
-
-_STAGES: dict[int, dict[str, Any]] = {
-    1: {"model.optim.name": "distributed_fused_adam"},
-    2: {"model.fsdp": True, "model.fsdp_sharding_strategy": "grad"},
-    3: {"model.fsdp": True, "model.fsdp_sharding_strategy": "full"},
-}
-
-
-_STAGE_2_OF_LEVELS = {
-    "model.optim.name": "distributed_fused_adam",
-    "model.optim.data_parallel_sharding_strategy": "optim_grads",
-}
-
-
-_DEFAULT_STAGE = 2  # of Accelerate's DeepSpeedPlugin
 
 
 def _default_of_deepspeed(

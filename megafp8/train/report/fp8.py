@@ -25,6 +25,8 @@ from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import traits_of
 from megafp8.train.state import TrainState
 
+MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
+
 
 @dataclass(frozen=True)
 class PrecisionShare:
@@ -118,9 +120,6 @@ def _names(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
     return f"{len(names)} linears, {names[0]} to {names[-1]}"
-
-
-MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
 
 
 class HealthLog:
