@@ -19,6 +19,7 @@ from megafp8.config.rows import (
     GATHERED,
     HALF,
     HISTORY,
+    MANY_SCALES,
     NATIVE,
     NOT_GATHERED,
     ONE_WEIGHT,
@@ -165,6 +166,13 @@ TOGETHER = (
         {"model.fp8": True, RECIPE: some_recipe(NOT_GATHERED)}, {SP: True},
         "gathers quantized tokens, and {recipe} does not quantize parts as it quantizes the whole",
         f"Leave {SP} out, or use model.fp8_recipe={GATHERED.hint}",
+    ),
+    Row(
+        {BACKEND: "te", RECIPE: its_recipe(MANY_SCALES)}, {SP: True},
+        "Transformer Engine gathers the tokens of {recipe} in ways that have not been shown to be "
+        "right here",
+        f"Leave {SP} out, {NATIVE}",
+        UNPROVEN,
     ),
     Row(
         {SP: True}, {"model.reduce_amax": False},

@@ -22,17 +22,22 @@ def whole(role: Role) -> ReduceMax | None:
 
 
 def linear_quantizer(
-    state: ScalingState, name: str, reduce_max: Callable[[Role], ReduceMax | None] = whole
+    state: ScalingState,
+    name: str,
+    reduce_max: Callable[[Role], ReduceMax | None] = whole,
+    reduce_columns: Callable[[Role], ReduceMax | None] = whole,
 ) -> LinearQuantizer | None:
     """Return the quantizers of the linear `name`, or None if it stays in high precision.
 
     `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
+    `reduce_columns(role)` does so for those that hold the same columns of other tokens.
     """
     precision = state.recipe.precision_of(name)
     if precision == HIGH_PRECISION:
         return None
     chosen = find_recipe(precision)
-    tensors = {role: _tensor_quantizer(state, chosen, name, role, reduce_max) for role in ROLES}
+    reductions = reduce_max, reduce_columns
+    tensors = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
     return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision))
 
 
@@ -42,12 +47,14 @@ def _tensor_quantizer(
     name: str,
     role: Role,
     reduce_max: Callable[[Role], ReduceMax | None],
+    reduce_columns: Callable[[Role], ReduceMax | None],
 ) -> TensorQuantizer:
     settings, traits = state.recipe, chosen.traits
     power_2 = settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
     over_ranks = reduce_max(role) if traits.agrees else None
+    over_tokens = reduce_columns(role) if traits.agrees_on_columns else None
     fmt = _format(settings, traits, role)
-    tensor = TensorQuantizer(chosen, state, name, role, fmt, power_2, over_ranks)
+    tensor = TensorQuantizer(chosen, state, name, role, fmt, power_2, over_ranks, over_tokens)
     if traits.has_history:  # casts are those of `delayed`; `update` may be the recipe's own
         table = state.backward if role == "grad_output" else state.forward
         update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)

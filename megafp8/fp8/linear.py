@@ -97,6 +97,15 @@ class LinearComm(Protocol):
         """
         ...
 
+    def reduce_columns(self, role: Role) -> ReduceMax | None:
+        """Return a function that takes the maximum over ranks that divide a tensor's tokens.
+
+        The function's argument, which it overwrites, is the amaxes of this rank's columns, FP32 [1,
+        features]. None says that this rank has all tokens of its columns. It is called when the
+        linear is built.
+        """
+        ...
+
 
 class NoComm:
     """Exchange nothing: the linear lives on one rank."""
@@ -125,6 +134,10 @@ class NoComm:
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
         """Return None: this rank holds every tensor whole."""
+        return None
+
+    def reduce_columns(self, role: Role) -> ReduceMax | None:
+        """Return None: this rank has all tokens."""
         return None
 
 

@@ -97,8 +97,9 @@ class TensorQuantizer:
     """Say what is quantized (the tensor `role` of the linear `name`), and by which recipe's rule.
 
     `reduce_max` takes the maximum over the ranks that hold parts of the tensor, in place; None says
-    that this rank has all of it. `slot` is the tensor's row in a table, if the recipe has a
-    history. What else is kept between calls is in the `ScalingState`.
+    that this rank has all of it. `reduce_columns` does so for amaxes of columns [1, N], over the
+    ranks that hold the same columns of other tokens. `slot` is the tensor's row in a table, if the
+    recipe has a history. What else is kept between calls is in the `ScalingState`.
     """
 
     rule: Recipe
@@ -108,6 +109,7 @@ class TensorQuantizer:
     fmt: Fp8Format
     power_2: bool
     reduce_max: ReduceMax | None = None
+    reduce_columns: ReduceMax | None = None
     slot: Slot | None = None
 
 

@@ -127,7 +127,9 @@ class NativeParts(Parts):
         comm: LinearComm,
     ) -> Linear:
         scaling = self.scaling
-        quantizer = None if scaling is None else linear_quantizer(scaling, name, comm.reduce_max)
+        quantizer = None
+        if scaling is not None:
+            quantizer = linear_quantizer(scaling, name, comm.reduce_max, comm.reduce_columns)
         in_fp8 = scaling is not None and scaling.recipe.params_in_fp8 and quantizer is not None
         weight = self.normal_parameter(shape, weights, std)
         if scaling is not None and in_fp8:

@@ -2,8 +2,9 @@
 
 Between the linears each tensor-parallel rank holds a part of the sequence: norms, dropout and the
 residual stream are [B, S/tp, D] on every rank. A column-parallel linear gathers the parts, as FP8
-bytes if it reads FP8; all ranks share one scale, so their bytes can be concatenated. Only the
-rank's own part is kept, and backward gathers it again. A row-parallel linear sums its outputs, and
+bytes if it reads FP8. Scales of rows and blocks are gathered with their bytes; a scale of more
+tokens than a rank has is agreed on before the cast. Only the rank's own part is kept, and backward
+gathers it again. A row-parallel linear sums its outputs, and
 each rank keeps its part of the sum.
 
 Linears read tokens rank by rank, [tp B, S/tp, ...]. Only attention needs whole sequences in order.
@@ -48,6 +49,10 @@ class SequenceColumnParallel(ColumnParallel):
         """
         return self.tp.all_reduce_max
 
+    def reduce_columns(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks for inputs, of which each rank has its own tokens."""
+        return self.tp.all_reduce_max if role == "input" else None
+
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Start the reduce-scatter of the input gradient: [tp T, I] -> [T, I]."""
         return self.tp.start_reduce_scatter_sum(grad_input_TI)
@@ -74,6 +79,10 @@ class SequenceRowParallel(RowParallel):
         """
         return self.tp.all_reduce_max
 
+    def reduce_columns(self, role: Role) -> ReduceMax | None:
+        """Return the maximum over the ranks for output gradients, of which each has its tokens."""
+        return self.tp.all_reduce_max if role == "grad_output" else None
+
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs' sum: [tp T, O] -> [T, O]."""
         return self.tp.start_reduce_scatter_sum(output_TO).wait()
@@ -82,12 +91,15 @@ class SequenceRowParallel(RowParallel):
 def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
     """Return all ranks' tokens, rank by rank; of an FP8 tensor its bytes are gathered.
 
-    Scales of blocks cross ranks too: no block reaches over the tokens of two ranks, since the
-    recipe commutes with sharding and each rank's tokens are whole blocks.
+    Scales of rows and blocks cross ranks too: no block reaches over the tokens of two ranks, since
+    each rank's tokens are whole blocks. Scales of columns are equal on all ranks, which have agreed
+    on them.
     """
     if not isinstance(x_TF, Fp8Tensor):
         return tp.gather_rows(x_TF)
-    if x_TF.block is not None:
+    if x_TF.layout == "row" and x_TF.block == (x_TF.payload.shape[0], 1):
+        x_TF = replace(x_TF, block=(x_TF.payload.shape[0] * tp.size, 1))
+    elif x_TF.block is not None:
         assert x_TF.payload.shape[0] % x_TF.block[0] == 0, "a block would end in another rank"
         scales = tp.gather_rows(x_TF.dequant_scale.contiguous())
         x_TF = replace(x_TF, dequant_scale=scales)  # `outer` is equal on all ranks: amaxes agree

@@ -19,6 +19,7 @@ from megafp8.plan.shape import (
     deal_whole,
     divides_elements,
     flat_buckets,
+    fp8_products,
     layers_with_recomputation,
     num_microbatches,
     num_stages,
@@ -34,8 +35,19 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.traits import GemmName, Role
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]
+Along = Literal["last", "first"]
+_READERS: dict[tuple[Role, str], GemmName] = {
+    ("input", "last"): "output",
+    ("input", "first"): "grad_weight",
+    ("weight", "last"): "output",
+    ("weight", "first"): "grad_input",
+    ("grad_output", "last"): "grad_input",
+    ("grad_output", "first"): "grad_weight",
+}
+"""The product that sums along the last or the first dim of a tensor."""
 AxisName = Literal["tp", "cp", "data", "nodes", "pp", "tied", "amax"]
 
 
@@ -85,10 +97,6 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     return [message for message in found if message.handed]
 
 
-def _gathers_fp8(linear: Linear) -> bool:
-    return linear.traits is not None and linear.traits.gathers_tokens
-
-
 def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     tp, tokens, count = spec.parallel.tp, tokens_of(spec), num_microbatches(spec)
     if tp == 1:
@@ -122,16 +130,49 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", len(rows) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", len(columns) * whole)
-    inputs = sum((passes + 1) * _part(spec, linear, tokens) / tp for linear in columns)
-    grads = sum(_part(spec, linear, tokens) / tp for linear in rows)
+    own = tokens // tp
+    inputs = grads = 0.0
+    for linear in columns:  # what the product over tokens reads is gathered in backward alone
+        inputs += passes * _part(spec, linear, "input", "last", own)
+        inputs += _part(spec, linear, "input", "first", own)
+    for linear in rows:
+        grads += _part(spec, linear, "grad_output", "last", own)
+        if not _is_sent_once(spec, linear):
+            grads += _part(spec, linear, "grad_output", "first", own)
     yield message("all_gather", "inputs of linears", inputs)
     yield message("all_gather", "output gradients of linears", grads)
 
 
-def _part(spec: RunSpec, linear: Linear, tokens: int) -> int:
-    """Return the bytes of a linear's gathered tensor, of the model's width."""
-    itemsize = 1 if _gathers_fp8(linear) else compute_itemsize(spec)
-    return tokens * spec.model.hidden_size * itemsize
+def _part(spec: RunSpec, linear: Linear, role: Role, along: Along, tokens: int) -> int:
+    """Return the bytes of a rank's tokens of a linear's tensor, of the model's width.
+
+    They are those of the quantization that the product along the last or the first dim reads, with
+    the scales that are not equal on all ranks.
+    """
+    width, traits = spec.model.hidden_size, linear.traits
+    if traits is None or _READERS[role, along] not in fp8_products(spec, linear):
+        return tokens * width * compute_itemsize(spec)
+    casts = traits.casts[role]
+    scales = casts.last if along == "last" else casts.first
+    if scales.is_one or (along == "first" and traits.agrees_on_columns):
+        return tokens * width
+    sizes = (tokens, width) if along == "last" else (width, tokens)
+    return tokens * width + FP32 * scales.count(*sizes)
+
+
+def _casts(spec: RunSpec, linear: Linear, role: Role) -> int:
+    """Return how often a tensor is quantized for the two products that read it."""
+    products = fp8_products(spec, linear)
+    count = sum(_READERS[role, along] in products for along in ("last", "first"))
+    traits = linear.traits
+    return min(count, 1) if traits is not None and traits.casts[role].serves_both else count
+
+
+def _is_sent_once(spec: RunSpec, linear: Linear) -> bool:
+    """Whether one tensor serves both products that read an output gradient."""
+    in_fp8 = [_READERS["grad_output", a] in fp8_products(spec, linear) for a in ("last", "first")]
+    serves_both = linear.traits is not None and linear.traits.grad_output.serves_both
+    return not any(in_fp8) or (all(in_fp8) and serves_both)
 
 
 def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -332,10 +373,11 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 
 
 def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    """Return the reductions of amaxes, 4 bytes a tensor.
+    """Return the reductions of amaxes, of 4 bytes each.
 
-    `delayed` reduces those of inputs, weights and output gradients in each microbatch. `tensorwise`
-    reduces the amax of a tensor of which tensor-parallel ranks have parts, before its cast.
+    `delayed` reduces those of inputs, weights and output gradients in each microbatch. Recipes that
+    agree reduce the amax of a tensor of which tensor-parallel ranks have parts, before each cast.
+    Those that agree on columns reduce an amax for each column of a tensor whose tokens are divided.
     """
     parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
@@ -352,14 +394,21 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
     for linear in shape.linears:
-        if linear.traits is not None and linear.traits.agrees:
+        traits = linear.traits
+        if traits is not None and traits.agrees:
             of_input = parallel.sequence_parallel or not linear.whole.is_column
             of_grad = parallel.sequence_parallel or linear.whole.is_column
-            times += 1 + count * (of_input * passes + of_grad)
+            times += _casts(spec, linear, "weight")
+            times += count * of_input * passes * _casts(spec, linear, "input")
+            times += count * of_grad * _casts(spec, linear, "grad_output")
+        is_divided = parallel.sequence_parallel and "grad_weight" in fp8_products(spec, linear)
+        if traits is not None and traits.agrees_on_columns and is_divided:
+            each = passes if linear.whole.is_column else 1  # of inputs, or of output gradients
+            times += count * each * spec.model.hidden_size
     yield Message(
         axis="tp",
         operation="all_reduce",
-        what="amaxes of tensorwise scaling",
+        what="amaxes of scales that ranks share",
         handed=round(FP32 * times),
         num_ranks=parallel.tp,
     )

@@ -145,6 +145,9 @@ class Traits:
         agrees: Whether ranks that hold parts of a tensor agree on its amax before they cast it.
         commutes: Whether quantizing parts and joining them gives the quantization of the whole, for
             parts whose sizes are multiples of `multiple`. Bytes and scales may then cross ranks.
+        agrees_on_columns: Whether ranks that hold parts of the tokens agree on the amaxes of a
+            tensor's columns, which have one scale each, before they cast it for the product over
+            tokens. Sequence parallelism may then gather bytes; a row is whole on its rank.
         shares_weight: Whether the scale of a weight follows from its amax alone, so that ranks that
             hold parts of the weight can agree on it and cast their parts (FSDP, ZeRO-1).
         power_2: Whether scales are powers of two. `never` and `always` leave no choice; `off` and
@@ -169,6 +172,7 @@ class Traits:
     has_history: bool = False
     agrees: bool = False
     commutes: bool = False
+    agrees_on_columns: bool = False
     shares_weight: bool = False
     power_2: Power2 = "always"
     high_precision: frozenset[GemmName] = frozenset()
@@ -223,7 +227,8 @@ class Traits:
     def gathers_tokens(self) -> bool:
         """Whether sequence parallelism may gather quantized tokens."""
         is_shared = self.has_one_scale and (self.has_history or self.agrees)
-        return not self.is_simulated and (self.commutes or is_shared)
+        is_known = self.commutes or is_shared or self.agrees_on_columns
+        return not self.is_simulated and is_known
 
     @property
     def power_2_is_choice(self) -> bool:
@@ -302,6 +307,9 @@ def _wrong_claims(traits: Traits) -> list[str]:
         found.append("has_history=True rounds to FP8, without is_simulated, numbers and is_random")
     if traits.has_history and traits.agrees:
         found.append("has_history=True and agrees=True exclude each other")
+    of_tokens = {traits.input, traits.grad_output}
+    if traits.agrees_on_columns and (traits.agrees or of_tokens != {alike(ROW)}):
+        found.append("agrees_on_columns=True needs ROW for input and grad_output, without agrees")
     if traits.shares_weight and not (traits.keeps_weight and traits.weight.last.is_one):
         found.append("shares_weight=True needs one scale for a weight, for both of its products")
     if traits.is_simulated and (traits.backends or traits.numbers != "fp8"):

@@ -139,6 +139,8 @@ def test_the_command_line_of_a_sweep_names_code(
         (ROW, {}, False),
         (ROW, {"agrees": True}, False),
         (ROW, {"commutes": True}, True),
+        (ROW, {"agrees_on_columns": True}, True),
+        (ROW, {"agrees_on_columns": True, "is_simulated": True}, False),
         (ROW, {"commutes": True, "is_simulated": True}, False),
         (TENSOR, {"agrees": True, "is_simulated": True}, False),
     ],

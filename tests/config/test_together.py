@@ -16,7 +16,9 @@ from megafp8.config.together import TOGETHER, findings
 from megafp8.specs.recipes import load_recipe
 
 TWO_LEVELS = str(Path(__file__).parents[1] / "own_recipes/four_bits.py")
-load_recipe(TWO_LEVELS)
+SIMULATED = str(Path(__file__).parents[1] / "own_recipes/simulated_int8.py")
+for own in (TWO_LEVELS, SIMULATED):
+    load_recipe(own)
 ROWS = [" + ".join(condition_text(*c) for c in {**r.when, **r.excludes}.items()) for r in TOGETHER]
 BESIDES = {
     "model.fp8_backend": {"model.fp8": True, "model.fp8_recipe": "tensorwise"},
@@ -32,7 +34,7 @@ BESIDES = {
 CANDIDATES = [
     True, False, None, 0, 1, 2, 16, 32, 0.1, "bf16", "te", "torchao", "delayed", "rowwise",
     "blockwise", "tensorwise", "scales", "full", "block", "hybrid", "InterleavedZeroBubble",
-    [True, False, False], "O1", "fp8", "elements", TWO_LEVELS,
+    [True, False, False], "O1", "fp8", "elements", TWO_LEVELS, SIMULATED,
 ]  # fmt: skip
 
 

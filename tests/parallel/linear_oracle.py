@@ -16,12 +16,14 @@ from tests.fp8.test_recipes import groups_of, rule_of
 from tests.parallel.linear_records import Fed, Parameter, Pass, Step, Watched
 from tests.parallel.rank_work import Case
 from tests.parallel.test_tensor_parallel import assembled
-from tests.spec import current
-from tests.spec.formats import FORMATS, Floats64
+from tests.spec import current, mxfp8, nvfp4
+from tests.spec.formats import E4M3, FORMATS, Floats64, dequantize, quantize
 
 Array = Any  # of NumPy
 Tensors = dict[str, torch.Tensor]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad_output")
+SHARED_TOKENS = {("column", "input"), ("row", "grad_output")}
+"""The tensors whose tokens sequence parallelism divides."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -32,6 +34,7 @@ class Read:
     values: Floats64
     codes: Array | None = None
     scale: Array | None = None
+    outer: np.float32 | None = None
 
     @classmethod
     def of(cls, scaled: current.Scaled) -> Read:
@@ -45,11 +48,28 @@ class Read:
         """The values, rounded to FP32 and then to the dtype."""
         return Read.plain(torch.from_numpy(self.values).float().to(dtype))
 
+    @property
+    def turned(self) -> Read:
+        """The same tensor, transposed."""
+        return self._each(lambda array: array.T)
+
+    def split(self, ranks: int) -> list[Read]:
+        """The tokens of each rank."""
+        parts = np.split(np.arange(len(self.values)), ranks)
+        return [self._each(lambda array, rows=rows: array[rows]) for rows in parts]  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Array], Array]) -> Read:
+        arrays = self.values, self.codes, self.scale
+        return Read(*(None if a is None else change(a) for a in arrays), self.outer)  # type: ignore[arg-type]
+
 
 def together(parts: Sequence[Read]) -> Read:
     """The tokens of all ranks, rank by rank."""
     fields = zip(*((part.values, part.codes, part.scale) for part in parts), strict=True)
-    return Read(*(None if f[0] is None else np.concatenate(f) for f in fields))
+    found = (None if f[0] is None else np.concatenate(f) for f in fields)
+    outers = {part.outer for part in parts}
+    assert len(outers) == 1, "the factor of the whole tensor is the same on all ranks"
+    return Read(*found, outers.pop())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -118,9 +138,9 @@ class Checker:
         self, name: str, passes: list[Pass], params: list[dict[str, torch.Tensor]]
     ) -> None:
         kind, sp = self.kind(name), self.case.parallel.sequence_parallel
-        inputs = self.read(name, "input", [p.input for p in passes], kind)
-        weights = self.read(name, "weight", [p["weight"] for p in params], kind)
         trains = passes[0].grad_output is not None
+        inputs = self.read(name, "input", [p.input for p in passes], kind, trains=trains)
+        weights = self.read(name, "weight", [p["weight"] for p in params], kind)
         if not trains and not self.recipe.fp8_in_evaluation:
             weights = [self.without_fp8(*both) for both in zip(weights, params, strict=True)]
             inputs = [(Read.plain(p.input),) * 2 for p in passes]
@@ -154,7 +174,7 @@ class Checker:
     ) -> None:
         kind, sp = self.kind(name), self.case.parallel.sequence_parallel
         found = [p.grad_output for p in passes if p.grad_output is not None]
-        grads = self.read(name, "grad_output", found, kind)
+        grads = self.read(name, "grad_output", found, kind, drawn=[p.drawn for p in passes])
         if sp and kind == "row":
             grads = [gathered(grads)] * len(passes)
         grad_inputs, grad_weights = [], []
@@ -181,9 +201,19 @@ class Checker:
             self.amaxes.setdefault((name, role), []).append(amax)
 
     def read(
-        self, name: str, role: Role, parts: list[torch.Tensor], kind: str
+        self,
+        name: str,
+        role: Role,
+        parts: list[torch.Tensor],
+        kind: str,
+        *,
+        trains: bool = True,
+        drawn: list[Tensors] | None = None,
     ) -> list[tuple[Read, Read]]:
-        """Each rank's part as the products along its last and its first dim should read it."""
+        """Each rank's part as the products along its last and its first dim should read it.
+
+        `trains` says that the second product follows. `drawn` are each rank's random bytes.
+        """
         recipe = self.recipe
         fmt = FORMATS[recipe.backward_format if role == "grad_output" else recipe.forward_format]
         arrays = [part.numpy() for part in parts]
@@ -196,16 +226,46 @@ class Checker:
                 scale = current.scale_of(max(amaxes), fmt, "te", recipe.power_2_scale)
                 found.append((Read.of(quantized(array, scale, fmt)),) * 2)
             return found
-        groups, rule = groups_of(recipe.name, role), rule_of(recipe.name)
-        is_plain = "grad_weight" in recipe.high_precision_gemms and role != "weight"
-        found = []
-        for array in arrays:
-            last, first = (
-                Read.of(current.quantize_groups(array, group, fmt, rule, recipe.power_2_scale))
-                for group in groups
-            )
-            found.append((last, Read(array.astype(np.float64)) if is_plain else first))
+        # Ranks that divide the tokens of a tensor quantize it as one that has all of them.
+        shares = self.case.parallel.sequence_parallel and (kind, role) in SHARED_TOKENS
+        wholes = [np.concatenate(arrays)] if shares else arrays
+        if recipe.name == "nvfp4":
+            every = wholes if kind != "tokens" else None  # the ranks' parts have one amax
+            draws = [self.draws_of(role, drawn, shares, rank) for rank in range(len(wholes))]
+            found = [
+                read_nvfp4(x, role, every or [x], draw, trains=trains)
+                for x, draw in zip(wholes, draws, strict=True)
+            ]
+        elif recipe.name == "mxfp8":
+            found = [read_mxfp8(x, trains=trains) for x in wholes]
+        else:
+            found = [self.read_groups(x, role, fmt) for x in wholes]
+        if shares:
+            ((last, first),) = found
+            found = list(zip(last.split(len(parts)), first.split(len(parts)), strict=True))
         return found
+
+    def read_groups(self, x: Array, role: Role, fmt: Any) -> tuple[Read, Read]:
+        recipe = self.recipe
+        rule = rule_of(recipe.name)
+        last, first = (
+            Read.of(current.quantize_groups(x, group, fmt, rule, recipe.power_2_scale))
+            for group in groups_of(recipe.name, role)
+        )
+        is_plain = "grad_weight" in recipe.high_precision_gemms and role != "weight"
+        return last, Read(x.astype(np.float64)) if is_plain else first
+
+    def draws_of(
+        self, role: Role, drawn: list[Tensors] | None, shares: bool, rank: int
+    ) -> dict[str, Array]:
+        """The random bytes of one tensor: [T, N] for the sum along the last dim, [N, T] else."""
+        if drawn is None:
+            return {}
+        ranks = drawn if shares else [drawn[rank]]
+        return {
+            along: np.concatenate([d[f"{role}.{along}"].numpy() for d in ranks], axis)
+            for along, axis in (("last", 0), ("first", 1))
+        }
 
     def assert_results(
         self,
@@ -240,6 +300,41 @@ class Checker:
             assert worst <= 0, f"{what} of rank {rank} is {worst} outside of its bound"
 
 
+def read_mxfp8(x: Array, *, trains: bool) -> tuple[Read, Read]:
+    def of(x: Array) -> Read:
+        made = mxfp8.quantize_rows(x)
+        return Read(made.values, made.codes, made.dequant_scale.astype(np.float32))
+
+    last = of(x)
+    return last, of(x.T).turned if trains else last
+
+
+def read_nvfp4(
+    x: Array, role: Role, parts: list[Array], draws: dict[str, Array], *, trains: bool
+) -> tuple[Read, Read]:
+    """`parts` are those of all ranks that share one amax."""
+
+    def of(x: Array, parts: list[Array], along: str) -> Read:
+        rows = nvfp4.BLOCK if role == "weight" else 1
+        amax = max(nvfp4.amax_of(part) for part in parts)
+        made = nvfp4.quantize_blocks(x, rows, amax, draws.get(along))
+        signs = np.where(made.codes & 8, -1.0, 1.0)
+        numbers = signs * nvfp4.MAGNITUDES[made.codes & 7]
+        scales = dequantize(made.scale_codes, E4M3)
+        scales = np.repeat(np.repeat(scales, rows, axis=0), nvfp4.BLOCK, axis=1)
+        outer = np.float32(amax) / nvfp4.LARGEST
+        codes = quantize(numbers.astype(np.float32), np.float32(1), E4M3)
+        return Read(made.unscaled * float(outer), codes, scales.astype(np.float32), outer)
+
+    def rotated(x: Array) -> Array:
+        return torch.from_numpy(nvfp4.rotate(x.T)).float().bfloat16().float().numpy()
+
+    last = of(x, parts, "last")
+    if role == "weight" or not trains:
+        return last, last
+    return last, of(rotated(x), [rotated(part) for part in parts], "first").turned
+
+
 def quantized(x: Array, scale: np.float32, fmt: Any) -> current.Scaled:
     codes = current.quantize(x, scale, fmt)
     dequant = np.full(x.shape, current.dequant_scale_of(scale), np.float32)
@@ -270,6 +365,8 @@ def assert_fed(fed: tuple[Fed, Fed], left: Read, right: Read, what: str) -> None
             continue
         np.testing.assert_array_equal(given.values.numpy(), expected.codes, f"{what}: codes")
         np.testing.assert_array_equal(given.scale.numpy(), expected.scale, f"{what}: scales")  # type: ignore[union-attr]
+        outer = None if given.outer is None else given.outer.numpy()
+        assert outer == expected.outer, f"{what}: the factor of the whole tensor"
 
 
 def local(parameter: Parameter, whole: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from megafp8.fp8 import linear as native
 from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.draws import Draws
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import Mesh, join
@@ -35,6 +36,7 @@ class Fed:
 
     values: torch.Tensor  # FP8 codes (uint8), or FP32
     scale: torch.Tensor | None  # FP32, of the same shape; None: the values are plain
+    outer: torch.Tensor | None = None  # the factor of the whole operand, 0-d
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Pass:
     grad_output: torch.Tensor | None = None
     grad_input: torch.Tensor | None = None
     fed: dict[str, tuple[Fed, Fed]] = field(default_factory=dict)  # by product
+    drawn: dict[str, torch.Tensor] = field(default_factory=dict)  # by `role.along`
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ def _fed(operand: Any) -> Fed:
         return Fed(operand.detach().float().clone(), None)
     scale = spread(operand.dequant_scale, operand.payload.shape, operand.block)
     codes = operand.payload.view(torch.uint8).clone()
-    return Fed(codes, scale.expand(codes.shape).clone())
+    outer = None if operand.outer is None else operand.outer.clone()
+    return Fed(codes, scale.expand(codes.shape).clone(), outer)
 
 
 @contextmanager
@@ -131,10 +135,13 @@ def _watching(linears: list[Linear]) -> Iterator[dict[str, Pass]]:
     """Note one pass of each linear; what autograd hands over is seen by hooks of tensors."""
     passes: dict[str, Pass] = {}
     handles, fed = [], {linear.name: {} for linear in linears}
+    drawn: dict[str, dict[str, torch.Tensor]] = {linear.name: {} for linear in linears}
 
     def note(linear: Linear, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         (x,) = args
-        passes[linear.name] = found = Pass(_flat(x), _flat(output), fed=fed[linear.name])
+        passes[linear.name] = found = Pass(
+            _flat(x), _flat(output), fed=fed[linear.name], drawn=drawn[linear.name]
+        )
 
         def keep(what: str, grad: torch.Tensor) -> None:
             setattr(found, what, _flat(grad))
@@ -149,9 +156,16 @@ def _watching(linears: list[Linear]) -> Iterator[dict[str, Pass]]:
         fed[layer.name][place] = (_fed(a), _fed(b))
         return product(layer, place, a, b, *args, **options)
 
+    draw = Draws.bytes_of
+
+    def drew(self: Draws, tensor: str, *args: Any) -> torch.Tensor:
+        name, role, along = tensor.rsplit(".", 2)
+        drawn[name][f"{role}.{along}"] = found = draw(self, tensor, *args)
+        return found
+
     for linear in linears:
         handles.append(linear.register_forward_hook(note))  # type: ignore[arg-type]
-    with patch.object(native, "product", noted):
+    with patch.object(native, "product", noted), patch.object(Draws, "bytes_of", drew):
         yield passes
     for handle in handles:
         handle.remove()

@@ -50,6 +50,35 @@ def _gathers_twisted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sequence, "gather_tokens", wrong)
 
 
+def _own_scales(patch: pytest.MonkeyPatch) -> None:
+    """Bytes are gathered, and a rank takes its own scales for those of all ranks."""
+    right = sequence.gather_tokens
+
+    def wrong(x: Any, tp: Any) -> Any:
+        found = right(x, tp)
+        if not isinstance(x, Fp8Tensor) or found.dequant_scale.shape == x.dequant_scale.shape:
+            return found
+        return replace(found, dequant_scale=x.dequant_scale.repeat(tp.size, 1))
+
+    patch.setattr(sequence, "gather_tokens", wrong)
+
+
+def _gathers_plain(patch: pytest.MonkeyPatch) -> None:
+    """Tokens that linears in FP8 gather in high precision."""
+    right = sequence.gather_tokens
+
+    def wrong(x: Any, tp: Any) -> Any:
+        return right(x, tp) if isinstance(x, Fp8Tensor) else _off(right(x, tp))
+
+    patch.setattr(sequence, "gather_tokens", wrong)
+
+
+def _own_columns(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's own amaxes of the columns of tokens that ranks divide."""
+    for comm in (sequence.SequenceColumnParallel, sequence.SequenceRowParallel):
+        patch.setattr(comm, "reduce_columns", lambda self, role: None)
+
+
 def _result(patch: pytest.MonkeyPatch, place: str) -> None:
     """A product of linears that are in FP8 and whose ranks sum outputs."""
     right = linear.product
@@ -134,6 +163,9 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         p, sequence.SequenceRowParallel, "grad_output"
     ),
     "a bias' sums in BF16": _sums_in_bf16,
+    "own amaxes of sequences' columns": _own_columns,
+    "gathered values of products in high precision": _gathers_plain,
+    "a rank's own scales for all ranks": _own_scales,
 }
 
 

@@ -13,6 +13,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.sequence import by_rank, gather_tokens, in_order
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.recipes import RECIPES
 from tests.config.helpers import load_problems, run_spec
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
@@ -184,11 +185,19 @@ def test_bytes_of_a_layer(size: int) -> None:
 
 
 ON_TWO = ("trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=True")
+BLOCKWISE = ("model.fp8=True", "model.fp8_recipe=blockwise")
 
 
 def test_the_key_reaches_the_layout() -> None:
     assert run_spec(*ON_TWO).parallel.sequence_parallel
     assert run_spec(*ON_TWO, "model.fp8=True").parallel.sequence_parallel
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_accepted(recipe: str) -> None:
+    sizes = ["model.hidden_size=256", "model.ffn_hidden_size=256", "model.encoder_seq_length=256"]
+    spec = run_spec(*ON_TWO, *sizes, "model.fp8=True", f"model.fp8_recipe={recipe}")
+    assert spec.parallel.sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -201,8 +210,21 @@ def test_the_key_reaches_the_layout() -> None:
             "model.sequence_parallel",
             "12 tokens",
         ),
-        (["model.fp8=True", "model.fp8_recipe=rowwise"], "model.sequence_parallel", "rowwise"),
-        (["model.fp8=True", "model.fp8_recipe=blockwise"], "model.sequence_parallel", "blockwise"),
+        (
+            ["model.fp8=True", "model.fp8_recipe=tests/own_recipes/simulated_int8.py"],
+            "model.sequence_parallel",
+            "does not quantize parts as it quantizes the whole",
+        ),
+        (
+            [*BLOCKWISE, "model.encoder_seq_length=128", "model.micro_batch_size=1"],
+            "model.sequence_parallel",
+            "64 tokens of a microbatch; FP8 products need a multiple of 128",
+        ),
+        (
+            [*BLOCKWISE, "model.fp8_backend=te"],
+            "model.sequence_parallel",
+            "gathers the tokens of blockwise",
+        ),
         (["model.fp8=True", "model.reduce_amax=False"], "model.reduce_amax", "own scales"),
         (
             ["model.fp8=True", "model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"],

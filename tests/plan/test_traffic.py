@@ -66,6 +66,9 @@ def of_matrix(name: str, fp8: Fp8Recipe | None) -> tuple[int, Case]:
     return case(layout, ranks, fp8=fp8, optim=optim)
 
 
+WIDE = gpt_spec(hidden_size=256, ffn_hidden_size=256)
+OF_PARTS = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4", "nvfp4-no_2d")
+"""The recipes with several scales for a tensor."""
 O2 = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
 SUMMED = replace(O2, reduction="auto")
 SEQUENCE = ParallelSpec(tp=2, sequence_parallel=True)
@@ -75,6 +78,20 @@ CASES: dict[str, tuple[int, Case]] = {
     "tp, Llama": case(ParallelSpec(tp=2), model=LLAMA),
     "sequence, recomputed": case(SEQUENCE, fp8=DELAYED, model=RECOMPUTED),
     "sequence, tensorwise": case(SEQUENCE, fp8=TENSORWISE),
+    **{
+        f"sequence, {name}": case(
+            SEQUENCE, fp8=Fp8Recipe(name=name), model=WIDE, num_microbatches=2, batch=16
+        )
+        for name in OF_PARTS
+    },
+    "sequence, rowwise, recomputed": case(
+        SEQUENCE, fp8=Fp8Recipe(name="rowwise"), model=RECOMPUTED
+    ),
+    "sequence, nvfp4, recomputed": case(SEQUENCE, fp8=Fp8Recipe(name="nvfp4"), model=RECOMPUTED),
+    "sequence, tensorwise, weight gradients in BF16": case(
+        SEQUENCE, fp8=replace(TENSORWISE, high_precision_gemms=frozenset({"grad_weight"}))
+    ),
+    "tp, nvfp4": case(ParallelSpec(tp=2), fp8=Fp8Recipe(name="nvfp4"), model=WIDE),
     "sequence, Llama": case(SEQUENCE, model=LLAMA),
     "cp, Llama": case(ParallelSpec(cp=2), model=LLAMA),
     "cp, attention recomputed": case(ParallelSpec(cp=2), model=CORES_RECOMPUTED),
@@ -133,7 +150,8 @@ def spec_of(case: Case) -> RunSpec:
         parallel=case.parallel,
         optim=case.optim,
     )
-    train = replace(spec.train, global_batch_size=case.num_microbatches * case.batch)
+    batch = case.num_microbatches * case.batch
+    train = replace(spec.train, micro_batch_size=case.batch, global_batch_size=batch)
     return replace(spec, train=train)
 
 
@@ -161,6 +179,16 @@ def check(name: str, rank: int, outcomes: list[dict[str, Measured]]) -> None:
     if spec.optim.shards_states and not spec.optim.storage.is_plain:
         own = max(outcome[name].held for outcome in outcomes)
     assert held == pytest.approx(own, rel=0.05), f"{name}, rank {rank}"
+
+
+def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
+    """Each recipe's tokens, scales and agreed amaxes under sequence parallelism, to the byte."""
+    cases = {name: real for name, (_, real) in CASES.items() if name.startswith("sequence, ")}
+    work = "tests.parallel.plan_traffic_work:measure"
+    measured = run_ranks(work, 2, {"cases": cases}, timeout=300)
+    for rank in range(2):
+        for name in cases:
+            check(name, rank, measured)
 
 
 @pytest.mark.slow

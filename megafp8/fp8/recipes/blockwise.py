@@ -36,6 +36,7 @@ class Blockwise(Recipe):
         input=alike(_LINE),
         weight=alike(_SQUARE, serves_both=True),
         grad_output=alike(_LINE),
+        commutes=True,
         power_2="on",
         multiple=BLOCK,
         backends={"te": "Float8BlockScaling"},

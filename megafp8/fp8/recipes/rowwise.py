@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megafp8.specs.recipe import Recipe, lazy
@@ -31,6 +32,7 @@ class Rowwise(Recipe):
         input=alike(ROW),
         weight=alike(ROW),
         grad_output=alike(ROW),
+        agrees_on_columns=True,
         power_2="on",
         pads=True,
         backends={"torchao": "rowwise"},
@@ -62,6 +64,8 @@ class Rowwise(Recipe):
         """Quantize with one scale for all elements along `dim`."""
         is_whole = self._is_whole(tensor, dim)
         amax = cast.amax_of(x_MN).view(1, 1) if is_whole else cast.amax_along(x_MN, dim)
+        if dim == 0 and tensor.reduce_columns is not None:  # in place
+            tensor.reduce_columns(amax)
         quant_scale = scales.scale_of_amax_torchao(amax, tensor.fmt, power_2=tensor.power_2)
         payload = cast.quantize_scaled(x_MN.float() * quant_scale, tensor.fmt)
         return self._scaled(tensor, payload, quant_scale.reciprocal(), dim)
@@ -91,7 +95,8 @@ class Rowwise(Recipe):
     ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
         """Return the same bits, with the second quantization laid out as its product reads it."""
         fmt, power_2 = tensor.fmt, tensor.power_2
-        by_columns = need.first and not self._is_whole(tensor, dim=0)
+        is_shared = need.first and tensor.reduce_columns is not None
+        by_columns = need.first and not is_shared and not self._is_whole(tensor, dim=0)
         rows, columns = triton_current.cast_rowwise(
             x_MN, fmt, power_2=power_2, with_rows=need.last, with_columns=by_columns
         )
@@ -99,6 +104,9 @@ class Rowwise(Recipe):
         if columns is not None:
             payload, scale = columns.payload.t(), columns.dequant_scale.t()
             first = self._scaled(tensor, payload, scale, dim=0)
+        elif is_shared:  # other ranks' maxima come between the amaxes and the cast
+            first = self._along(tensor, x_MN, dim=0)
+            first = replace(first, payload=first.payload.t().contiguous().t())
         elif need.first:
             quant_scale, dequant_scale = triton_current.scales_of(
                 triton_current.amax_of_matrix(x_MN), fmt, power_2=power_2, torchao=True

@@ -14,6 +14,7 @@ class RowwiseWithGwHp(Rowwise):
         input=alike(ROW),
         weight=Casts(ROW, TENSOR),
         grad_output=alike(ROW),
+        agrees_on_columns=True,
         power_2="on",
         high_precision=frozenset({"grad_weight"}),
         pads=True,

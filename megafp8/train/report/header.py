@@ -52,6 +52,7 @@ def describe(
     layout = f"{plural(spec.parallel.world_size, 'rank')} on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
     layout += " with sequence parallelism" if state.sequence_parallel else ""
+    layout += _plain_tokens(spec) if state.sequence_parallel else ""
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
@@ -72,6 +73,15 @@ def describe(
         *_fp8_share(spec, state, share),
         f"peak for MFU: {peak.text(fp8=share is not None)}",
     ]
+
+
+def _plain_tokens(spec: RunSpec) -> str:
+    """Return for which products of FP8 linears tokens cross ranks in the compute dtype, if any."""
+    recipe = spec.precision.fp8
+    kept = sorted(recipe.kept_high(recipe.name)) if recipe is not None else []
+    return (
+        f" (tokens for {', '.join(kept)} cross ranks in {spec.precision.compute})" if kept else ""
+    )
 
 
 def graphs_of(spec: RunSpec, state: TrainState) -> list[str]:
