@@ -3,7 +3,7 @@
 python -m scripts.te_versions [VERSION …] [--table FILE]
 
 In a process of its own, each version imports all its modules for PyTorch and runs a linear and a
-transformer layer forward and backward, in BF16 and by three FP8 recipes. The outputs and gradients
+transformer layer forward and backward, in BF16 and by four FP8 recipes. The outputs and gradients
 of the linear must be within the bounds of FP8's roundings of FP64 products, and differ from BF16's.
 Rows of versions that are not named stay as they are. The exit code is 1 if a version fails, or if
 PyPI has a release that is not known here.
@@ -39,6 +39,7 @@ RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
 }
 TOKENS, IN, OUT = 256, 128, 256
 # An element's error in a cast: relative, and absolute below the smallest normal number, for scales
@@ -57,8 +58,8 @@ BF16. "Same bits" compares all outputs and gradients with those of {default}: th
 set for all versions, so a difference would come from a version's Python. Versions before 2.4 are
 refused: they keep the gradient quantizers of the MLP elsewhere. No version was run on a GPU.
 
-| version | modules | BF16 | delayed | tensorwise | blockwise | same bits |
-|---|---|---|---|---|---|---|
+| version | modules | BF16 | delayed | tensorwise | blockwise | mxfp8 | same bits |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -230,7 +231,7 @@ def compared(name: str, found: Sequence[torch.Tensor], in_bf16: torch.Tensor) ->
     x, w, g = (operand.double() for operand in operands())
     products = (("output", x, w.t(), E4M3), ("input gradient", g, w, None),
                 ("weight gradient", g.t(), x, None))  # fmt: skip
-    backward = E4M3 if name == "blockwise" else E5M2  # the recipes' own formats
+    backward = E4M3 if name in ("blockwise", "mxfp8") else E5M2  # the recipes' own formats
     for result, (what, left, right, of_left) in zip(found, products, strict=True):
         bound = BF16 * (left.abs() @ right.abs())
         if name != "BF16":

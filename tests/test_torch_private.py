@@ -221,12 +221,14 @@ class Bytes(torch.Tensor):
         raise NotImplementedError
 
 
-def test_the_engine_of_backward_and_the_maker_of_subclasses_can_be_wrapped(
+def test_private_functions_can_be_wrapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = torch.autograd._engine_run_backward
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine)
     monkeypatch.setattr(torch.Tensor, "_make_wrapper_subclass", torch.Tensor._make_wrapper_subclass)
+    coalescing = torch.distributed._coalescing_manager
+    monkeypatch.setattr(torch.distributed, "_coalescing_manager", coalescing)
     called = []
 
     def noted(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -237,6 +239,11 @@ def test_the_engine_of_backward_and_the_maker_of_subclasses_can_be_wrapped(
 
     torch_private.wrap_backward_engine(noted("backward"))
     torch_private.wrap_make_wrapper_subclass(noted("subclass"))
+    undo = torch_private.wrap_coalescing_manager(noted("together"))
+    torch.distributed._coalescing_manager()  # a context, which is not entered
+    undo()
+    assert called == ["together"] and torch.distributed._coalescing_manager is coalescing
+    called.clear()
     x = torch.ones(2, requires_grad=True)
     x.sum().backward()
     made = torch.Tensor._make_wrapper_subclass(Bytes, (2, 3), dtype=torch.float32)

@@ -129,6 +129,19 @@ def wrap_make_wrapper_subclass(
     return lambda: setattr(tensor, "_make_wrapper_subclass", staticmethod(original))
 
 
+def wrap_coalescing_manager(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[], None]:
+    """Replace the context that sends several collectives together by `wrap` of it.
+
+    The result puts the original back.
+    """
+    distributed: Any = torch.distributed
+    original = distributed._coalescing_manager
+    distributed._coalescing_manager = wrap(original)
+    return lambda: setattr(distributed, "_coalescing_manager", original)
+
+
 # ------------------------------------------------------------------------------------- compilation
 
 

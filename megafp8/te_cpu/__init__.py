@@ -10,7 +10,7 @@ the compiled extension `transformer_engine_torch` with the arithmetic of an H100
 """
 
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8.te_cpu.loading import describe, load, loaded
-from megafp8.te_cpu.wheel import Sources
+from megafp8.te_cpu.loading import describe, load
+from megafp8.te_cpu.wheel import Sources, loaded
 
 __all__ = ["DEFAULT_VERSION", "Sources", "describe", "load", "loaded"]

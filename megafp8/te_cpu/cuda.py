@@ -39,6 +39,7 @@ class Stream:
     def wait_stream(self, other: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
     def synchronize(self) -> None: ...
+    def wait(self) -> None: ...
 
     def record_event(self, event: Event | None = None) -> Event:
         return Event() if event is None else event
@@ -114,6 +115,7 @@ def install(undo: ExitStack) -> None:
         _replace(torch.cuda.nvtx, name, _nothing, undo)
     _patch_cuda_version(undo)
     undo.callback(_patch_wrapper_tensors())
+    undo.callback(torch_private.wrap_coalescing_manager(_one_by_one))
     mode = CudaIsTheCpu()
     undo.callback(_patch_backward(mode))
     undo.enter_context(mode)
@@ -179,6 +181,19 @@ def _patch_wrapper_tensors() -> Callable[[], None]:
         return make_on_cpu
 
     return torch_private.wrap_make_wrapper_subclass(on_cpu)
+
+
+def _one_by_one(coalescing: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Transformer Engine's code send at once what it would send together: gloo cannot do it."""
+
+    @contextmanager
+    def sent() -> Iterator[Stream]:
+        yield Stream()
+
+    def manager(*args: Any, **kwargs: Any) -> Any:
+        return sent() if _asked_by_transformer_engine() else coalescing(*args, **kwargs)
+
+    return manager
 
 
 def _patch_backward(mode: CudaIsTheCpu) -> Callable[[], None]:

@@ -21,9 +21,8 @@ from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.te_cpu import cuda, wheel
 from megafp8.te_cpu.extension import make_extension
 from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase
-from megafp8.te_cpu.wheel import PACKAGE, Sources
+from megafp8.te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
 
-EXTENSION = "transformer_engine_torch"
 NEEDED = ("einops", "packaging", "pydantic")
 # What decides how attention runs: plain torch operations, which a CPU has. The last one only keeps
 # tensor-parallel layers from warning about the order of CUDA's queues.
@@ -44,12 +43,6 @@ OPTIONAL = (
     "onnx",
     "onnxscript",
 )
-
-
-def loaded() -> Sources | None:
-    """Return what `load` has loaded in this process; None before."""
-    found = getattr(sys.modules.get(EXTENSION), "sources", None)
-    return found if isinstance(found, Sources) else None
 
 
 def describe() -> str:
@@ -114,8 +107,28 @@ def _import(sources: Sources) -> ModuleType:
             common.load_framework_extension = lambda framework: None
             sys.modules[EXTENSION] = make_extension(sources)
             imported = importlib.import_module("transformer_engine.pytorch")
+        _supply_mxfp8()
         undo.pop_all()
     return imported
+
+
+def _supply_mxfp8() -> None:
+    """Let Transformer Engine's check for MXFP8 pass, whose kernels are here as on a Blackwell GPU.
+
+    The recipe that it chooses where none is given stays that of an H100.
+    """
+    for name in ("quantization", "fp8"):  # the name of the file since 2.9, and before
+        module: Any = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        if (real := getattr(module, "check_mxfp8_support", None)) is not None:
+            module.check_mxfp8_support = _passed_but_by_default(real)
+
+
+def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:
+    def check() -> tuple[bool, str]:
+        asking = sys._getframe(1).f_code.co_name
+        return real() if asking == "get_default_fp8_recipe" else (True, "")
+
+    return check
 
 
 def _forget_modules() -> None:

@@ -28,7 +28,7 @@ SETTINGS = {
     "bulk_overlap": "overlapping communication with products (ub_tp_comm_overlap)",
     "multi_tensor_adam_": "FusedAdam with states other than FP32, or capturable=True",
     "multi_tensor_sgd": "FusedSGD",
-    "mxfp8": "the MXFP8 recipe, which needs a Blackwell GPU",
+    "mxfp8": "MXFP8 weights as the only copy, in parts (fp8_params, quantized_model_init)",
     "nvfp4": "the NVFP4 recipe, which needs a Blackwell GPU",
     "clamped_": "the clamped SwiGLU activation",
     "dropout_": "dropout in FP8 attention",
@@ -39,6 +39,10 @@ SETTINGS = {
 
 class MissingKernelError(UserError, NotImplementedError):
     """A function of Transformer Engine's compiled extension that does not exist on the CPU."""
+
+
+class SizeError(UserError, ValueError):
+    """A tensor has sizes that Transformer Engine's kernels do not take."""
 
 
 def missing(name: str, detail: str = "") -> MissingKernelError:

@@ -16,6 +16,7 @@ from megafp8.fp8 import cast
 from megafp8.fp8.cast import times_scale
 from megafp8.fp8.scales import amax_of_blocks, scale_of_amax
 from megafp8.specs.traits import BLOCK
+from megafp8.te_cpu import mx
 from megafp8.te_cpu.cuda import to_cpu
 from megafp8.te_cpu.enums import FORMATS, WIDE
 from megafp8.te_cpu.missing import missing
@@ -24,6 +25,7 @@ from megafp8.te_cpu.tensors import (
     coerce,
     create,
     is_blockwise,
+    is_mx,
     kind_of,
     operand,
     row_shape,
@@ -55,7 +57,7 @@ def _place(quantizer: Quantizer, x: torch.Tensor, dtype: torch.dtype, output: An
 
 def dequantize(input: Any, otype: int) -> torch.Tensor:
     """Return the values of a quantized tensor, in its own shape."""
-    has_rows = (input._rowwise_data if hasattr(input, "_is_2D_scaled") else input._data) is not None
+    has_rows = getattr(input, "_rowwise_data", getattr(input, "_data", None)) is not None
     values_MK = operand(input, by_column=not has_rows).dequantize(torch.float32)
     return values_MK.reshape(row_shape(input)).to(WIDE[otype])
 
@@ -110,6 +112,8 @@ def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
     """Write the cast of `x` and its scales into `out`; a dry run's tensors have no values."""
     if x.is_meta:
         return out
+    if is_mx(quantizer):
+        return mx.fill(quantizer, x, out)
     if is_blockwise(quantizer):
         return _fill_blocks(quantizer, x, out)
     fmt = FORMATS[quantizer.dtype]

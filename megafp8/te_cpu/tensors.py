@@ -15,6 +15,7 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.specs.traits import BLOCK
+from megafp8.te_cpu import mx
 from megafp8.te_cpu.enums import FORMATS, ScaleFormat
 from megafp8.te_cpu.missing import missing
 
@@ -62,6 +63,10 @@ def is_blockwise(quantizer: Quantizer) -> bool:
     return kind_of(quantizer) == "Float8BlockQuantizer"
 
 
+def is_mx(quantizer: Quantizer) -> bool:
+    return kind_of(quantizer) == "MXFP8Quantizer"
+
+
 def _column_shape(shape: Sequence[int]) -> list[int]:
     return [shape[-1], *shape[:-1]]
 
@@ -82,7 +87,9 @@ def create(
     `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
     """
     shape = list(shape)
-    if is_blockwise(quantizer):
+    if is_mx(quantizer):
+        made, name, module = mx.arguments(quantizer, shape, device), mx.NAME, mx.module()
+    elif is_blockwise(quantizer):
         made, name = _block_arguments(quantizer, shape, device), "Float8BlockwiseQTensor"
         module = importlib.import_module(
             "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
@@ -161,6 +168,9 @@ def _up_to_4(size: int) -> int:
 def coerce(quantizer: Quantizer, tensor: Any) -> Any:
     """Give a tensor that is to be written the memory that the quantizer's usages ask for now."""
     assert quantizer.rowwise_usage or quantizer.columnwise_usage, "a quantizer without a usage"
+    if is_mx(quantizer):
+        data = tensor._rowwise_data if tensor._rowwise_data is not None else tensor._columnwise_data
+        return _coerce_sides(mx.arguments(quantizer, list(data.shape), data.device), tensor)
     if is_blockwise(quantizer):
         return _coerce_blocks(quantizer, tensor)
     assert tensor._data is not None or tensor._transpose is not None, "a Float8Tensor without data"
@@ -184,7 +194,12 @@ def _coerce_blocks(quantizer: Quantizer, tensor: Any) -> Any:
     has_rows = tensor._rowwise_data is not None
     data = tensor._rowwise_data if has_rows else tensor._columnwise_data
     shape = list(data.shape) if has_rows else _row_shape(data.shape)
-    for name, fresh in _block_arguments(quantizer, shape, data.device).items():
+    return _coerce_sides(_block_arguments(quantizer, shape, data.device), tensor)
+
+
+def _coerce_sides(made: dict[str, Any], tensor: Any) -> Any:
+    """Give a tensor the memory of `made` for what it lacks, and drop what `made` has not."""
+    for name, fresh in made.items():
         if name.startswith(("rowwise", "columnwise")):
             old = getattr(tensor, f"_{name}")
             setattr(tensor, f"_{name}", old if old is not None and fresh is not None else fresh)
@@ -197,6 +212,8 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     It is made of the row-wise bytes or of the column-wise ones. They must be there: the hardware
     has no other way to that orientation.
     """
+    if mx.is_mx(tensor):
+        return mx.operand(tensor, by_column=by_column)
     fmt = FORMATS[tensor._fp8_dtype]
     side = "column" if by_column else "row"
     if hasattr(tensor, "_is_2D_scaled"):
@@ -241,6 +258,9 @@ def row_shape(tensor: Any) -> torch.Size:
     """Return the logical shape of any operand of a product."""
     if not is_quantized(tensor):
         return torch.Size(tensor.shape)
+    if mx.is_mx(tensor):
+        data = tensor._rowwise_data if tensor._rowwise_data is not None else tensor._columnwise_data
+        return torch.Size(data.shape)
     if hasattr(tensor, "_is_2D_scaled"):
         data, columns = tensor._rowwise_data, tensor._columnwise_data
     else:

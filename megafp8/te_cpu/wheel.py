@@ -30,6 +30,7 @@ from megafp8.files import built_beside, cache_folder, locked, move_away, own_fol
 from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, why_not_on_cpu
 
 PACKAGE = "transformer-engine"
+EXTENSION = "transformer_engine_torch"
 KNOWN_HASHES = HASHES
 
 
@@ -43,6 +44,12 @@ class Sources:
     version: str
     folder: Path
     is_known: bool
+
+
+def loaded() -> Sources | None:
+    """Return the version whose Python this process has loaded on the CPU; None before."""
+    found = getattr(sys.modules.get(EXTENSION), "sources", None)
+    return found if isinstance(found, Sources) else None
 
 
 def te_folder() -> Path:

@@ -13,6 +13,7 @@ from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.parallel.context import whole_logits
 from megafp8.specs import GPTSpec
+from megafp8.specs.recipes import find_recipe
 from megafp8.train.state import TrainState
 
 ROUND_TO = 16  # FP8 tensor cores need token counts that are multiples of this
@@ -36,7 +37,8 @@ def sample(
     limit = state.model.spec.max_position_embeddings
     cp = state.mesh.cp
     parts = math.lcm(2 * cp.size if cp.size > 1 else 1, cp.size * state.mesh.tp.size)
-    multiple = math.lcm(ROUND_TO, parts)
+    round_to = _token_multiple(state)
+    multiple = math.lcm(round_to, parts)
     window = limit // multiple * multiple or limit // parts * parts
     tokens = list(prompt)
     state.model.eval()
@@ -47,13 +49,24 @@ def sample(
             # take a tensor's own amax, padding still counts in the amax.
             padded = context + [0] * min(-len(context) % multiple, window - len(context))
             # A window that is no multiple itself is read several times beside itself.
-            copies = ROUND_TO // math.gcd(len(padded), ROUND_TO)
+            copies = round_to // math.gcd(len(padded), round_to)
             batch = torch.tensor([padded] * copies, device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
             tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
     state.model.train()
     return tokens[len(prompt) :]
+
+
+def _token_multiple(state: TrainState) -> int:
+    """Return the number that token counts are multiples of: Transformer Engine wants whole blocks.
+
+    Our own casts take a part of a block, and few tokens are then enough.
+    """
+    precision = state.backend.spec.precision
+    if precision.fp8 is None or precision.backend != "te":
+        return ROUND_TO
+    return math.lcm(ROUND_TO, find_recipe(precision.fp8.name).traits.multiple)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ EXAMPLES: tuple[list[str], ...] = (
     [FP8, "model.fp8_wgrad=False"],
     [FP8, "model.override_linear_precision=[true,false,false]"],
     [FP8, "model.fp8_split_accumulator=[true,true,true]"],
+    [FP8, "model.fp8_recipe=mxfp8", "model.fp8_split_accumulator=[true,true,true]"],
     [FP8, "model.fp8_recipe=blockwise", "model.fp8_split_accumulator=[false,true,true]"],
     [FP8, ATTENTION, "model.fp8_recipe=tensorwise"],
     [FP8, ATTENTION, "trainer.precision=32"],

@@ -21,7 +21,7 @@ ROWS = [
 def test_the_committed_table_has_every_version_and_each_ran() -> None:
     assert [row[0] for row in ROWS] == list(HASHES)
     for version, modules, *recipes, bits in ROWS:
-        assert int(modules) > 60 and recipes == ["ok"] * 4 and bits == "yes", version
+        assert int(modules) > 60 and recipes == ["ok"] * 5 and bits == "yes", version
     assert numbers_of("2.6.0.post1") == (2, 6)
 
 
@@ -47,7 +47,7 @@ def test_a_version_that_fails_is_a_failure() -> None:
     assert "router" in te_versions.why_wrong(good | {"modules": "router: ImportError"})
     assert "BF16: not run" in te_versions.why_wrong({"modules": "5"})
     assert te_versions.row_of("2.4.0", good, good | {"BF16 bits": "other"}).endswith(
-        "| only delayed, tensorwise, blockwise |"
+        "| only delayed, tensorwise, blockwise, mxfp8 |"
     )
 
 

@@ -12,6 +12,9 @@ largest elements saturate; Transformer Engine rounds it up, and so does this pag
    2**(c - 127) >= v; it is 254 where none is large enough.
 4. An element is x * 2**(127 - c), in float32, cast with saturation (see `formats.py`).
    A value is code * 2**(c - 127).
+
+Earlier versions have other factors for the two ends of the codes (`FACTORS_OF_2_12`): their
+`exp2f_rcp` in common/util/ptx.cuh (common/utils.cuh before 2.6), which the commit 71971e33d mended.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ BLOCK = 32
 LARGEST_CODE = 254
 """The code 255 stands for NaN."""
 POWERS: Floats64 = 2.0 ** (np.arange(LARGEST_CODE + 1) - 127.0)
+
+
+Factors = dict[int, float]
+"""The factor of elements by the code of the scale, where it is not 2**(127 - c)."""
+FACTORS_OF_2_5: Factors = {0: 1.0}
+FACTORS_OF_2_12: Factors = {0: 1.0, 254: 0.0}
+"""From 2.6 to 2.12; an infinite element times 0 is NaN."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def code_of(amax: np.float32, fmt: Format = E4M3) -> int:
     return int(fitting[0]) if len(fitting) else LARGEST_CODE
 
 
-def quantize_rows(x: Floats32, fmt: Format = E4M3) -> Microscaled:
+def quantize_rows(x: Floats32, fmt: Format = E4M3, factors: Factors | None = None) -> Microscaled:
     """Quantize blocks of 32 elements along the rows of x [M, K]; K is a multiple of 32."""
     rows, cols = x.shape
     if cols % BLOCK:
@@ -71,5 +81,6 @@ def quantize_rows(x: Floats32, fmt: Format = E4M3) -> Microscaled:
             at = (row, slice(block * BLOCK, (block + 1) * BLOCK))
             code = code_of(amax_of(x[at]), fmt)
             scale_codes[row, block] = code
-            codes[at] = quantize(x[at], np.float32(2.0 ** (127 - code)), fmt)
+            factor = (factors or {}).get(code, 2.0 ** (127 - code))
+            codes[at] = quantize(x[at], np.float32(factor), fmt)
     return Microscaled(codes, scale_codes, fmt)

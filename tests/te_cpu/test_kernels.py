@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from megafp8.te_cpu import (
     attention,
     cuda,
     masters,
+    mx,
     norms,
     quantize,
     tensors,
@@ -37,6 +39,9 @@ from megafp8.te_cpu.missing import (
     MissingKernelError,
 )
 from megafp8.te_cpu.wheel import Sources
+from tests.spec import formats, mxfp8
+from tests.spec.data import data
+from tests.spec.formats import same_codes
 
 FP32 = DType.kFloat32
 E4M3 = DType.kFloat8E4M3
@@ -376,6 +381,24 @@ def test_scales_that_fill_up_a_row_are_cut_off(is_square: bool, by_column: bool)
     wanted = lengths if is_square else [shape[0], lengths[1]]
     assert list(found.payload.shape) == [200, 130]
     assert list(found.dequant_scale.shape) == (wanted[::-1] if by_column else wanted)
+
+
+@pytest.mark.parametrize("kind", ["normal", "subnormal", "bits", "inf", "nan"])
+@pytest.mark.parametrize("version", [(2, 5), (2, 12), (2, 20)])
+def test_mxfp8_without_a_compiler(
+    kind: str, version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch operations make the specification's bytes of rows and columns, by each version."""
+    monkeypatch.setattr(mx.block_casts, "runs_in_c", lambda x: False)
+    factors = {(2, 5): mxfp8.FACTORS_OF_2_5, (2, 12): mxfp8.FACTORS_OF_2_12}.get(version)
+    x = data(kind)
+    for block, matrix in ((mx.ROW, x), (mx.COLUMN, np.ascontiguousarray(x.T))):
+        payload, code = mx.quantize_blocks(torch.from_numpy(x), block, version)
+        payload, code = (t if block == mx.ROW else t.t() for t in (payload, code))
+        exact = mxfp8.quantize_rows(matrix, factors=factors)
+        assert np.array_equal(code.numpy(), exact.scale_codes)
+        found = payload.contiguous().view(torch.uint8).numpy()
+        assert same_codes(found, exact.codes, formats.E4M3)
 
 
 def test_types_have_the_numbers_of_transformer_engine_s_header() -> None:

@@ -28,6 +28,9 @@ ACCUMULATION: dict[GemmName, str] = {
     "grad_weight": "fp8_gemm_wgrad",
 }
 
+WITHOUT_CHOICES = ("MXFP8BlockScaling",)
+"""The classes that say nothing about how scales are rounded and products added up."""
+
 
 def why_not(recipe: Fp8Recipe) -> str | None:
     """Return what no version of Transformer Engine can do of this recipe, or None where one can."""
@@ -59,7 +62,7 @@ def make(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> 
     for key, value in wanted.items():
         if getattr(made, key) != value:
             raise ValueError(f"{name} did not take {key}={value}")
-    if not traits.has_history:
+    if not traits.has_history and name not in WITHOUT_CHOICES:
         for quantizer in QUANTIZERS:
             params = module.QParams(power_2_scale=recipe.power_2_scale, amax_epsilon=0.0)
             setattr(made, quantizer, params)
@@ -73,14 +76,15 @@ def _arguments(
     formats = module.Format
     e4m3_alone = recipe.backward_format == "e4m3"
     found: dict[str, Any] = {"fp8_format": formats.E4M3 if e4m3_alone else formats.HYBRID}
-    if find_recipe(recipe.name).traits.has_history:
+    traits = find_recipe(recipe.name).traits
+    if traits.has_history:
         found |= {
             "margin": recipe.margin,
             "amax_history_len": recipe.amax_history_len,
             "amax_compute_algo": recipe.amax_compute_algo,
             "reduce_amax": recipe.reduce_amax,
         }
-    else:
+    elif traits.backends["te"] not in WITHOUT_CHOICES:
         for place, key in ACCUMULATION.items():
             is_fast = place in recipe.fast_accumulation
             found[key] = module.MMParams(use_split_accumulator=not is_fast)
@@ -90,6 +94,7 @@ def _arguments(
         "fp8_dpa": attention != "none",
         "fp8_mha": attention == "whole",
         "backward_override": None,
+        "enable_2d_quantization": False,
         "use_power_2_scales": recipe.power_2_scale,
         "use_f32_scales": not recipe.power_2_scale,
     }

@@ -32,6 +32,7 @@ class Mxfp8(Recipe):
         grad_output=alike(blocks(BLOCK)),
         commutes=True,
         multiple=BLOCK,
+        backends={"te": "MXFP8BlockScaling"},
     )
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
@@ -45,9 +46,9 @@ class Mxfp8(Recipe):
         tiles = x_MK.float().unflatten(1, (-1, BLOCK))
         amax = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(-1)
         code = _code(amax * (1.0 / cast.fmt.max))
-        numbers = tiles * _power(LARGEST_CODE - code)[..., None]
+        numbers = tiles * power_of(LARGEST_CODE - code)[..., None]
         payload = numbers.clamp_(-cast.fmt.max, cast.fmt.max).to(cast.fmt.dtype)
-        return Scaled(payload.flatten(1), _power(code))
+        return Scaled(payload.flatten(1), power_of(code))
 
 
 def _code(v: torch.Tensor) -> torch.Tensor:
@@ -60,8 +61,8 @@ def _code(v: torch.Tensor) -> torch.Tensor:
     return (exponent + ((mantissa > 0) & ~is_least)).clamp_(max=LARGEST_CODE)
 
 
-def _power(code: torch.Tensor) -> torch.Tensor:
-    """Return 2^(code - 127) in FP32; code 0 stands for a subnormal number."""
+def power_of(code: torch.Tensor) -> torch.Tensor:
+    """Return 2^(code - 127) in FP32, for codes in int32; that of 0 is subnormal."""
     import torch
 
     return torch.where(code == 0, 0x400000, code << 23).to(torch.int32).view(torch.float32)

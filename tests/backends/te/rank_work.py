@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
-from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.mesh import Mesh, join, single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.te_cpu.tensors import is_quantized
@@ -57,6 +57,57 @@ def train(rank: Rank, tp: int, steps: int) -> dict[str, dict[str, Found]]:
         shared = replace(plain, sequence_parallel=True)
         found["sequence parallel"] = _engines(mesh, DELAYED, shared, steps)
         found["tensorwise"] = _engines(mesh, Fp8Recipe(name="tensorwise"), plain, steps)
+    return found
+
+
+MXFP8 = Fp8Recipe(name="mxfp8", backward_format="e4m3", power_2_scale=True)
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "tensor": {"tp": 2},
+    "sequence": {"tp": 2, "sequence_parallel": True},
+    "pipeline": {"pp": 2},
+    "replicas": {},
+    "ZeRO-1": {},
+    "FSDP": {"fsdp": FsdpSpec()},
+}
+
+
+def mxfp8(rank: Rank, steps: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Losses and norms of steps in MXFP8 by layout: of both engines, and in one process.
+
+    Every rank has whole blocks of tokens, so that its blocks are those of one process.
+    """
+    from tests.backends.te.real import spec_of, te
+
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128}
+    for layout, axes in IN_PARTS.items():
+        parallel = ParallelSpec(devices_per_node=rank.size, **axes)
+        mesh, alone = join(parallel), ParallelSpec()
+        runs = {
+            "te": ("te", parallel),
+            "native": ("native", parallel),
+            "one process": ("te", alone),
+        }
+        found[layout] = {}
+        for run, (backend, where) in runs.items():
+            te.module.base.FP8GlobalStateManager.reset()
+            spec = spec_of(backend, MXFP8, "fp32", where, **sizes)
+            spec = replace(spec, train=replace(spec.train, micro_batch_size=4))
+            if layout == "ZeRO-1":
+                spec = replace(spec, optim=replace(spec.optim, name="distributed_fused_adam"))
+            dp = mesh.dp
+            ranks = range(dp.size) if where is alone else [dp.rank]
+            state = build(spec, single_rank() if where is alone else mesh)
+            results = found[layout][run] = []
+            for number in range(steps):
+                firsts = [2 * (number * dp.size + replica) for replica in ranks]
+                batches = [
+                    merged([microbatch(first + index, batch=4) for first in firsts])
+                    for index in range(2)
+                ]
+                one = train_step(state, batches)
+                state.step += 1
+                results.append((one.loss, one.grad_norm))
     return found
 
 

@@ -32,6 +32,7 @@ VERSIONS = [
     "file",
     [
         "real_attention.py",
+        "real_blackwell.py",
         "real_calls.py",
         "real_layers.py",
         "real_levels.py",
@@ -126,6 +127,23 @@ def test_two_pipeline_stages_train_as_ours_do() -> None:
         assert found["te"].results == ranks[1][name]["te"].results
         stages = [set(rank[name]["te"].rows) for rank in ranks]
         assert not stages[0] & stages[1] and stages[0] | stages[1] == set(found["one process"].rows)
+
+
+def test_layouts_of_mxfp8() -> None:
+    """Tensor, sequence and pipeline parallelism, replicas, ZeRO-1 and FSDP. Sequence parallelism
+    gathers bytes and scales of rows and of columns. Where every rank has whole blocks, the first
+    step is that of one process and of our engine; a rounding may then fall the other way."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks("tests.backends.te.rank_work:mxfp8", 2, {"steps": 2})
+    assert list(ranks[0]) == ["tensor", "sequence", "pipeline", "replicas", "ZeRO-1", "FSDP"]
+    for by_layout in ranks:
+        for layout, found in by_layout.items():
+            for run in ("native", "one process"):
+                assert found["te"][0] == pytest.approx(found[run][0], rel=1e-6), (layout, run)
+                assert found["te"][1] == pytest.approx(found[run][1], rel=1e-3), (layout, run)
+    assert {name: found["te"] for name, found in ranks[0].items()} == {
+        name: found["te"] for name, found in ranks[1].items()
+    }
 
 
 @pytest.mark.slow
