@@ -60,7 +60,10 @@ HISTORY = Kind("with a history of amaxes", lambda traits: traits.has_history)
 CURRENT = Kind("without a history of amaxes", lambda traits: not traits.has_history)
 WHOLE_BLOCKS = Kind("that needs whole blocks", lambda traits: not traits.pads)
 GATHERED = Kind("whose casts ranks can gather", lambda traits: traits.gathers_tokens)
-MANY_SCALES = Kind("with several scales for a tensor", lambda traits: not traits.has_one_scale)
+UNTRIED_GATHER = Kind(
+    "with several scales for a tensor, except MXFP8's",
+    lambda traits: not traits.has_one_scale and traits.backends.get("te") != "MXFP8BlockScaling",
+)
 NOT_GATHERED = Kind("whose casts ranks cannot gather", lambda traits: not traits.gathers_tokens)
 ONE_WEIGHT = Kind("that quantizes a weight once", lambda traits: traits.keeps_weight)
 TWO_WEIGHTS = Kind("that quantizes a weight twice", lambda traits: not traits.keeps_weight)

@@ -19,7 +19,6 @@ from megafp8.config.rows import (
     GATHERED,
     HALF,
     HISTORY,
-    MANY_SCALES,
     NATIVE,
     NOT_GATHERED,
     ONE_WEIGHT,
@@ -28,6 +27,7 @@ from megafp8.config.rows import (
     SHARED_WEIGHT,
     TWO_LEVELS,
     TWO_WEIGHTS,
+    UNTRIED_GATHER,
     WHOLE_BLOCKS,
     ZERO_BUBBLE,
     Condition,
@@ -168,7 +168,7 @@ TOGETHER = (
         f"Leave {SP} out, or use model.fp8_recipe={GATHERED.hint}",
     ),
     Row(
-        {BACKEND: "te", RECIPE: its_recipe(MANY_SCALES)}, {SP: True},
+        {BACKEND: "te", RECIPE: its_recipe(UNTRIED_GATHER)}, {SP: True},
         "Transformer Engine gathers the tokens of {recipe} in ways that have not been shown to be "
         "right here",
         f"Leave {SP} out, {NATIVE}",
