@@ -16,12 +16,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.recipes import traits_of
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -30,7 +32,7 @@ from tests.parallel.test_tensor_parallel import (
     gradient_errors,
 )
 from tests.ranks import ROOT, run_ranks
-from tests.tiny import gpt_spec, optim_spec
+from tests.tiny import SEQ, gpt_spec, optim_spec
 
 PAGE = ROOT / "docs" / "parallelism.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
@@ -95,10 +97,16 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP8 delayed": ("bf16", Fp8Recipe(amax_history_len=16)),
     "FP8 tensorwise": ("bf16", Fp8Recipe(name="tensorwise")),
     "FP8 delayed, te": ("bf16", Fp8Recipe(amax_history_len=16)),
-    "FP8 mxfp8": ("bf16", Fp8Recipe(name="mxfp8", backward_format="e4m3", power_2_scale=True)),
+    **{
+        f"FP8 {name}": ("bf16", Fp8Recipe(name=name, power_2_scale=True))
+        for name in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+    },
+    "FP4 nvfp4": ("bf16", Fp8Recipe(name="nvfp4")),
 }
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 128}
 """The sizes of models in recipes of blocks, which are whole on each of four ranks."""
+BATCHES = {"FP8 mxfp8": 8, "FP8 blockwise": 16, "FP4 nvfp4": 4}
+"""The samples of a microbatch in recipes with blocks of tokens; two in the others."""
 
 
 TE = "FP8 delayed, te"
@@ -109,7 +117,18 @@ NOT_TE = {name for name, (_, spec) in LAYOUTS.items() if spec.cp > 1 or "zero bu
 
 def precisions_of(layout: str) -> list[str]:
     """The precisions in which a layout runs."""
-    return [name for name in PRECISIONS if name != TE or layout not in NOT_TE]
+    runs = [name for name in PRECISIONS if name != TE or layout not in NOT_TE]
+    return [name for name in runs if has_whole_tokens(name, layout)]
+
+
+def has_whole_tokens(precision: str, layout: str) -> bool:
+    """Whether the tokens of each rank are whole blocks; they are then not refused."""
+    fp8, (_, spec) = PRECISIONS[precision][1], LAYOUTS[layout]
+    traits = None if fp8 is None else traits_of(fp8.name)
+    if traits is None or precision not in BATCHES:
+        return True
+    ranks = spec.cp * (spec.tp if spec.sequence_parallel else 1)
+    return BATCHES[precision] * SEQ // ranks % traits.multiple == 0
 
 
 def model_of(layout: str) -> GPTSpec:
@@ -124,9 +143,10 @@ def case_of(
     **changes: object,
 ) -> Case:
     compute, fp8 = PRECISIONS[precision]
-    if precision == "FP8 mxfp8":
+    if precision in BATCHES:
         model = replace(model, **WIDE)
     case = Case(compute, fp8, model, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
+    case = replace(case, batch=BATCHES.get(precision, 2))
     if precision == TE:
         case = replace(case, backend="te")
         if not model.is_gated:  # its GELU is the tanh form
@@ -147,12 +167,25 @@ def distance(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
+def norms_distance(precision: str, found: list[float], expected: list[float]) -> float:
+    """The largest distance of a step's norm; with random rounding, that of the geometric means.
+
+    One process in `nvfp4` has single norms that are 0.32 away when its embeddings differ by one
+    rounding step, so that a single step shows nothing; the means of its 20 steps differ by 0.05.
+    """
+    fp8 = PRECISIONS[precision][1]
+    traits = None if fp8 is None else traits_of(fp8.name)
+    if traits is None or not traits.grad_output.is_random:
+        return distance(found, expected)
+    return distance([geometric_mean(found)], [geometric_mean(expected)])
+
+
 def row(
     name: str, precision: str, ranks: Outcomes, one: Outcome, bound: float
 ) -> tuple[list[str], bool]:
     """A line of the table, and whether all bounds hold."""
     losses = max(distance(rank.losses, one.losses) for rank in ranks)
-    norms = max(distance(rank.norms, one.norms) for rank in ranks)
+    norms = max(norms_distance(precision, rank.norms, one.norms) for rank in ranks)
     gradients = max(gradient_errors(ranks, one).values())
     good = (
         losses <= bound

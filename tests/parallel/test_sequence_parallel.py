@@ -76,6 +76,21 @@ def alone() -> dict[str, Outcome]:
     return {name: run_case(case, single_rank()) for name, case in ALIKE.items()}
 
 
+@pytest.fixture(scope="module")
+def first_losses() -> dict[str, float]:
+    """Of every recipe on two ranks, with and without sequence parallelism."""
+    model = gpt_spec(num_layers=1, hidden_size=64)
+    cases = {}
+    for name in RECIPES:
+        case = Case("bf16", Fp8Recipe(name=name), model, steps=1, num_microbatches=1)
+        case = replace(case, batch={"blockwise": 16, "mxfp8": 4}.get(name, 2))
+        for layout in ("tp", "sp"):
+            spec = ParallelSpec(tp=2, sequence_parallel=layout == "sp")
+            cases[f"{name}, {layout}"] = replace(case, parallel=spec)
+    ranks = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": cases})
+    return {name: ranks[0][name].losses[0] for name in cases}
+
+
 def test_rank_major_order_there_and_back() -> None:
     """What shards lie side by side as is put into the order of the sequence, and back."""
     x_BSF = torch.arange(2 * 8 * 3).view(2, 8, 3)
@@ -117,6 +132,14 @@ def test_replicated_parameters_stay_bitwise_equal(ranks: dict[str, Outcomes], ca
         other = replicated(rank)
         assert first.keys() == other.keys() and len(first) >= 5
         assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_loss_is_that_of_tensor_parallelism(
+    first_losses: dict[str, float], recipe: str
+) -> None:
+    """Bit for bit: in the forward pass ranks only divide what each of them had whole."""
+    assert first_losses[f"{recipe}, sp"] == first_losses[f"{recipe}, tp"]
 
 
 @pytest.mark.parametrize("case", DROPPED)

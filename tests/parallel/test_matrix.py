@@ -1,0 +1,86 @@
+"""The matrix has a row for each pair of recipe and layout that a job may have, and for no other."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from megafp8.config.checks import check_values
+from megafp8.config.load import load
+from megafp8.config.rules import Finding
+from megafp8.config.settings import read_values
+from megafp8.specs.recipes import RECIPES, load_recipe
+from tests.parallel import matrix
+from tests.ranks import ROOT
+from tests.tiny import SEQ
+
+RECIPE_OF = {
+    name: recipe.name
+    for name, (_, recipe) in matrix.PRECISIONS.items()
+    if recipe is not None and name != matrix.TE
+}
+SIMULATED = str(ROOT / "tests" / "own_recipes" / "simulated_int8.py")
+
+
+@cache
+def default_values() -> dict[str, Any]:
+    return read_values(load())[0]
+
+
+def findings(layout: str, recipe: str, batch: int, length: int) -> list[Finding]:
+    """What refuses a job with the layout, the tokens and the recipe of a row."""
+    size, spec = matrix.LAYOUTS[layout]
+    pipeline = spec.pipeline
+    changes = {
+        "trainer.devices": size,
+        "model.tensor_model_parallel_size": spec.tp,
+        "model.context_parallel_size": spec.cp,
+        "model.pipeline_model_parallel_size": spec.pp,
+        "model.sequence_parallel": spec.sequence_parallel,
+        "model.fsdp": spec.fsdp is not None,
+        "model.num_layers": 4,
+        "model.hidden_size": 512,
+        "model.ffn_hidden_size": 512,
+        "model.encoder_seq_length": length,
+        "model.data.seq_length": length,
+        "model.max_position_embeddings": length,
+        "model.micro_batch_size": batch,
+        "model.global_batch_size": batch * matrix.MICROBATCHES,
+        "model.fp8": True,
+        "model.fp8_recipe": recipe,
+    }
+    if spec.pp > 1 and pipeline.schedule != "1F1B":
+        changes["model.pipeline_schedule"] = pipeline.schedule
+        changes["model.virtual_pipeline_model_parallel_size"] = pipeline.stages_per_rank
+    if spec.fsdp is not None and spec.fsdp.strategy != "full":
+        changes["model.fsdp_sharding_strategy"] = spec.fsdp.strategy
+    if layout.endswith("ZeRO-1"):
+        changes["model.optim.name"] = "distributed_fused_adam"
+    return list(check_values(default_values() | changes))
+
+
+def test_every_recipe_has_rows() -> None:
+    assert sorted(RECIPE_OF.values()) == sorted(RECIPES)
+
+
+@pytest.mark.parametrize("precision", RECIPE_OF)
+def test_a_pair_has_a_row_where_it_is_not_refused(precision: str) -> None:
+    """A refusal names a size that cuts the blocks of a rank's tokens, and nothing else."""
+    batch, length = matrix.BATCHES.get(precision, 2), SEQ
+    if precision not in matrix.BATCHES:  # the matrix has fewer tokens than tensor cores take
+        length = 4 * SEQ
+    for layout in matrix.LAYOUTS:
+        found = findings(layout, RECIPE_OF[precision], batch, length)
+        assert bool(found) == (precision not in matrix.precisions_of(layout)), (layout, found)
+        for finding in found:
+            assert finding.key in ("model.sequence_parallel", "model.context_parallel_size")
+            assert "tokens of a microbatch" in finding.reason and finding.hint
+
+
+def test_parts_that_do_not_join_are_refused_by_name() -> None:
+    load_recipe(SIMULATED)
+    for layout, (_, spec) in matrix.LAYOUTS.items():
+        keys = [finding.key for finding in findings(layout, SIMULATED, 2, 4 * SEQ)]
+        assert keys == ["model.sequence_parallel"] * spec.sequence_parallel, layout
