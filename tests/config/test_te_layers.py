@@ -46,6 +46,7 @@ EXAMPLES: tuple[list[str], ...] = (
     [ROPE, "model.data.reset_position_ids=True"],
     ["model.megatron_amp_O2=False"],
     [FP8, "model.fp8_recipe=rowwise"],
+    [FP8, "model.fp8_recipe=nvfp4"],
     [FP8, "model.fp8_modules=['layers.0.*:tensorwise']"],
     [FP8, "model.fp8_modules=['*.mlp.fc2:high_precision']"],
     [FP8, "model.fp8_interval=2"],
