@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from megafp8.config.keys import keys_of
-from megafp8.config.schema import Model
+from megafp8.config.keys import Values, keys_of
+from megafp8.config.schema import Model, all_keys, spec_fields
 from megafp8.config.schema.model import Architecture
 from megafp8.config.values import GELUS, spell_activation
 from megafp8.specs.model import Activation, GPTSpec, RecomputeSpec
@@ -20,9 +19,6 @@ TANH = "-tanh"
 
 VOCAB_SIZE_UNKNOWN = 0
 """The vocabulary's size in `RunSpec.model` before the tokenizer is loaded."""
-
-_SAME_NAME = frozenset(keys_of(Architecture)) & {field.name for field in fields(GPTSpec)}
-"""The keys that `GPTSpec` has by the same name; only `activation` has another value there."""
 
 
 @cache
@@ -34,12 +30,14 @@ def function_keys() -> tuple[str, ...]:
     return tuple(name for name, key in keys_of(Architecture).items() if key.defines_function)
 
 
-def gpt_spec(model: Model, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
-    """Return the shape that the `model` section of a checked configuration asks for."""
-    same = {name: getattr(model, name) for name in _SAME_NAME}
-    activation = _activation(model.activation, model.openai_gelu)
-    made = same | {"activation": activation, "recompute": _recompute(model)}
-    return GPTSpec(**made, vocab_size=vocab_size)
+def gpt_spec(values: Values, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
+    """Return the shape that the keys below `model` of a checked configuration ask for."""
+    return GPTSpec(
+        **spec_fields("model", values),
+        activation=_activation(values["model.activation"], values["model.openai_gelu"]),
+        recompute=_recompute(values),
+        vocab_size=vocab_size,
+    )
 
 
 def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
@@ -50,14 +48,15 @@ def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
     """
     known = {key: model[key] for key in keys_of(Architecture) if key in model}
     typed: Any = OmegaConf.merge(OmegaConf.structured(Model), known)
-    return gpt_spec(Model(**{key: typed[key] for key in known}), vocab_size)
+    values = {path: key.default for path, key in all_keys().items()}
+    return gpt_spec(values | {f"model.{key}": typed[key] for key in known}, vocab_size)
 
 
 def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
     """Return the function of a model as keys and values below `model`, for `spec_of_tree`."""
-    tree = {name: getattr(spec, name) for name in function_keys() if name in _SAME_NAME}
     activation = spec.activation.removesuffix(TANH)
-    return tree | {"activation": activation, "openai_gelu": spec.activation != activation}
+    gelu = {"activation": activation, "openai_gelu": spec.activation != activation}
+    return gelu | {name: getattr(spec, name) for name in function_keys() if name not in gelu}
 
 
 def function_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
@@ -81,12 +80,12 @@ def _activation(name: str, openai_gelu: bool) -> Activation:
     return f"{plain}{TANH}" if has_tanh_form else plain  # type: ignore[return-value]  # validated
 
 
-def _recompute(model: Model) -> RecomputeSpec | None:
-    granularity = model.activations_checkpoint_granularity
+def _recompute(values: Values) -> RecomputeSpec | None:
+    granularity = values["model.activations_checkpoint_granularity"]
     if granularity is None:
         return None
     return RecomputeSpec(
-        granularity=granularity,  # type: ignore[arg-type]  # validated
-        method=model.activations_checkpoint_method or "uniform",  # type: ignore[arg-type]
-        num_layers=model.activations_checkpoint_num_layers or 1,
+        granularity=granularity,
+        method=values["model.activations_checkpoint_method"] or "uniform",
+        num_layers=values["model.activations_checkpoint_num_layers"] or 1,
     )

@@ -10,7 +10,6 @@ from megafp8.config.architecture import function_keys
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer
 from megafp8.config.resume import flat
-from megafp8.config.schema import Config
 from megafp8.config.settings import Setting
 from megafp8.config.values import DEFAULT_EXP_DIR
 from megafp8.foreign import read_json
@@ -74,22 +73,6 @@ def folder_of_model(values: Mapping[str, Any]) -> str | None:
         return own if _is_path(own) and _recorded(Path(own).expanduser()) is not None else None
     runs = sorted(Path(parent).expanduser().glob("*"), reverse=True) if _is_path(parent) else []
     return next((str(run) for run in runs if _is_unnamed_from(start, run)), None)
-
-
-def folder_of_tree(tree: Config) -> str:
-    """Return the folder with the tokenizer of the model that a fine-tuning job starts from.
-
-    It is the path that the settings name if no place has a checkpoint; opening it then fails.
-    """
-    manager, model = tree.exp_manager, tree.model
-    starts = (
-        tree.restore_from_path,
-        model.resume_from_checkpoint,
-        manager.resume_from_checkpoint,
-    )
-    own = {EXP_DIR: manager.exp_dir, NAME: manager.name, LOG_DIR: manager.explicit_log_dir}
-    named = next((path for path in starts if path), "")
-    return folder_of_model(dict(zip(STARTS, starts, strict=True)) | own) or named
 
 
 def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Layer | None:

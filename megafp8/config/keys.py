@@ -92,6 +92,7 @@ class Key:
     spelling: Callable[[Any], Any] | None = None
     never_idle: bool = False
     defines_function: bool = False
+    spec: str | None = None
 
     def spelled(self, value: Any) -> Any:
         """Return `value` as a run's resolved settings write it: one spelling for each meaning."""
@@ -127,6 +128,7 @@ def key(
     spelling: Callable[[Any], Any] | None = None,
     never_idle: bool = False,
     defines_function: bool = False,
+    spec: str | None = None,
 ) -> Any:
     """Return a dataclass field with a key's description. Each tree gets its own copy of a list.
 
@@ -142,6 +144,8 @@ def key(
             the key has no effect, since elsewhere it would change numbers.
         defines_function: Whether a model with another value computes another function of the same
             weights, or has other weights. What changes training or roundings alone does not.
+        spec: The field of the `RunSpec` that has this value, as `optim.lr`. `resolve` reads a key
+            without one by its path, since fields follow from it and other keys together.
     """
     metadata = {
         "help": help,
@@ -152,6 +156,7 @@ def key(
         "spelling": spelling,
         "never_idle": never_idle,
         "defines_function": defines_function,
+        "spec": spec,
     }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)

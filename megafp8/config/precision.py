@@ -1,11 +1,12 @@
-"""Turn the keys of `trainer` and `model` that concern precision into the `PrecisionSpec`."""
+"""Turn the keys that concern precision into the `PrecisionSpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megafp8.config.schema import Model, Trainer
+from megafp8.config.keys import Values
+from megafp8.config.schema import spec_fields
 from megafp8.config.values import PRECISIONS, layers_in_bf16, parse_modules, split_accumulator
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.precision import GEMMS, AttentionInFp8, AutoBackend, ModuleRule
@@ -13,94 +14,83 @@ from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, switched_off
 from megafp8.specs.traits import GemmName
 
 _PARTS = {
-    "fp4_disable_rht": "rht",
-    "fp4_disable_stochastic_rounding": "sr",
-    "fp4_disable_2d_quantization": "2d",
+    "model.fp4_disable_rht": "rht",
+    "model.fp4_disable_stochastic_rounding": "sr",
+    "model.fp4_disable_2d_quantization": "2d",
 }
 """The keys that switch parts of a recipe off, and the recipe's names of these parts."""
 
 
-def precision_spec(trainer: Trainer, model: Model, auto: AutoBackend | None) -> PrecisionSpec:
-    """Return the precision that two sections of a checked configuration ask for.
+def precision_spec(values: Values, auto: AutoBackend | None) -> PrecisionSpec:
+    """Return the precision that a checked configuration asks for.
 
     Args:
-        trainer: The section `trainer`.
-        model: The section `model`.
+        values: All settings by their dotted paths.
         auto: What the settings say of Transformer Engine where no backend was named.
     """
-    compute = PRECISIONS[trainer.precision]
-    scale = LossScaleSpec(
-        init_scale=float(model.native_amp_init_scale),
-        growth_interval=model.native_amp_growth_interval,
-        hysteresis=model.hysteresis,
-    )
+    compute = PRECISIONS[values["trainer.precision"]]
+    backend = values["model.fp8_backend"]
     return PrecisionSpec(
+        **spec_fields("precision", values),
         compute=compute,
-        te_version=model.te_version,
-        user_buffers=model.ub_tp_comm_overlap,
-        attention_in_fp8=_attention_in_fp8(model),
-        fp8=_fp8(model),
-        half_weights=model.megatron_amp_O2,
-        loss_scale=scale if compute == "fp16" else None,
-        backend="native" if model.fp8_backend == "auto" else model.fp8_backend,  # type: ignore[arg-type]  # validated
+        attention_in_fp8=_attention_in_fp8(values),
+        fp8=_fp8(values),
+        loss_scale=_loss_scale(values) if compute == "fp16" else None,
+        backend="native" if backend == "auto" else backend,
         auto=auto,
     )
 
 
-def _attention_in_fp8(model: Model) -> AttentionInFp8:
-    if not model.fp8_dot_product_attention:
+def _loss_scale(values: Values) -> LossScaleSpec:
+    first = float(values["model.native_amp_init_scale"])
+    return LossScaleSpec(**spec_fields("precision.loss_scale", values), init_scale=first)
+
+
+def _attention_in_fp8(values: Values) -> AttentionInFp8:
+    if not values["model.fp8_dot_product_attention"]:
         return "none"
-    return "whole" if model.fp8_multi_head_attention else "core"
+    return "whole" if values["model.fp8_multi_head_attention"] else "core"
 
 
-def _fp8(model: Model) -> Fp8Recipe | None:
-    if not model.fp8:
+def _fp8(values: Values) -> Fp8Recipe | None:
+    if not values["model.fp8"]:
         return None
-    off = tuple(part for key, part in _PARTS.items() if getattr(model, key))
-    name = switched_off(model.fp8_recipe, off)
+    off = tuple(part for key, part in _PARTS.items() if values[key])
+    name = switched_off(values["model.fp8_recipe"], off)
     traits = find_recipe(name).traits
-    power_2 = model.fp8_power_2_scale
-    chosen = ("fp8_backend", "fp8_recipe", "fp8_split_accumulator")
-    split = split_accumulator({f"model.{key}": getattr(model, key) for key in chosen})
-    precise = dict(zip(GEMMS, split, strict=True))
+    power_2 = values["model.fp8_power_2_scale"]
+    precise = dict(zip(GEMMS, split_accumulator(values), strict=True))
     return Fp8Recipe(
+        **spec_fields("precision.fp8", values),
         name=name,
         forward_format="e4m3",
-        backward_format="e4m3" if model.fp8_e4m3 or traits.is_e4m3 else "e5m2",
-        margin=model.fp8_margin,
-        interval=model.fp8_interval,
-        amax_history_len=model.fp8_amax_history_len,
-        amax_compute_algo=model.fp8_amax_compute_algo,  # type: ignore[arg-type]  # validated
-        reduce_amax=model.reduce_amax,
+        backward_format="e4m3" if values["model.fp8_e4m3"] or traits.is_e4m3 else "e5m2",
         power_2_scale=traits.power_2_default if power_2 is None else power_2,
-        params_in_fp8=model.fp8_params,
-        high_precision_gemms=_high_precision_gemms(model),
+        high_precision_gemms=_high_precision_gemms(values),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
-        fp8_in_evaluation=model.use_autocast_during_eval,
-        pad_inner_dim=model.pad_inner_dim,
-        modules=(*_modules(model, off), *_layers_in_bf16(model)),
+        modules=(*_modules(values, off), *_layers_in_bf16(values)),
     )
 
 
-def _modules(model: Model, off: tuple[str, ...]) -> Iterator[ModuleRule]:
+def _modules(values: Values, off: tuple[str, ...]) -> Iterator[ModuleRule]:
     """Yield the rules of `fp8_modules`, whose recipes have parts switched off like the main one."""
-    for rule in parse_modules(model.fp8_modules) or ():
+    for rule in parse_modules(values["model.fp8_modules"]) or ():
         yield replace(rule, precision=switched_off(rule.precision, off))
 
 
-def _high_precision_gemms(model: Model) -> frozenset[GemmName]:
-    overridden = zip(GEMMS, model.override_linear_precision, strict=True)
+def _high_precision_gemms(values: Values) -> frozenset[GemmName]:
+    overridden = zip(GEMMS, values["model.override_linear_precision"], strict=True)
     high = {gemm for gemm, is_high in overridden if is_high}
-    return frozenset(high if model.fp8_wgrad else {*high, "grad_weight"})
+    return frozenset(high if values["model.fp8_wgrad"] else {*high, "grad_weight"})
 
 
-def _layers_in_bf16(model: Model) -> Iterator[ModuleRule]:
+def _layers_in_bf16(values: Values) -> Iterator[ModuleRule]:
     """Yield `first_last_layers_bf16` as rules over the names of linears."""
     kept = layers_in_bf16(
-        model.num_layers,
-        model.first_last_layers_bf16,
-        model.num_layers_at_start_in_bf16,
-        model.num_layers_at_end_in_bf16,
+        values["model.num_layers"],
+        values["model.first_last_layers_bf16"],
+        values["model.num_layers_at_start_in_bf16"],
+        values["model.num_layers_at_end_in_bf16"],
     )
     for layer in kept:
         yield ModuleRule(f"layers.{layer}.*", HIGH_PRECISION, "model.first_last_layers_bf16")

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from megafp8.config.architecture import gpt_spec
-from megafp8.config.base_model import folder_of_tree
-from megafp8.config.checks import check_values
+from megafp8.config.base_model import STARTS, folder_of_model
+from megafp8.config.checks import rule_findings
 from megafp8.config.errors import SettingError
+from megafp8.config.keys import Values
 from megafp8.config.precision import precision_spec
-from megafp8.config.rules import effective
-from megafp8.config.schema import (
-    Config,
-    ExpManager,
-    Model,
-    NsysProfile,
-    Optim,
-    Sched,
-    Trainer,
-    all_keys,
-    schema_tree,
-)
-from megafp8.config.settings import read_value, read_values
+from megafp8.config.rules import Finding, effective
+from megafp8.config.schema import all_keys, spec_fields
+from megafp8.config.settings import read_value
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
     file_list,
     format_number,
     parse_data_prefix,
-    parse_interval_seconds,
     parse_layout,
     parse_splits,
     plain,
+    schedule_of,
     steps_or_ratio,
     storage_of,
     unescaped,
@@ -78,45 +70,19 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
     Raises:
         ConfigError: A setting needs a GPU that the run does not have, or excludes the one it has.
     """
-    resolved = canonical(cfg, accelerator_available)
-    tree = OmegaConf.to_object(OmegaConf.merge(schema_tree(), resolved))
-    assert isinstance(tree, Config)
-    trainer, model = tree.trainer, tree.model
+    values = canonical(cfg, accelerator_available)
     spec = RunSpec(
-        model=gpt_spec(model),
-        precision=precision_spec(trainer, model, _auto(trainer, model, resolved)),
-        parallel=_parallel(trainer, model),
-        optim=_optim(model, trainer),
-        data=_data(tree),
-        train=TrainSpec(
-            max_steps=int(trainer.fast_dev_run) or trainer.max_steps,
-            max_time_seconds=parse_interval_seconds(trainer.max_time),
-            micro_batch_size=model.micro_batch_size,
-            global_batch_size=model.global_batch_size,
-            log_every_n_steps=trainer.log_every_n_steps,
-            val_check_interval=trainer.val_check_interval,
-            limit_val_batches=_validation_batches(trainer),
-            val_share=_validation_share(trainer),
-            last_validation_is_whole=trainer.limit_val_batches is None and not trainer.fast_dev_run,
-            seed=model.seed,
-            nonfinite_policy=trainer.nonfinite_policy,  # type: ignore[arg-type]  # validated
-            rampup=_rampup(model),
-            compile=model.compile,  # type: ignore[arg-type]  # validated
-            cuda_graph=model.enable_cuda_graph,
-            overfit_batches=trainer.overfit_batches,
-            num_sanity_val_steps=trainer.num_sanity_val_steps,
-            fast_dev_run=bool(trainer.fast_dev_run),
-            deterministic=trainer.deterministic,
-            gc_interval=model.gc_interval,
-            max_restarts=trainer.max_restarts,
-        ),
-        checkpoint=_checkpoint(tree.exp_manager, trial=bool(trainer.fast_dev_run)),
-        observe=_observe(tree, model),
-        profile=_profile(model.nsys_profile, trainer),
-        vocab_divisible_by=model.make_vocab_size_divisible_by,
-        restore_from_path=tree.restore_from_path,
-        resume_from_checkpoint=model.resume_from_checkpoint,
-        resolved=resolved,
+        **spec_fields("", values),
+        model=gpt_spec(values),
+        precision=precision_spec(values, _auto(values)),
+        parallel=_parallel(values),
+        optim=_optim(values),
+        data=_data(values),
+        train=_train(values),
+        checkpoint=_checkpoint(values),
+        observe=_observe(values),
+        profile=ProfileSpec(**spec_fields("profile", values)),
+        resolved=_nested(values),
     )
     _refuse_idle_graphs(spec)
     return spec
@@ -134,14 +100,13 @@ def _refuse_idle_graphs(spec: RunSpec) -> None:
         )
 
 
-def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, object]:
-    """Return the resolved settings: the tree as plain dicts and lists, in one spelling.
+def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, Any]:
+    """Return the resolved settings by their dotted paths: plain values, in one spelling.
 
     Keys without effect have their defaults. Equal runs therefore have equal settings, and the
     result can be loaded again as a configuration. Arguments and errors are those of `resolve`.
     """
-    keys = all_keys()
-    given = {path: read_value(cfg, path) for path in keys}
+    keys, given = all_keys(), _values_of(cfg)
     given["trainer.accelerator"] = _accelerator(given["trainer.accelerator"], accelerator_available)
     values = {path: keys[path].spelled(value) for path, value in effective(given).items()}
     resume = "resume_from_checkpoint"
@@ -157,7 +122,11 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     if not on_cpu and values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
         raise SettingError("model.te_version", values["model.te_version"], reason, "Leave it out")
-    return _nested(values)
+    return values
+
+
+def _values_of(cfg: DictConfig) -> dict[str, Any]:
+    return {path: read_value(cfg, path) for path in all_keys()}
 
 
 def _accelerator(asked: str, available: Callable[[], bool]) -> str:
@@ -179,260 +148,189 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
     )
 
 
-def _parallel(trainer: Trainer, model: Model) -> ParallelSpec:
-    stages = model.virtual_pipeline_model_parallel_size or 1
-    pipeline = PipelineSpec(
-        schedule=model.pipeline_schedule or ("1F1B" if stages == 1 else "Interleaved1F1B"),  # type: ignore[arg-type]  # validated
-        stages_per_rank=stages,
-        layout=parse_layout(model.pipeline_model_parallel_layout),
-    )
-    return ParallelSpec(
-        num_nodes=trainer.num_nodes,
-        devices_per_node=trainer.devices,
-        tp=model.tensor_model_parallel_size,
-        sequence_parallel=model.sequence_parallel,
-        cp=model.context_parallel_size,
-        pp=model.pipeline_model_parallel_size,
-        accelerator=trainer.accelerator,
-        pipeline=pipeline,
-        tp_only_amax_red=model.tp_only_amax_red,
-        grad_bucket_bytes=model.grad_allreduce_chunk_size_mb * MIB,
-        grad_reduce_dtype=model.optim.grad_sync_dtype,  # type: ignore[arg-type]  # validated
-        fsdp=_fsdp(model),
-        step_timeout_seconds=trainer.step_timeout,
-    )
-
-
-def _fsdp(model: Model) -> FsdpSpec | None:
-    if not model.fsdp:
-        return None
-    return FsdpSpec(
-        strategy=model.fsdp_sharding_strategy,  # type: ignore[arg-type]  # validated
-        grad_reduce_dtype=PRECISIONS[model.fsdp_grad_reduce_dtype],
-        torchao_in_fp8=model.enable_fsdp_float8_all_gather,
-    )
-
-
-def _auto(trainer: Trainer, model: Model, resolved: Mapping[str, object]) -> AutoBackend | None:
+def _auto(values: Values) -> AutoBackend | None:
     """Return what the settings say of Transformer Engine, on a GPU where no backend was named."""
-    if model.fp8_backend != "auto" or trainer.accelerator != "gpu":
+    if values["model.fp8_backend"] != "auto" or values["trainer.accelerator"] != "gpu":
         return None
-    values, _ = read_values(OmegaConf.merge(schema_tree(), resolved), {})  # type: ignore[arg-type]
-    found = check_values(values | {"model.fp8_backend": "te"})
-    return AutoBackend("; ".join(map(_why_not_te, found)) or None)
+    with_te = {**values, "model.fp8_backend": "te"}
+    reasons = (_why_not_te(found, with_te[found.key]) for found in rule_findings(with_te))
+    return AutoBackend("; ".join(reasons) or None)
 
 
-def _why_not_te(problem: SettingError) -> str:
+def _why_not_te(found: Finding, value: object) -> str:
     """Return why a setting rules Transformer Engine out, for the line about `auto`."""
-    if problem.key == "model.fp8_backend":
-        return problem.reason
-    return f"{problem.key}={plain(problem.value)}: {problem.reason}"
+    if found.key == "model.fp8_backend":
+        return found.reason
+    return f"{found.key}={plain(value)}: {found.reason}"
 
 
-def _rampup(model: Model) -> RampupSpec | None:
-    if model.rampup_batch_size is None:
+# --- the specs: fields that keys name with `spec=`, and those that follow from several keys -------
+
+
+def _parallel(values: Values) -> ParallelSpec:
+    return ParallelSpec(
+        **spec_fields("parallel", values),
+        pipeline=PipelineSpec(
+            schedule=schedule_of(values),
+            stages_per_rank=values["model.virtual_pipeline_model_parallel_size"] or 1,
+            layout=parse_layout(values["model.pipeline_model_parallel_layout"]),
+        ),
+        grad_bucket_bytes=values["model.grad_allreduce_chunk_size_mb"] * MIB,
+        fsdp=_fsdp(values) if values["model.fsdp"] else None,
+    )
+
+
+def _fsdp(values: Values) -> FsdpSpec:
+    return FsdpSpec(
+        **spec_fields("parallel.fsdp", values),
+        grad_reduce_dtype=PRECISIONS[values["model.fsdp_grad_reduce_dtype"]],
+    )
+
+
+def _train(values: Values) -> TrainSpec:
+    trial, limit = values["trainer.fast_dev_run"], values["trainer.limit_val_batches"]
+    return TrainSpec(
+        **spec_fields("train", values),
+        max_steps=trial or values["trainer.max_steps"],
+        limit_val_batches=_validation_batches(limit, trial),
+        val_share=limit if isinstance(limit, float) and limit > 0 and not trial else None,
+        last_validation_is_whole=limit is None and not trial,
+        rampup=_rampup(values["model.rampup_batch_size"]),
+        fast_dev_run=bool(trial),
+    )
+
+
+def _validation_batches(limit: float | None, trial: int) -> int:
+    """Return the global batches of one validation; a trial of N steps has at most N.
+
+    A share of the split becomes a number when the data is open.
+    """
+    is_number = isinstance(limit, int) or limit == 0
+    batches = int(limit) if limit is not None and is_number else VALIDATION_BATCHES
+    return min(batches, trial) if trial else batches
+
+
+def _rampup(sizes: Sequence[int] | None) -> RampupSpec | None:
+    if sizes is None:
         return None
-    start, increment, samples = model.rampup_batch_size
+    start, increment, samples = sizes
     return RampupSpec(start=start, increment=increment, samples=samples)
 
 
-def _optim(model: Model, trainer: Trainer) -> OptimSpec:
-    optim = model.optim
+def _optim(values: Values) -> OptimSpec:
+    sharded = values["model.optim.data_parallel_sharding_strategy"]
+    formats: dict[str, Any] = dict(storage_of(values))
     return OptimSpec(
-        name=optim.name,
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        decays_vectors=model.do_layer_norm_weight_decay,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        clip_grad_norm=trainer.gradient_clip_val or None,
-        clip_algorithm=trainer.gradient_clip_algorithm,  # type: ignore[arg-type]  # validated
-        schedule=_schedule(optim.sched, trainer.max_steps, model.hidden_size),
-        storage=_storage(optim),
-        shards_grads=optim.data_parallel_sharding_strategy == "optim_grads",
-        shard_by=optim.shard_by,  # type: ignore[arg-type]  # validated
+        **spec_fields("optim", values),
+        clip_grad_norm=values["trainer.gradient_clip_val"] or None,
+        schedule=_schedule(values),
+        storage=StorageSpec(
+            **spec_fields("optim.storage", values),
+            **formats,
+            linears_only=values["model.optim.low_precision_moments_of"] == "linears",
+            sums_in_fp32=values["model.optim.main_grads_sum_dtype"] == "fp32",
+        ),
+        shards_grads=sharded == "optim_grads",
     )
 
 
-def _storage(optim: Optim) -> StorageSpec:
-    prefix = "model.optim."
-    formats = storage_of({prefix + name: value for name, value in vars(optim).items()})
-    return StorageSpec(
-        **formats,
-        linears_only=optim.low_precision_moments_of == "linears",
-        sums_in_fp32=optim.main_grads_sum_dtype == "fp32",
-        reduction=optim.fp8_grad_reduction,  # type: ignore[arg-type]  # validated
-        stochastic_rounding=optim.stochastic_rounding,
-    )
+def _schedule(values: Values) -> ScheduleSpec:
+    max_steps = values["trainer.max_steps"]
 
+    def steps(part: str) -> int | None:
+        name = f"model.optim.sched.{part}"
+        return steps_or_ratio(values[f"{name}_steps"], values[f"{name}_ratio"], max_steps)
 
-def _schedule(sched: Sched, max_steps: int, hidden_size: int) -> ScheduleSpec:
-    warmup = steps_or_ratio(sched.warmup_steps, sched.warmup_ratio, max_steps)
-    constant = steps_or_ratio(sched.constant_steps, sched.constant_ratio, max_steps)
     return ScheduleSpec(
-        name=sched.name,
-        warmup_steps=warmup_steps(warmup, max_steps),
-        constant_steps=constant or 0,
-        min_lr=sched.min_lr,
+        **spec_fields("optim.schedule", values),
+        warmup_steps=warmup_steps(steps("warmup"), max_steps),
+        constant_steps=steps("constant") or 0,
         max_steps=max_steps,
-        hold_steps=steps_or_ratio(sched.hold_steps, sched.hold_ratio, max_steps),
-        power=sched.power,
-        decay_rate=sched.decay_rate,
-        d_model=sched.d_model or hidden_size,
+        hold_steps=steps("hold"),
+        d_model=values["model.optim.sched.d_model"] or values["model.hidden_size"],
     )
 
 
 def data_spec(cfg: DictConfig) -> DataSpec:
     """Return the data that a checked tree names, without a look at devices."""
-    tree = OmegaConf.to_object(cfg)
-    assert isinstance(tree, Config)
-    return _data(tree)
+    return _data(_values_of(cfg))
 
 
 def observe_spec(cfg: DictConfig) -> ObserveSpec:
     """Return where a checked tree records its run, and what, without a look at devices."""
-    tree = OmegaConf.to_object(cfg)
-    assert isinstance(tree, Config)
-    return _observe(tree, tree.model)
+    return _observe(_values_of(cfg))
 
 
-def _data(tree: Config) -> DataSpec:
-    model, data, tokenizer = tree.model, tree.model.data, tree.model.tokenizer
+def _data(values: Values) -> DataSpec:
     return DataSpec(
-        prefix=parse_data_prefix(data.data_prefix),
-        cache_dir=model.data.index_mapping_dir,
-        splits=parse_splits(model.data.splits_string) or (),
-        seq_length=model.data.seq_length,
-        tokenizer=TokenizerSpec(
-            library=tokenizer.library,
-            vocab_size=tokenizer.vocab_size,
-            type=tokenizer.type,
-            model=tokenizer.model,
-            vocab_file=tokenizer.vocab_file,
-            merge_file=tokenizer.merge_file,
-        ),
-        seed=model.seed,
-        shuffle_documents=data.shuffle_documents,
-        dataloader_type=data.dataloader_type,  # type: ignore[arg-type]  # validated
-        num_workers=data.num_workers,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        validation_drop_last=data.validation_drop_last,
-        instructions=_instructions(tree),
+        **spec_fields("data", values),
+        prefix=parse_data_prefix(values["model.data.data_prefix"]),
+        splits=parse_splits(values["model.data.splits_string"]) or (),
+        tokenizer=TokenizerSpec(**spec_fields("data.tokenizer", values)),
+        seed=values["model.seed"],
+        instructions=_instructions(values),
     )
 
 
-def _instructions(tree: Config) -> InstructionSpec | None:
-    model, data = tree.model, tree.model.data.train_ds
-    files = file_list(data.file_names)
+def _instructions(values: Values) -> InstructionSpec | None:
+    files = file_list(values["model.data.train_ds.file_names"])
     if files is None:
         return None
-    weights = data.concat_sampling_probabilities
+    weights = values["model.data.train_ds.concat_sampling_probabilities"]
     return InstructionSpec(
+        **spec_fields("data.instructions", values),
         train_files=files,
-        validation_files=file_list(model.data.validation_ds.file_names) or (),
-        model=folder_of_tree(tree),
-        label_key=data.label_key,
-        prompt_template=unescaped(data.prompt_template),
-        truncation_field=data.truncation_field,
-        truncation_method=data.truncation_method,  # type: ignore[arg-type]  # validated
-        answer_only_loss=model.answer_only_loss,
-        packed=data.packed_sequence,
-        shuffle=data.shuffle,
+        validation_files=file_list(values["model.data.validation_ds.file_names"]) or (),
+        model=folder_of_model(values) or next((values[key] for key in STARTS if values[key]), ""),
+        prompt_template=unescaped(values["model.data.train_ds.prompt_template"]),
         probabilities=None if weights is None else tuple(format_number(w) for w in weights),
     )
 
 
-def _profile(profile: NsysProfile, trainer: Trainer) -> ProfileSpec:
-    return ProfileSpec(
-        enabled=profile.enabled,
-        start_step=profile.start_step,
-        end_step=profile.end_step,
-        ranks=tuple(profile.ranks),
-        gen_shape=profile.gen_shape,
-        memory_snapshot_on_oom=trainer.memory_snapshot_on_oom,
+def _checkpoint(values: Values) -> CheckpointSpec:
+    spec = CheckpointSpec(**spec_fields("checkpoint", values))
+    if values["exp_manager.create_checkpoint_callback"] and not values["trainer.fast_dev_run"]:
+        return spec
+    return replace(
+        spec,
+        every_n_train_steps=None,
+        train_time_interval_seconds=None,
+        save_last=False,
+        async_save=False,
     )
 
 
-def _checkpoint(manager: ExpManager, *, trial: bool) -> CheckpointSpec:
-    params = manager.checkpoint_callback_params
-    if trial or not manager.create_checkpoint_callback:
-        return CheckpointSpec(
-            every_n_train_steps=None,
-            train_time_interval_seconds=None,
-            save_last=False,
-            keep=params.keep,
-            save_top_k=params.save_top_k,
-            monitor=params.monitor,
-            mode=params.mode,  # type: ignore[arg-type]  # validated
-        )
-    return CheckpointSpec(
-        every_n_train_steps=params.every_n_train_steps,
-        train_time_interval_seconds=parse_interval_seconds(params.train_time_interval),
-        save_last=params.save_last,
-        keep=params.keep,
-        save_top_k=params.save_top_k,
-        monitor=params.monitor,
-        mode=params.mode,  # type: ignore[arg-type]  # validated
-        async_save=params.async_save,
-    )
-
-
-def _observe(tree: Config, model: Model) -> ObserveSpec:
+def _observe(values: Values) -> ObserveSpec:
     """Return what is recorded; a trial (`fast_dev_run`) never uses a named run's directory."""
-    manager, trainer = tree.exp_manager, tree.trainer
-    trial = bool(trainer.fast_dev_run)
-    return ObserveSpec(
-        exp_dir=manager.exp_dir or DEFAULT_EXP_DIR,
-        name=None if trial else manager.name,
-        explicit_log_dir=manager.explicit_log_dir,
-        resume_if_exists=manager.resume_if_exists and not trial,
-        create_tensorboard_logger=manager.create_tensorboard_logger and not trial,
-        create_wandb_logger=manager.create_wandb_logger and not trial,
-        progress_bar=trainer.enable_progress_bar,
-        wandb_project=manager.wandb_logger_kwargs.project,
-        wandb_name=manager.wandb_logger_kwargs.name,
-        wandb_entity=manager.wandb_logger_kwargs.entity,
-        wandb_group=manager.wandb_logger_kwargs.group,
-        wandb_tags=tuple(manager.wandb_logger_kwargs.tags),
-        wandb_mode=manager.wandb_logger_kwargs.mode,  # type: ignore[arg-type]  # validated
-        health=HealthSpec(
-            mode=_health_mode(model),
-            max_underflow=model.fp8_health_max_underflow,
-            max_overflow=model.fp8_health_max_overflow,
-            min_snr_db=model.fp8_health_min_snr_db,
-        ),
+    health = HealthSpec(**spec_fields("observe.health", values), mode=_health_mode(values))
+    spec = ObserveSpec(
+        **spec_fields("observe", values),
+        exp_dir=values["exp_manager.exp_dir"] or DEFAULT_EXP_DIR,
+        health=health,
+    )
+    if not values["trainer.fast_dev_run"]:
+        return spec
+    return replace(
+        spec,
+        name=None,
+        resume_if_exists=False,
+        create_tensorboard_logger=False,
+        create_wandb_logger=False,
     )
 
 
-def _health_mode(model: Model) -> HealthMode:
+def _health_mode(values: Values) -> HealthMode:
     """Return the mode that `auto` stands for: `scales`, or `off` if a backend hides its casts."""
-    if model.fp8_health != "auto":
-        return model.fp8_health  # type: ignore[return-value]  # validated
-    of_te = model.fp8_backend == "te" and not find_recipe(model.fp8_recipe).traits.has_history
-    in_graph = model.fp8_backend == "torchao" and model.compile != "off"
+    asked: HealthMode | Literal["auto"] = values["model.fp8_health"]
+    if asked != "auto":
+        return asked
+    backend, traits = values["model.fp8_backend"], find_recipe(values["model.fp8_recipe"]).traits
+    of_te = backend == "te" and not traits.has_history
+    in_graph = backend == "torchao" and values["model.compile"] != "off"
     return "off" if of_te or in_graph else "scales"
 
 
-def _validation_batches(trainer: Trainer) -> int:
-    """Return the global batches of one validation; a trial of N steps has at most N.
-
-    A share of the split becomes a number when the data is open.
-    """
-    given = trainer.limit_val_batches
-    is_number = isinstance(given, int) or given == 0
-    limit = int(given) if given is not None and is_number else VALIDATION_BATCHES
-    return min(limit, int(trainer.fast_dev_run)) if trainer.fast_dev_run else limit
-
-
-def _validation_share(trainer: Trainer) -> float | None:
-    """Return the share of the validation split that is read, if that is given; not in a trial."""
-    given = trainer.limit_val_batches
-    return given if isinstance(given, float) and given > 0 and not trainer.fast_dev_run else None
-
-
-def _nested(values: dict[str, Any]) -> dict[str, object]:
+def _nested(values: Values) -> dict[str, object]:
     tree: dict[str, Any] = {}
     for path, value in values.items():
         node = tree

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shlex
+from collections.abc import Iterator
 from functools import cache
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
@@ -410,3 +413,18 @@ def test_a_run_with_a_key_that_was_taken_out_continues_if_it_meant_what_is_left(
     assert differences(earlier("tensor"), new) == []
     (found,) = differences(earlier("group"), new)
     assert found.key == "model.optim.moments_scaling" and found.new == "tensor"
+
+
+def spec_paths(spec: type = RunSpec, section: str = "") -> Iterator[str]:
+    """Yield the path of each field of a spec and of the specs in it, as `optim.lr`."""
+    for name, hint in get_type_hints(spec).items():
+        yield f"{section}{name}"
+        for part in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                yield from spec_paths(part, f"{section}{name}.")
+
+
+def test_each_key_goes_to_a_field_of_its_own() -> None:
+    named = [key.spec for key in all_keys().values() if key.spec is not None]
+    assert not set(named) - set(spec_paths())
+    assert len(named) == len(set(named)) > 100

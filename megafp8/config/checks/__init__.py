@@ -28,7 +28,7 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
     good = _without(findings, values)
     for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
         findings.append(Finding(key, f"has no effect with {setting}", need.hint))
-    findings += _findings_together(effective(good))
+    findings += rule_findings(effective(good))
     if origins is not None:
         findings += precision.two_formats(good, origins)
     found = []
@@ -55,7 +55,8 @@ def _without(findings: Iterable[Finding], values: Values) -> dict[str, Any]:
     return {path: value for path, value in values.items() if path not in bad}
 
 
-def _findings_together(values: Values) -> Iterator[Finding]:
+def rule_findings(values: Values) -> Iterator[Finding]:
+    """Yield what the rules between keys find; keys without effect must have their defaults."""
     for subject in (model, parallel, precision, optim, run, finetuning):
         yield from subject.rule.findings(values)
     yield from together.findings(values)

@@ -1,8 +1,7 @@
 """Define the tree of settings under NeMo's names: every key with its default and explanation.
 
 A key whose default is `???` (`MISSING`) must be given in a YAML; `conf/pretrain_gpt.yaml` does.
-`nemo=` is the default in NeMo's `megatron_gpt_config.yaml`, and is left out for keys that NeMo does
-not have. `needs=` is the setting without which a key has no effect (`megafp8.config.rules`).
+`megafp8.config.keys.key` explains what a field says of its key.
 """
 
 from __future__ import annotations
@@ -10,29 +9,36 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.keys import PATH, Key, at_least, between, key, keys_of, needs_above, or_null
+from megafp8.config.keys import (
+    PATH,
+    Key,
+    Values,
+    at_least,
+    between,
+    key,
+    keys_of,
+    needs_above,
+    or_null,
+)
 from megafp8.config.schema.data import OF_EXAMPLES, Data, Tokenizer
 from megafp8.config.schema.exp_manager import ExpManager, NsysProfile
 from megafp8.config.schema.model import Architecture
-from megafp8.config.schema.optim import Optim, Sched
+from megafp8.config.schema.optim import Optim
 from megafp8.config.schema.parallel import Parallel
 from megafp8.config.schema.precision import Precision
 from megafp8.config.schema.trainer import Trainer
 
 __all__ = [
     "Config",
-    "ExpManager",
     "Model",
-    "NsysProfile",
-    "Optim",
-    "Sched",
-    "Trainer",
     "all_keys",
     "all_sections",
     "schema_tree",
+    "spec_fields",
 ]
 
 
@@ -45,6 +51,7 @@ class Model(Precision, Architecture, Parallel):
         "Seed of the initial weights, of dropout and of the order of samples.",
         nemo=1234,
         kind="model",
+        spec="train.seed",
         valid=between(0, 2**32 - 1),
     )
     resume_from_checkpoint: str | None = key(
@@ -54,12 +61,14 @@ class Model(Precision, Architecture, Parallel):
         "its own and ignores this key.",
         nemo=None,
         kind="policy",
+        spec="resume_from_checkpoint",
         valid=or_null(PATH),
     )
     answer_only_loss: bool = key(
         True,
         "Fine-tune on the answers' tokens alone. False: prompts are learned too.",
         kind="data",
+        spec="data.instructions.answer_only_loss",
         needs=OF_EXAMPLES,
     )
     gc_interval: int = key(
@@ -68,6 +77,7 @@ class Model(Precision, Architecture, Parallel):
         "other time. 0: Python decides when it runs.",
         nemo=0,
         kind="layout",
+        spec="train.gc_interval",
         valid=at_least(0),
     )
     do_layer_norm_weight_decay: bool = key(
@@ -75,6 +85,7 @@ class Model(Precision, Architecture, Parallel):
         "Norms and biases have weight decay too.",
         nemo=False,
         kind="optim",
+        spec="optim.decays_vectors",
         needs=needs_above("model.optim.weight_decay", 0),
     )
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
@@ -94,6 +105,7 @@ class Config:
         "from its own, also if this path is gone by then.",
         nemo=None,
         kind="model",
+        spec="restore_from_path",
         valid=or_null(PATH),
     )
     trainer: Trainer = field(default_factory=Trainer)
@@ -117,6 +129,28 @@ def _schema_tree() -> DictConfig:
 def all_keys() -> dict[str, Key]:
     """Return every key by its dotted path, in the order of the schema's files."""
     return keys_of(Config)
+
+
+@cache
+def _keys_by_spec() -> dict[str, dict[str, str]]:
+    """Return the fields of each spec in the `RunSpec`, by its path, with the keys they are from."""
+    found: dict[str, dict[str, str]] = {}
+    for path, described in all_keys().items():
+        if described.spec is not None:
+            section, _, name = described.spec.rpartition(".")
+            found.setdefault(section, {})[name] = path
+    return found
+
+
+def spec_fields(section: str, values: Values) -> dict[str, Any]:
+    """Return the fields of a spec that keys name with `spec=`.
+
+    Args:
+        section: The path of the spec in the `RunSpec`, as `optim.schedule`.
+        values: All settings by their dotted paths.
+    """
+    given = {name: values[path] for name, path in _keys_by_spec()[section].items()}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
 
 @cache

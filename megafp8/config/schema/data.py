@@ -63,6 +63,7 @@ class Tokenizer:
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
         kind="data",
+        spec="data.tokenizer.library",
         valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
     )
     type: str | None = key(
@@ -71,6 +72,7 @@ class Tokenizer:
         "`library=megatron`: `GPT2BPETokenizer`.",
         nemo="GPT2BPETokenizer",
         kind="data",
+        spec="data.tokenizer.type",
         needs=needs("model.tokenizer.library", "huggingface", "megatron"),
         spelling=spell_tokenizer_type,
     )
@@ -80,6 +82,7 @@ class Tokenizer:
         "ranks, or the name of an encoding.",
         nemo=None,
         kind="data",
+        spec="data.tokenizer.model",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "sentencepiece", "tiktoken"),
     )
@@ -88,6 +91,7 @@ class Tokenizer:
         "With `library=megatron`: the path of GPT-2's `vocab.json`.",
         nemo=None,
         kind="data",
+        spec="data.tokenizer.vocab_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
@@ -96,6 +100,7 @@ class Tokenizer:
         "With `library=megatron`: the path of GPT-2's `merges.txt`.",
         nemo=None,
         kind="data",
+        spec="data.tokenizer.merge_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
@@ -104,6 +109,7 @@ class Tokenizer:
         "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
         "bytes, and one ends a document.",
         kind="data",
+        spec="data.tokenizer.vocab_size",
         valid=at_least(257, MAX_VOCABULARY),
         needs=_OF_BUILTIN,
     )
@@ -144,10 +150,15 @@ class TrainDs:
         True,
         "Shuffle examples before they are packed, and samples in each epoch.",
         kind="data",
+        spec="data.instructions.shuffle",
         needs=OF_EXAMPLES,
     )
     label_key: str = key(
-        "output", "Field of an example that holds the answer.", kind="data", needs=OF_EXAMPLES
+        "output",
+        "Field of an example that holds the answer.",
+        kind="data",
+        spec="data.instructions.label_key",
+        needs=OF_EXAMPLES,
     )
     prompt_template: str = key(
         "{input} {output}",
@@ -162,12 +173,14 @@ class TrainDs:
         "Field that is cut if an example is longer than a sequence. `null`: such an example is an "
         "error.",
         kind="data",
+        spec="data.instructions.truncation_field",
         needs=OF_EXAMPLES,
     )
     truncation_method: str = key(
         "right",
         "The end of the field that is cut off.",
         kind="data",
+        spec="data.instructions.truncation_method",
         valid=one_of("left", "right"),
         needs=Need(
             "model.data.train_ds.truncation_field",
@@ -180,6 +193,7 @@ class TrainDs:
         "Put several examples into one sequence, which do not attend to each other. False: each "
         "example has a sequence of its own, padded to the full length.",
         kind="data",
+        spec="data.instructions.packed",
         needs=OF_EXAMPLES,
     )
 
@@ -221,6 +235,7 @@ class Data:
         "Directory of index maps and of the built-in dataset. `null`: the user's cache directory.",
         nemo=None,
         kind="layout",
+        spec="data.cache_dir",
         valid=or_null(PATH),
         needs=_OF_TEXT,
     )
@@ -244,6 +259,7 @@ class Data:
         "sequences of that length, and the model keeps its number of positions.",
         nemo="${model.encoder_seq_length}",
         kind="data",
+        spec="data.seq_length",
         valid=at_least(1),
     )
     num_workers: int = key(
@@ -252,6 +268,7 @@ class Data:
         "them.",
         nemo=2,
         kind="layout",
+        spec="data.num_workers",
         valid=between(0, 64),
     )
     dataloader_type: str = key(
@@ -260,6 +277,7 @@ class Data:
         "new samples. `cyclic`: every epoch has the first one's samples, in another order.",
         nemo="single",
         kind="data",
+        spec="data.dataloader_type",
         valid=one_of("single", "cyclic"),
         needs=both(_OF_TEXT, _READ),
     )
@@ -268,6 +286,7 @@ class Data:
         "Start positions at 0 again after the end of a document.",
         nemo=False,
         kind="data",
+        spec="data.reset_position_ids",
         needs=needs("model.position_embedding_type", "learned_absolute", "rope"),
     )
     reset_attention_mask: bool = key(
@@ -275,12 +294,14 @@ class Data:
         "Restrict attention to tokens of the same document.",
         nemo=False,
         kind="data",
+        spec="data.reset_attention_mask",
     )
     eod_mask_loss: bool = key(
         False,
         "Leave predictions from the token that ends a document out of the loss.",
         nemo=False,
         kind="data",
+        spec="data.eod_mask_loss",
         needs=_OF_TEXT,
     )
     validation_drop_last: bool = key(
@@ -289,6 +310,7 @@ class Data:
         "validation at the end of a run always takes every token.",
         nemo=True,
         kind="logging",
+        spec="data.validation_drop_last",
     )
     shuffle_documents: bool = key(
         True,
@@ -296,6 +318,7 @@ class Data:
         "shuffled.",
         nemo=True,
         kind="data",
+        spec="data.shuffle_documents",
         needs=both(_OF_TEXT, _READ),
     )
     train_ds: TrainDs = field(default_factory=TrainDs)

@@ -44,25 +44,45 @@ class WandbLogger:
         "Project of the run in Weights & Biases.",
         nemo=None,
         kind="logging",
+        spec="observe.wandb_project",
         valid=_PROJECT,
         needs=WANDB,
     )
     name: str | None = key(
-        None, "Name of the run in Weights & Biases.", nemo=None, kind="logging", needs=WANDB
+        None,
+        "Name of the run in Weights & Biases.",
+        nemo=None,
+        kind="logging",
+        spec="observe.wandb_name",
+        needs=WANDB,
     )
     entity: str | None = key(
         None,
         "User or team of the run in Weights & Biases. `null`: the account's own.",
         kind="logging",
+        spec="observe.wandb_entity",
         needs=WANDB,
     )
-    group: str | None = key(None, "Group of runs in Weights & Biases.", kind="logging", needs=WANDB)
-    tags: list[str] = key([], "Tags of the run in Weights & Biases.", kind="logging", needs=WANDB)
+    group: str | None = key(
+        None,
+        "Group of runs in Weights & Biases.",
+        kind="logging",
+        spec="observe.wandb_group",
+        needs=WANDB,
+    )
+    tags: list[str] = key(
+        [],
+        "Tags of the run in Weights & Biases.",
+        kind="logging",
+        spec="observe.wandb_tags",
+        needs=WANDB,
+    )
     mode: str | None = key(
         None,
         "`online`, `offline` (upload later with `wandb sync`), or `disabled`. `null`: as the "
         "environment's `WANDB_MODE` says, otherwise `online`.",
         kind="logging",
+        spec="observe.wandb_mode",
         valid=or_null(one_of("online", "offline", "disabled")),
         needs=WANDB,
     )
@@ -76,6 +96,7 @@ class CheckpointCallback:
         200,
         "Steps between two checkpoints. `null`: none are written by step count.",
         kind="logging",
+        spec="checkpoint.every_n_train_steps",
         valid=or_null(at_least(1)),
         needs=CHECKPOINTS,
     )
@@ -84,18 +105,24 @@ class CheckpointCallback:
         'Time between two checkpoints, in seconds or as "HH:MM:SS". `null`: none are written by '
         "time.",
         kind="logging",
+        spec="checkpoint.train_time_interval_seconds",
         valid=Valid('seconds above 0, "HH:MM:SS", "DD:HH:MM:SS", or null', is_interval),
         needs=CHECKPOINTS,
         spelling=parse_interval_seconds,
     )
     save_last: bool = key(
-        True, "Save a checkpoint at the run's last step.", kind="logging", needs=CHECKPOINTS
+        True,
+        "Save a checkpoint at the run's last step.",
+        kind="logging",
+        spec="checkpoint.save_last",
+        needs=CHECKPOINTS,
     )
     keep: int = key(
         3,
         "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "
         "verified.",
         kind="logging",
+        spec="checkpoint.keep",
         valid=at_least(1),
     )
     save_top_k: int = key(
@@ -104,6 +131,7 @@ class CheckpointCallback:
         "-1: all.",
         nemo=10,
         kind="logging",
+        spec="checkpoint.save_top_k",
         valid=at_least(-1),
         needs=CHECKPOINTS,
     )
@@ -113,6 +141,7 @@ class CheckpointCallback:
         "training loss logged before the save.",
         nemo="val_loss",
         kind="logging",
+        spec="checkpoint.monitor",
         valid=one_of("val_loss", "reduced_train_loss"),
         needs=KEEPS_BEST,
     )
@@ -121,6 +150,7 @@ class CheckpointCallback:
         "Whether the smallest (`min`) or the largest (`max`) value of `monitor` is best.",
         nemo="min",
         kind="logging",
+        spec="checkpoint.mode",
         valid=one_of("min", "max"),
         needs=KEEPS_BEST,
     )
@@ -130,6 +160,7 @@ class CheckpointCallback:
         "in host memory. Training waits for the last checkpoint, and for one on a signal.",
         nemo=False,
         kind="logging",
+        spec="checkpoint.async_save",
         needs=CHECKPOINTS,
     )
 
@@ -153,6 +184,7 @@ class ExpManager:
         "same configuration does.",
         nemo="megatron_gpt",
         kind="logging",
+        spec="observe.name",
         valid=Valid(
             "a directory's name without / and \\, or null",
             lambda name: _why_no_name(name) is None,
@@ -164,6 +196,7 @@ class ExpManager:
         "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
         kind="logging",
+        spec="observe.explicit_log_dir",
         valid=or_null(
             Valid(
                 "a folder for this run alone, and not the root of the file system, without control "
@@ -177,6 +210,7 @@ class ExpManager:
         "Continue from the newest valid checkpoint, if the run has one.",
         nemo=True,
         kind="logging",
+        spec="observe.resume_if_exists",
     )
     resume_from_checkpoint: str | None = key(
         "${model.resume_from_checkpoint}",
@@ -191,12 +225,18 @@ class ExpManager:
         nemo=True,
         kind="logging",
     )
-    create_tensorboard_logger: bool = key(True, "Write files for TensorBoard.", kind="logging")
+    create_tensorboard_logger: bool = key(
+        True,
+        "Write files for TensorBoard.",
+        kind="logging",
+        spec="observe.create_tensorboard_logger",
+    )
     create_wandb_logger: bool = key(
         False,
         "Send metrics to Weights & Biases; its offline mode works too.",
         nemo=False,
         kind="logging",
+        spec="observe.create_wandb_logger",
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
     checkpoint_callback_params: CheckpointCallback = field(default_factory=CheckpointCallback)
@@ -210,13 +250,18 @@ class NsysProfile:
     """
 
     enabled: bool = key(
-        False, "Profile the steps from `start_step` to `end_step`.", nemo=False, kind="logging"
+        False,
+        "Profile the steps from `start_step` to `end_step`.",
+        nemo=False,
+        kind="logging",
+        spec="profile.enabled",
     )
     start_step: int = key(
         10,
         "First step that is profiled, counted from 0.",
         nemo=10,
         kind="logging",
+        spec="profile.start_step",
         valid=at_least(0),
         needs=PROFILES,
     )
@@ -225,6 +270,7 @@ class NsysProfile:
         "Last step that is profiled, counted from 0.",
         nemo=10,
         kind="logging",
+        spec="profile.end_step",
         valid=at_least(0),
         needs=PROFILES,
     )
@@ -233,6 +279,7 @@ class NsysProfile:
         "The ranks that are profiled.",
         nemo=[0],
         kind="logging",
+        spec="profile.ranks",
         valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
         needs=PROFILES,
     )
@@ -241,5 +288,6 @@ class NsysProfile:
         "Record the shapes of the operations' inputs.",
         nemo=False,
         kind="logging",
+        spec="profile.gen_shape",
         needs=PROFILES,
     )

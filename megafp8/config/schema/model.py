@@ -45,6 +45,7 @@ class Architecture:
         "row for each.",
         nemo="${.encoder_seq_length}",
         kind="model",
+        spec="model.max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
     )
@@ -53,6 +54,7 @@ class Architecture:
         "Number of transformer layers.",
         nemo=12,
         kind="model",
+        spec="model.num_layers",
         defines_function=True,
         valid=at_least(1, MAX_LAYERS),
     )
@@ -61,6 +63,7 @@ class Architecture:
         "Width of the residual stream.",
         nemo=768,
         kind="model",
+        spec="model.hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
@@ -69,6 +72,7 @@ class Architecture:
         "Width of the MLP's inner layer.",
         nemo=3072,
         kind="model",
+        spec="model.ffn_hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
@@ -77,6 +81,7 @@ class Architecture:
         "Number of attention heads.",
         nemo=12,
         kind="model",
+        spec="model.num_attention_heads",
         defines_function=True,
         valid=at_least(1, MAX_HEADS),
     )
@@ -85,6 +90,7 @@ class Architecture:
         "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
         kind="model",
+        spec="model.kv_channels",
         defines_function=True,
         valid=or_null(at_least(1, MAX_WIDTH)),
     )
@@ -94,6 +100,7 @@ class Architecture:
         "each query head.",
         nemo=None,
         kind="model",
+        spec="model.num_query_groups",
         defines_function=True,
         valid=or_null(at_least(1, MAX_HEADS)),
     )
@@ -102,6 +109,7 @@ class Architecture:
         "Standard deviation of the initial weights.",
         nemo=0.02,
         kind="model",
+        spec="model.init_method_std",
         valid=above(0),
     )
     use_scaled_init_method: bool = key(
@@ -110,12 +118,14 @@ class Architecture:
         "stream.",
         nemo=True,
         kind="model",
+        spec="model.use_scaled_init_method",
     )
     hidden_dropout: float = key(
         0.0,
         "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
         kind="model",
+        spec="model.hidden_dropout",
         valid=from_to_below(0, 1),
     )
     attention_dropout: float = key(
@@ -123,6 +133,7 @@ class Architecture:
         "Probability of dropout of attention weights.",
         nemo=0.1,
         kind="model",
+        spec="model.attention_dropout",
         valid=from_to_below(0, 1),
     )
     ffn_dropout: float = key(
@@ -130,6 +141,7 @@ class Architecture:
         "Probability of dropout inside the MLP.",
         nemo=0.0,
         kind="model",
+        spec="model.ffn_dropout",
         valid=from_to_below(0, 1),
     )
     normalization: str = key(
@@ -137,6 +149,7 @@ class Architecture:
         "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
         kind="model",
+        spec="model.normalization",
         defines_function=True,
         valid=one_of(
             "layernorm",
@@ -150,6 +163,7 @@ class Architecture:
         "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
         "`normalization=layernorm1p` is `layernorm` with this key.",
         kind="model",
+        spec="model.layernorm_zero_centered_gamma",
         defines_function=True,
     )
     layernorm_epsilon: float = key(
@@ -157,6 +171,7 @@ class Architecture:
         "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
         kind="model",
+        spec="model.layernorm_epsilon",
         defines_function=True,
         valid=above(0),
     )
@@ -165,6 +180,7 @@ class Architecture:
         "Whether linears have biases. It does not change norms.",
         nemo=True,
         kind="model",
+        spec="model.bias",
         defines_function=True,
     )
     activation: str = key(
@@ -206,6 +222,7 @@ class Architecture:
         "(`post_ln`).",
         nemo="pre_ln",
         kind="model",
+        spec="model.transformer_block_type",
         defines_function=True,
         valid=one_of(
             "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
@@ -216,6 +233,7 @@ class Architecture:
         "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
         kind="model",
+        spec="model.position_embedding_type",
         defines_function=True,
         valid=one_of(
             "learned_absolute",
@@ -231,6 +249,7 @@ class Architecture:
         "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
         kind="model",
+        spec="model.rotary_percentage",
         defines_function=True,
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
         needs=ROPE,
@@ -239,6 +258,7 @@ class Architecture:
         10000.0,
         "Base of RoPE's angles; with a larger base, features rotate more slowly.",
         kind="model",
+        spec="model.rotary_base",
         defines_function=True,
         valid=above(1),
         needs=ROPE,
@@ -248,6 +268,7 @@ class Architecture:
         "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
         kind="model",
+        spec="model.seq_len_interpolation_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
         needs=ROPE,
@@ -257,6 +278,7 @@ class Architecture:
         "Use the embedding's weights as the output layer's too.",
         nemo=True,
         kind="model",
+        spec="model.share_embeddings_and_output_weights",
         defines_function=True,
     )
     apply_query_key_layer_scaling: bool = key(
@@ -265,6 +287,7 @@ class Architecture:
         "rounding changes. NeMo has the key for FP16, and turns it off elsewhere.",
         nemo=False,
         kind="model",
+        spec="model.apply_query_key_layer_scaling",
         needs=FP16,
     )
     fp32_residual_connection: bool = key(
@@ -272,6 +295,7 @@ class Architecture:
         "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
         kind="model",
+        spec="model.fp32_residual_connection",
         needs=both(
             needs("model.transformer_block_type", "pre_ln"), needs("model.megatron_amp_O2", True)
         ),
@@ -281,5 +305,6 @@ class Architecture:
         "Pad the vocabulary to a multiple of this number.",
         nemo=128,
         kind="model",
+        spec="vocab_divisible_by",
         valid=at_least(1, MAX_VOCABULARY),
     )

@@ -122,6 +122,7 @@ class Sched:
         "decay of the name.",
         nemo="CosineAnnealing",
         kind="optim",
+        spec="optim.schedule.name",
         valid=one_of(
             *SCHEDULES,
             later=LATER_SCHEDULES,
@@ -178,6 +179,7 @@ class Sched:
         1.0,
         "With the polynomial schedules: the exponent of the decay. 1 is linear.",
         kind="optim",
+        spec="optim.schedule.power",
         valid=above(0),
         needs=read_by("power"),
     )
@@ -185,6 +187,7 @@ class Sched:
         0.5,
         "With NoamHoldAnnealing: the exponent of the decay.",
         kind="optim",
+        spec="optim.schedule.decay_rate",
         valid=above(0, 16),
         needs=read_by("decay_rate"),
     )
@@ -201,6 +204,7 @@ class Sched:
         "Lowest learning rate of the decay.",
         nemo=2e-5,
         kind="optim",
+        spec="optim.schedule.min_lr",
         valid=at_least(0),
     )
 
@@ -217,19 +221,23 @@ class Optim:
         "run may continue with another one of the three kinds of adamw.",
         nemo="fused_adam",
         kind="optim",
+        spec="optim.name",
         valid=one_of(
             *OPTIMIZERS,
             later=LATER_OPTIMIZERS,
             suggestion="Use adamw, or fused_adam, which is the same (decoupled weight decay)",
         ),
     )
-    lr: float = key(MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", valid=above(0))
+    lr: float = key(
+        MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", spec="optim.lr", valid=above(0)
+    )
     weight_decay: float = key(
         0.01,
         "Weight decay of matrices; norms and biases have none, unless "
         "`model.do_layer_norm_weight_decay` is set.",
         nemo=0.01,
         kind="optim",
+        spec="optim.weight_decay",
         valid=at_least(0),
     )
     betas: list[float] = key(
@@ -237,18 +245,21 @@ class Optim:
         "Decay rates of Adam's first and second moments.",
         nemo=[0.9, 0.98],
         kind="optim",
+        spec="optim.betas",
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
     eps: float = key(
         1e-8,
         "Number that Adam adds to the root of the second moment.",
         kind="optim",
+        spec="optim.eps",
         valid=above(0),
     )
     grad_sync_dtype: str = key(
         "fp32",
         "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
         kind="optim",
+        spec="parallel.grad_reduce_dtype",
         valid=one_of("fp32", "bf16"),
         needs=both(
             needs("model.fsdp", False, hint="Leave it out; FSDP has model.fsdp_grad_reduce_dtype"),
@@ -280,6 +291,7 @@ class Optim:
         "stored numbers are the same, but for stochastic rounding and, once clipping acts, its "
         "factor (1e-7).",
         kind="layout",
+        spec="optim.shard_by",
         valid=one_of("tensors", "elements", "auto"),
         needs=SHARDS_FEW_BITS,
     )
@@ -346,6 +358,7 @@ class Optim:
         "factor: `auto` adapts it for each tensor to how many values saturate, `pre` is 1/ranks, "
         "`post` is 1.",
         kind="layout",
+        spec="optim.storage.reduction",
         valid=one_of("fp32", "auto", "pre", "post"),
         needs=SUMMED_IN_FP8,
     )
@@ -353,6 +366,7 @@ class Optim:
         False,
         "Round master weights and moments below FP32 stochastically.",
         kind="layout",
+        spec="optim.storage.stochastic_rounding",
         needs=_stores("main_params", "exp_avg", "exp_avg_sq"),
     )
     sched: Sched = field(default_factory=Sched)

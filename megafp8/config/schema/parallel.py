@@ -39,6 +39,7 @@ class Parallel:
         "Number of samples in a forward pass of one replica.",
         nemo=4,
         kind="layout",
+        spec="train.micro_batch_size",
         valid=at_least(1, MAX_BATCH),
     )
     global_batch_size: int = key(
@@ -46,6 +47,7 @@ class Parallel:
         "Number of samples in an optimizer step, over all ranks.",
         nemo=8,
         kind="optim",
+        spec="train.global_batch_size",
         valid=at_least(1, MAX_BATCH),
     )
     rampup_batch_size: Any = key(
@@ -62,6 +64,7 @@ class Parallel:
         "Number of ranks over which each matrix is sharded.",
         nemo=1,
         kind="layout",
+        spec="parallel.tp",
         valid=at_least(1, MAX_RANKS),
     )
     context_parallel_size: int = key(
@@ -69,6 +72,7 @@ class Parallel:
         "Number of ranks over which each sequence is sharded. Each rank has two chunks of it, and "
         "keys and values are sent from rank to rank (ring attention).",
         kind="layout",
+        spec="parallel.cp",
         valid=at_least(1, MAX_RANKS),
     )
     sequence_parallel: bool = key(
@@ -77,6 +81,7 @@ class Parallel:
         "and residual stream. Tensors that linears read in FP8 are sent in FP8.",
         nemo=False,
         kind="layout",
+        spec="parallel.sequence_parallel",
         needs=needs_above("model.tensor_model_parallel_size", 1),
     )
     fsdp: bool = key(
@@ -93,6 +98,7 @@ class Parallel:
         "within each node, and every node has all weights.",
         nemo="full",
         kind="layout",
+        spec="parallel.fsdp.strategy",
         valid=one_of("full", "grad", "hybrid"),
         needs=FSDP,
     )
@@ -110,6 +116,7 @@ class Parallel:
         "Number of ranks over which the layers are divided (pipeline parallelism).",
         nemo=1,
         kind="layout",
+        spec="parallel.pp",
         valid=at_least(1, MAX_STAGES),
     )
     virtual_pipeline_model_parallel_size: int | None = key(

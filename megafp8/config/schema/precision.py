@@ -103,6 +103,7 @@ class Precision:
         "`torch.autocast`.",
         nemo=False,
         kind="model",
+        spec="precision.half_weights",
         needs=HALF,
     )
     native_amp_init_scale: int = key(
@@ -118,6 +119,7 @@ class Precision:
         "Number of consecutive finite steps after which FP16's loss scale is doubled.",
         nemo=1000,
         kind="model",
+        spec="precision.loss_scale.growth_interval",
         valid=at_least(1),
         needs=FP16,
     )
@@ -127,6 +129,7 @@ class Precision:
         "halves it again.",
         nemo=2,
         kind="model",
+        spec="precision.loss_scale.hysteresis",
         valid=at_least(1),
         needs=FP16,
     )
@@ -160,6 +163,7 @@ class Precision:
         "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
         kind="model",
+        spec="precision.fp8.margin",
         valid=between(*MARGINS),
         needs=WITH_HISTORY,
     )
@@ -168,6 +172,7 @@ class Precision:
         "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
         kind="model",
+        spec="precision.fp8.interval",
         valid=between(*UPDATES),
         needs=WITH_HISTORY,
     )
@@ -176,6 +181,7 @@ class Precision:
         "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
         kind="model",
+        spec="precision.fp8.amax_history_len",
         valid=between(*UPDATES),
         needs=needs("model.fp8_amax_compute_algo", "max"),
     )
@@ -185,6 +191,7 @@ class Precision:
         "the newest (`most_recent`).",
         nemo="max",
         kind="model",
+        spec="precision.fp8.amax_compute_algo",
         valid=one_of("max", "most_recent"),
         needs=WITH_HISTORY,
     )
@@ -194,6 +201,7 @@ class Precision:
         "each rank has its own scales.",
         nemo=True,
         kind="model",
+        spec="precision.fp8.reduce_amax",
         needs=both(WITH_HISTORY, AMAX_RANKS),
     )
     tp_only_amax_red: bool = key(
@@ -201,6 +209,7 @@ class Precision:
         "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
         "own scales.",
         kind="model",
+        spec="parallel.tp_only_amax_red",
         needs=both(needs("model.reduce_amax", True), REPLICAS),
     )
     fp8_recipe: str = key(
@@ -249,6 +258,7 @@ class Precision:
         False,
         "Keep the weights of linears in FP8 only, with FP32 master weights in the optimizer.",
         kind="model",
+        spec="precision.fp8.params_in_fp8",
         needs=FP8,
     )
     fp8_wgrad: bool = key(
@@ -306,6 +316,7 @@ class Precision:
         True,
         "Validate in FP8, with the scales of training. False: validate in `trainer.precision`.",
         kind="model",
+        spec="precision.fp8.fp8_in_evaluation",
         needs=FP8,
     )
     fp8_health: str = key(
@@ -323,6 +334,7 @@ class Precision:
         "Largest fraction of a tensor's non-zero values that may become zero in the cast without a "
         "warning.",
         kind="logging",
+        spec="observe.health.max_underflow",
         valid=between(0, 1),
         needs=MEASURES,
     )
@@ -330,6 +342,7 @@ class Precision:
         0.01,
         "Largest fraction of a tensor's values that may saturate in the cast without a warning.",
         kind="logging",
+        spec="observe.health.max_overflow",
         valid=between(0, 1),
         needs=MEASURES,
     )
@@ -337,6 +350,7 @@ class Precision:
         5.0,
         "Smallest signal-to-noise ratio of a tensor's worst row without a warning, in decibels.",
         kind="logging",
+        spec="observe.health.min_snr_db",
         valid=between(-200, 200),
         needs=MEASURES,
     )
@@ -345,6 +359,7 @@ class Precision:
         "Allow sizes that are not multiples of 16, which FP8 tensor cores need; operands are then "
         "padded with zeros.",
         kind="model",
+        spec="precision.fp8.pad_inner_dim",
         needs=FP8,
     )
     fp8_backend: str = key(
@@ -361,6 +376,7 @@ class Precision:
         "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python code is "
         "downloaded and runs. `null`: 2.12.0. On a GPU the installed version runs.",
         kind="layout",
+        spec="precision.te_version",
     )
     ub_tp_comm_overlap: bool = key(
         False,
@@ -368,6 +384,7 @@ class Precision:
         "products, through its user buffers. This has not run on a GPU yet.",
         nemo=False,
         kind="layout",
+        spec="precision.user_buffers",
         needs=both(
             needs("model.fp8_backend", "te"),
             both(needs("model.sequence_parallel", True), ON_GPUS),
@@ -393,12 +410,14 @@ class Precision:
         False,
         "Gather the weights that FSDP shards as FP8 bytes, for torchao's `tensorwise` linears.",
         kind="layout",
+        spec="parallel.fsdp.torchao_in_fp8",
     )
     compile: str = key(
         "off",
         "What torch.compile compiles for training: nothing (`off`), or the transformer layer "
         "(`block`).",
         kind="layout",
+        spec="train.compile",
         valid=one_of("off", "block"),
     )
     enable_cuda_graph: bool = key(
@@ -409,5 +428,6 @@ class Precision:
         "microbatch's activations and FP8 weights a second time. Unproven: it has not run on a "
         "GPU.",
         kind="layout",
+        spec="train.cuda_graph",
         needs=ON_GPUS,
     )

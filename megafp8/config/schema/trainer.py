@@ -36,14 +36,23 @@ class Trainer:
         "Number of ranks (processes) on each node.",
         nemo=1,
         kind="layout",
+        spec="parallel.devices_per_node",
         valid=at_least(1, MAX_RANKS),
     )
-    num_nodes: int = key(1, "Number of nodes.", nemo=1, kind="layout", valid=at_least(1, MAX_RANKS))
+    num_nodes: int = key(
+        1,
+        "Number of nodes.",
+        nemo=1,
+        kind="layout",
+        spec="parallel.num_nodes",
+        valid=at_least(1, MAX_RANKS),
+    )
     accelerator: str = key(
         "auto",
         "Device of the run. `auto`: the GPU if there is one, otherwise the CPU.",
         nemo="gpu",
         kind="layout",
+        spec="parallel.accelerator",
         valid=one_of("auto", "cpu", "gpu"),
     )
     precision: int | str = key(
@@ -72,10 +81,16 @@ class Trainer:
         "line.",
         nemo=10,
         kind="logging",
+        spec="train.log_every_n_steps",
         valid=at_least(1),
     )
     val_check_interval: int = key(
-        MISSING, "Steps between two validations.", nemo=100, kind="logging", valid=at_least(1)
+        MISSING,
+        "Steps between two validations.",
+        nemo=100,
+        kind="logging",
+        spec="train.val_check_interval",
+        valid=at_least(1),
     )
     limit_val_batches: int | float | None = key(
         None,
@@ -104,6 +119,7 @@ class Trainer:
         '"DD:HH:MM:SS", "HH:MM:SS" or seconds. The same command continues the run. `null`: no '
         "limit.",
         kind="policy",
+        spec="train.max_time_seconds",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', is_interval),
         spelling=parse_interval_seconds,
     )
@@ -112,6 +128,7 @@ class Trainer:
         "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
         "more than the longest step, validation or save takes. `null`: no limit.",
         kind="policy",
+        spec="parallel.step_timeout_seconds",
         valid=or_null(above(0, 10**9)),
     )
     gradient_clip_algorithm: str = key(
@@ -119,6 +136,7 @@ class Trainer:
         "`norm`: scale all gradients so that their norm is at most `gradient_clip_val`. `value`: "
         "limit each element to it.",
         kind="optim",
+        spec="optim.clip_algorithm",
         valid=one_of("norm", "value"),
         needs=needs_above("trainer.gradient_clip_val", 0),
     )
@@ -127,6 +145,7 @@ class Trainer:
         "What happens at a NaN or infinity in loss or gradients: end the run (`stop`), skip the "
         "step (`skip`), or continue from the last checkpoint (`rollback`).",
         kind="policy",
+        spec="train.nonfinite_policy",
         valid=one_of("stop", "skip", "rollback"),
     )
     max_restarts: int = key(
@@ -135,6 +154,7 @@ class Trainer:
         "starts in a row without a new checkpoint end the run. With torchrun, use its "
         "`--max-restarts`.",
         kind="policy",
+        spec="train.max_restarts",
         valid=at_least(0),
     )
     fast_dev_run: bool | int = key(
@@ -149,27 +169,32 @@ class Trainer:
         0,
         "Train repeatedly on this many first global batches. 0: all data.",
         kind="data",
+        spec="train.overfit_batches",
         valid=at_least(0),
     )
     num_sanity_val_steps: int = key(
         0,
         "Number of global batches that are validated before the first step, to find errors early.",
         kind="logging",
+        spec="train.num_sanity_val_steps",
         valid=at_least(0),
     )
     enable_progress_bar: bool = key(
         True,
         "Show progress on a terminal in a block that is redrawn. False: print lines.",
         kind="logging",
+        spec="observe.progress_bar",
     )
     deterministic: bool = key(
         False,
         "Let torch and cuBLAS refuse operations that have no deterministic algorithm.",
         kind="layout",
+        spec="train.deterministic",
     )
     memory_snapshot_on_oom: bool = key(
         False,
         "On a GPU: if memory runs out, write a snapshot of its use into the run's directory.",
         kind="logging",
+        spec="profile.memory_snapshot_on_oom",
         needs=needs("trainer.accelerator", "gpu", "auto"),
     )
