@@ -8,19 +8,18 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import MISSING
 
-from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key, keys_of
+from megafp8.config.groups import GROUPS
+from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
 from megafp8.config.layers import DEFAULT_CONFIG, conf_dir, find_source, layers_of
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.rows import condition_text
 from megafp8.config.schema import all_keys
-from megafp8.config.schema.model import Architecture
 from megafp8.config.together import TOGETHER
 from megafp8.config.values import plain
 
@@ -29,212 +28,6 @@ WIDTH = 110
 HELP_WIDTH = 100
 """Columns of a line that `--help` prints."""
 TEMPLATE = Path(__file__).with_name("configuration_page.md")
-
-
-class Group(NamedTuple):
-    """Describe settings that belong together on the pages.
-
-    Attributes:
-        title: The group's heading.
-        about: One or two sentences about the group.
-        example: Settings of the group, as they are given on the command line.
-        keys: Patterns of dotted paths (* ? [...]), in the order of the page. A key belongs to the
-            first group that has a pattern for it.
-    """
-
-    title: str
-    about: str
-    example: str
-    keys: tuple[str, ...]
-    script: str = "pretrain_gpt.py"
-
-
-GROUPS = (
-    Group(
-        "Length and validation",
-        "How long a run is, and when it validates. See [training.md](training.md).",
-        "trainer.max_steps=2000 trainer.val_check_interval=200 trainer.max_time=00:04:00:00",
-        (
-            "trainer.max_steps", "trainer.max_time", "trainer.val_check_interval",
-            "trainer.limit_val_batches", "trainer.num_sanity_val_steps", "trainer.overfit_batches",
-            "trainer.fast_dev_run",
-        ),
-    ),
-    Group(
-        "Run directory and logs",
-        "Where a run writes, and what it records "
-        "([files of a run](training.md#what-a-run-leaves)).",
-        "exp_manager.name=first trainer.log_every_n_steps=50",
-        (
-            "exp_manager.name", "exp_manager.exp_dir", "exp_manager.explicit_log_dir",
-            "exp_manager.resume_if_exists", "trainer.log_every_n_steps",
-            "trainer.enable_progress_bar", "exp_manager.create_tensorboard_logger",
-            "exp_manager.create_wandb_logger", "exp_manager.wandb_logger_kwargs.*",
-        ),
-    ),
-    Group(
-        "Checkpoints",
-        "When checkpoints are written, and which of them are kept.",
-        "exp_manager.checkpoint_callback_params.every_n_train_steps=500 "
-        "exp_manager.checkpoint_callback_params.keep=2",
-        ("exp_manager.create_checkpoint_callback", "exp_manager.checkpoint_callback_params.*"),
-    ),
-    Group(
-        "Starting from other weights",
-        "A new run can start from the weights of another run, or from its whole state.",
-        "restore_from_path=runs/first exp_manager.name=second",
-        ("restore_from_path", "*.resume_from_checkpoint"),
-    ),
-    Group(
-        "Failures and reproducibility",
-        "What a run does when something goes wrong, and what makes it repeatable.",
-        "trainer.nonfinite_policy=skip trainer.max_restarts=3 trainer.step_timeout=600",
-        (
-            "trainer.nonfinite_policy", "trainer.max_restarts", "trainer.step_timeout",
-            "trainer.memory_snapshot_on_oom", "trainer.deterministic", "model.seed",
-        ),
-    ),
-    Group(
-        "Batches",
-        "How many samples a step and a forward pass have.",
-        "model.global_batch_size=64 model.micro_batch_size=8",
-        ("model.*batch_size",),
-    ),
-    Group(
-        "Ranks and parallelism",
-        "How many ranks there are, and what they divide among themselves. "
-        "See [parallelism.md](parallelism.md).",
-        "trainer.devices=4 model.tensor_model_parallel_size=2 model.sequence_parallel=True",
-        (
-            "trainer.devices", "trainer.num_nodes", "trainer.accelerator",
-            "model.tensor_model_parallel_size", "model.sequence_parallel",
-            "model.context_parallel_size", "model.pipeline_*", "model.virtual_pipeline_*",
-            "model.grad_allreduce_chunk_size_mb",
-        ),
-    ),
-    Group(
-        "FSDP",
-        "Sharding of parameters, gradients and optimizer states over replicas "
-        "([parallelism.md](parallelism.md#sharded-parameters-fsdp)). ZeRO-1 is "
-        "`model.optim.name=distributed_fused_adam`.",
-        "trainer.devices=2 model.fsdp=True model.fsdp_sharding_strategy=grad",
-        ("model.fsdp*", "model.enable_fsdp_float8_all_gather"),
-    ),
-    Group(
-        "The model",
-        "Sizes and functions of the GPT. See [models.md](models.md).",
-        "model.num_layers=8 model.hidden_size=512 model.ffn_hidden_size=2048 "
-        "model.num_attention_heads=8",
-        tuple(keys_of(Architecture, "model.")),
-    ),
-    Group(
-        "Memory and speed",
-        "Recomputation of activations, compilation, CUDA graphs and garbage collection.",
-        "model.activations_checkpoint_granularity=selective model.compile=block",
-        ("model.activations_checkpoint_*", "model.compile", "model.enable_cuda_graph",
-         "model.gc_interval"),
-    ),
-    Group(
-        "Precision without FP8",
-        "The dtype of products and weights that are not in FP8, and FP16's loss scale.",
-        "trainer.precision=16 model.native_amp_init_scale=65536",
-        (
-            "trainer.precision", "model.megatron_amp_O2", "model.native_amp_*",
-            "model.hysteresis",
-        ),
-    ),
-    Group(
-        "FP8",
-        "Which products and weights are in FP8, and in which formats. See [fp8.md](fp8.md).",
-        "model.fp8=True model.fp8_recipe=tensorwise model.first_last_layers_bf16=True",
-        (
-            "model.fp8", "model.fp8_recipe", "model.fp8_hybrid", "model.fp8_e4m3",
-            "model.fp8_params", "model.fp8_wgrad", "model.override_linear_precision",
-            "model.fp8_split_accumulator", "model.fp8_power_2_scale", "model.fp4_disable_*",
-            "model.first_last_layers_bf16", "model.num_layers_at_*", "model.fp8_modules",
-            "model.use_autocast_during_eval", "model.pad_inner_dim",
-        ),
-    ),
-    Group(
-        "Delayed scaling",
-        "How `model.fp8_recipe=delayed` computes scales from earlier amaxes "
-        "([the rule](numerics.md#amax-history-scale)).",
-        "model.fp8=True model.fp8_margin=1 model.fp8_amax_history_len=256",
-        (
-            "model.fp8_margin", "model.fp8_interval", "model.fp8_amax_*", "model.reduce_amax",
-            "model.tp_only_amax_red",
-        ),
-    ),
-    Group(
-        "FP8 health",
-        "What is recorded about FP8 tensors, and when a warning follows "
-        "([health](numerics.md#health)).",
-        "model.fp8=True model.fp8_health=full model.fp8_health_max_underflow=0.3",
-        ("model.fp8_health*",),
-    ),
-    Group(
-        "Backends",
-        "The library that runs the layers. See [backends.md](backends.md).",
-        "model.fp8=True model.fp8_recipe=tensorwise model.fp8_backend=torchao",
-        (
-            "model.fp8_backend", "model.te_version", "model.transformer_engine",
-            "model.ub_tp_comm_overlap", "model.fp8_dot_product_attention",
-            "model.fp8_multi_head_attention",
-        ),
-    ),
-    Group(
-        "Data and tokenizer",
-        "What is trained on. See [data.md](data.md).",
-        "'model.data.data_prefix=[0.8,my/corpus,0.2,my/other]' model.data.num_workers=4",
-        ("model.data.data_prefix", "model.data.splits_string", "model.data.[!tv]*",
-         "model.data.validation_drop_last", "model.tokenizer.*"),
-    ),
-    Group(
-        "Fine-tuning",
-        "Questions and answers that `finetune_gpt.py` trains on. See "
-        "[finetuning.md](finetuning.md).",
-        "restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl "
-        "'model.data.train_ds.prompt_template=\"Q: {input} A: {output}\"'",
-        ("model.data.train_ds.file_names", "model.data.validation_ds.*",
-         "model.data.train_ds.*", "model.answer_only_loss"),
-        "finetune_gpt.py",
-    ),
-    Group(
-        "Optimizer",
-        "The optimizer and the clipping of gradients.",
-        "model.optim.name=distributed_fused_adam model.optim.lr=6e-4 trainer.devices=2",
-        (
-            "model.optim.name", "model.optim.lr", "model.optim.weight_decay",
-            "model.do_layer_norm_weight_decay",
-            "model.optim.betas", "model.optim.eps", "model.optim.grad_sync_dtype",
-            "trainer.gradient_clip_*",
-        ),
-    ),
-    Group(
-        "States in few bits (FP8-LM)",
-        "Gradients, master weights and moments in FP8 and FP16. See [fp8_lm.md](fp8_lm.md).",
-        "model.fp8=True model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
-        (
-            "model.optim.fp8_opt_level", "model.optim.main_*", "model.optim.exp_avg*",
-            "model.optim.low_precision_moments_of",
-            "model.optim.fp8_grad_reduction", "model.optim.data_parallel_sharding_strategy",
-            "model.optim.shard_by", "model.optim.stochastic_rounding",
-        ),
-    ),
-    Group(
-        "Learning rate",
-        "The schedule of the learning rate over the run, as in NeMo.",
-        "model.optim.sched.name=WarmupAnnealing model.optim.sched.warmup_steps=100",
-        ("model.optim.sched.name", "model.optim.sched.min_lr", "model.optim.sched.*"),
-    ),
-    Group(
-        "Profiles",
-        "A profile of some steps ([trials and profiles](training.md#trials-and-profiles)).",
-        "model.nsys_profile.enabled=True model.nsys_profile.end_step=12",
-        ("model.nsys_profile.*",),
-    ),
-)  # fmt: skip
-"""The groups of the pages, in their order. Every key of the schema must be in one."""
 _PURPOSES = {
     "finetune_gpt": "Fine-tune a GPT on questions and answers (docs/finetuning.md).",
     "pretrain_gpt": "Pretrain a GPT. Without arguments this runs the default job.",
@@ -279,19 +72,9 @@ setting that it needs to have an effect.
 """
 
 
-def group_of(path: str) -> Group | None:
-    """Return the first group with a pattern for the key `path`, or None."""
-    return next((g for g in GROUPS if any(fnmatchcase(path, p) for p in g.keys)), None)
-
-
-def keys_of_group(group: Group) -> list[Key]:
-    """Return the keys of a group, in the order of its patterns."""
-    own = [key for key in all_keys().values() if group_of(key.path) is group]
-    first = {
-        key.path: next(i for i, p in enumerate(group.keys) if fnmatchcase(key.path, p))
-        for key in own
-    }
-    return sorted(own, key=lambda key: first[key.path])
+def keys_of_group(name: str) -> list[Key]:
+    """Return the keys of a group, in the order of the schema."""
+    return [key for key in all_keys().values() if key.group == name]
 
 
 def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -> str:
@@ -309,10 +92,10 @@ def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -
     usage = _USAGE.format(prog=prog, models=models, precisions=precisions, **fields)
     lines = [] if wanted else [usage]
     values = default_values(job)
-    for group in GROUPS:
+    for name, group in GROUPS.items():
         keys = [
             key
-            for key in keys_of_group(group)
+            for key in keys_of_group(name)
             if not wanted or any(word in key.path.lower() for word in wanted)
         ]
         if keys:
@@ -352,21 +135,21 @@ def markdown_page() -> str:
 
 
 def _groups(values: dict[str, Any]) -> Iterator[str]:
-    for group in GROUPS:
+    for name, group in GROUPS.items():
         yield from (f"## {group.title}\n", *_wrapped(group.about, WIDTH), "")
         yield from ("```console", f"$ python {group.script} {group.example}", "```", "")
-        for key in keys_of_group(group):
+        for key in keys_of_group(name):
             yield from _item(key, values[key.path])
         yield ""
 
 
 def _contents() -> Iterator[str]:
     """Yield an entry for each group, with a link to each of its keys."""
-    for group in GROUPS:
-        names = [key.path for key in keys_of_group(group)]
-        short = [_short(name, names) for name in names]
+    for name, group in GROUPS.items():
+        paths = [key.path for key in keys_of_group(name)]
+        short = [_short(path, paths) for path in paths]
         yield f"  - [{group.title}](#{anchor(group.title)}):"
-        links = (f"[`{text}`](#{name})" for text, name in zip(short, names, strict=True))
+        links = (f"[`{text}`](#{path})" for text, path in zip(short, paths, strict=True))
         yield from _wrapped(", ".join(links), WIDTH, "    ", "    ")
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
+from megafp8.config.groups import GROUPS, Kind
+
 Values = Mapping[str, Any]
 """Settings by their dotted paths."""
-
-Kind = Literal["model", "data", "optim", "length", "logging", "layout", "policy"]
 
 NOT_IN_NEMO = object()
 """Marks a key that NeMo's `megatron_gpt_config.yaml` does not have."""
@@ -86,6 +86,7 @@ class Key:
     default: Any
     help: str
     nemo: Any
+    group: str
     kind: Kind
     valid: Valid | None
     needs: Need | None = None
@@ -122,7 +123,8 @@ def key(
     help: str,
     *,
     nemo: Any = NOT_IN_NEMO,
-    kind: Kind,
+    group: str,
+    kind: Kind | None = None,
     valid: Valid | None = None,
     needs: Need | None = None,
     spelling: Callable[[Any], Any] | None = None,
@@ -136,7 +138,9 @@ def key(
         default: The default, in the type of the field.
         help: What the key means, for `--help` and docs/configuration.md.
         nemo: The default in NeMo's `megatron_gpt_config.yaml`.
-        kind: The kind of setting, which decides whether it may change when a run continues.
+        group: The group in the help, by its name in `GROUPS`.
+        kind: The kind of setting, which decides whether it may change when a run continues; None
+            is the kind of the group.
         valid: Which values of the type are accepted.
         needs: The setting without which the key has no effect.
         spelling: Returns the same value for all valid spellings of one meaning.
@@ -150,7 +154,8 @@ def key(
     metadata = {
         "help": help,
         "nemo": nemo,
-        "kind": kind,
+        "group": group,
+        "kind": kind or GROUPS[group].kind,
         "valid": valid,
         "needs": needs,
         "spelling": spelling,

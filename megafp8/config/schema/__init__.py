@@ -50,6 +50,7 @@ class Model(Precision, Architecture, Parallel):
         1234,
         "Seed of the initial weights, of dropout and of the order of samples.",
         nemo=1234,
+        group="failures",
         kind="model",
         spec="train.seed",
         valid=between(0, 2**32 - 1),
@@ -60,14 +61,14 @@ class Model(Precision, Architecture, Parallel):
         "scales, step and position in the data. A run that already has a checkpoint continues from "
         "its own and ignores this key.",
         nemo=None,
-        kind="policy",
+        group="start",
         spec="resume_from_checkpoint",
         valid=or_null(PATH),
     )
     answer_only_loss: bool = key(
         True,
         "Fine-tune on the answers' tokens alone. False: prompts are learned too.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.answer_only_loss",
         needs=OF_EXAMPLES,
     )
@@ -76,7 +77,7 @@ class Model(Precision, Architecture, Parallel):
         "Steps between two runs of Python's garbage collector, on all ranks at once and at no "
         "other time. 0: Python decides when it runs.",
         nemo=0,
-        kind="layout",
+        group="memory",
         spec="train.gc_interval",
         valid=at_least(0),
     )
@@ -84,7 +85,7 @@ class Model(Precision, Architecture, Parallel):
         False,
         "Norms and biases have weight decay too.",
         nemo=False,
-        kind="optim",
+        group="optimizer",
         spec="optim.decays_vectors",
         needs=needs_above("model.optim.weight_decay", 0),
     )
@@ -104,6 +105,7 @@ class Config:
         "folder that `megafp8.cli.import_hf` wrote. A run that already has a checkpoint continues "
         "from its own, also if this path is gone by then.",
         nemo=None,
+        group="start",
         kind="model",
         spec="restore_from_path",
         valid=or_null(PATH),

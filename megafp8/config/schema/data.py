@@ -62,7 +62,7 @@ class Tokenizer:
         "for the built-in corpus. The others name the data's tokenizer: `huggingface` by `type`, "
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
-        kind="data",
+        group="data",
         spec="data.tokenizer.library",
         valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
     )
@@ -71,7 +71,7 @@ class Tokenizer:
         "With `library=huggingface`: a tokenizer's name on the Hub, or its folder. With "
         "`library=megatron`: `GPT2BPETokenizer`.",
         nemo="GPT2BPETokenizer",
-        kind="data",
+        group="data",
         spec="data.tokenizer.type",
         needs=needs("model.tokenizer.library", "huggingface", "megatron"),
         spelling=spell_tokenizer_type,
@@ -81,7 +81,7 @@ class Tokenizer:
         "With `library=sentencepiece`: the `.model` file. With `library=tiktoken`: a file of "
         "ranks, or the name of an encoding.",
         nemo=None,
-        kind="data",
+        group="data",
         spec="data.tokenizer.model",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "sentencepiece", "tiktoken"),
@@ -90,7 +90,7 @@ class Tokenizer:
         None,
         "With `library=megatron`: the path of GPT-2's `vocab.json`.",
         nemo=None,
-        kind="data",
+        group="data",
         spec="data.tokenizer.vocab_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
@@ -99,7 +99,7 @@ class Tokenizer:
         None,
         "With `library=megatron`: the path of GPT-2's `merges.txt`.",
         nemo=None,
-        kind="data",
+        group="data",
         spec="data.tokenizer.merge_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
@@ -108,7 +108,7 @@ class Tokenizer:
         4096,
         "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
         "bytes, and one ends a document.",
-        kind="data",
+        group="data",
         spec="data.tokenizer.vocab_size",
         valid=at_least(257, MAX_VOCABULARY),
         needs=_OF_BUILTIN,
@@ -135,28 +135,28 @@ class TrainDs:
         "Questions and answers to fine-tune on: a JSONL file, a JSON list, a Parquet file, or a "
         "list of such files; `hf:NAME:SPLIT` is a dataset of the Hugging Face Hub. `null`: the run "
         "pretrains on `model.data.data_prefix`.",
-        kind="data",
+        group="finetuning",
         valid=or_null(_FILES),
         spelling=spell_files,
     )
     concat_sampling_probabilities: list[float] | None = key(
         None,
         "Share of the samples that each file gives. `null`: the files are read as one.",
-        kind="data",
+        group="finetuning",
         valid=Valid("numbers above 0, or null", lambda v: v is None or are_shares(v)),
         needs=OF_EXAMPLES,
     )
     shuffle: bool = key(
         True,
         "Shuffle examples before they are packed, and samples in each epoch.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.shuffle",
         needs=OF_EXAMPLES,
     )
     label_key: str = key(
         "output",
         "Field of an example that holds the answer.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.label_key",
         needs=OF_EXAMPLES,
     )
@@ -165,21 +165,21 @@ class TrainDs:
         "How an example becomes text. `{name}` stands for the example's field of that name, and "
         "the answer's field is at the end. `{{` and `}}` stand for braces, `\\n` for a new "
         "line and `\\t` for a tab.",
-        kind="data",
+        group="finetuning",
         needs=OF_EXAMPLES,
     )
     truncation_field: str | None = key(
         None,
         "Field that is cut if an example is longer than a sequence. `null`: such an example is an "
         "error.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.truncation_field",
         needs=OF_EXAMPLES,
     )
     truncation_method: str = key(
         "right",
         "The end of the field that is cut off.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.truncation_method",
         valid=one_of("left", "right"),
         needs=Need(
@@ -192,7 +192,7 @@ class TrainDs:
         True,
         "Put several examples into one sequence, which do not attend to each other. False: each "
         "example has a sequence of its own, padded to the full length.",
-        kind="data",
+        group="finetuning",
         spec="data.instructions.packed",
         needs=OF_EXAMPLES,
     )
@@ -206,7 +206,7 @@ class ValidationDs:
         None,
         "Questions and answers to validate on, as `model.data.train_ds.file_names`. `null`: "
         "`model.data.splits_string` divides the training files.",
-        kind="data",
+        group="finetuning",
         valid=or_null(_FILES),
         needs=OF_EXAMPLES,
         spelling=spell_files,
@@ -226,7 +226,7 @@ class Data:
         "each split; `splits_string` is then not used. `null`: the run fine-tunes on "
         "`train_ds.file_names`.",
         nemo=MISSING,
-        kind="data",
+        group="data",
         valid=or_null(Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None)),
         spelling=plain_data_prefix,
     )
@@ -234,6 +234,7 @@ class Data:
         None,
         "Directory of index maps and of the built-in dataset. `null`: the user's cache directory.",
         nemo=None,
+        group="data",
         kind="layout",
         spec="data.cache_dir",
         valid=or_null(PATH),
@@ -244,7 +245,7 @@ class Data:
         "Relative sizes of the training, validation and test splits. Quote the value on the "
         "command line: `'model.data.splits_string=\"900,50,50\"'`.",
         nemo="900,50,50",
-        kind="data",
+        group="data",
         valid=Valid(
             "three numbers, the first two above 0 and the third at least 0, as "
             '"900,50,50" or [900,50,50]',
@@ -258,7 +259,7 @@ class Data:
         "Tokens of one sample, at most `model.encoder_seq_length`. With fewer, the run has "
         "sequences of that length, and the model keeps its number of positions.",
         nemo="${model.encoder_seq_length}",
-        kind="data",
+        group="data",
         spec="data.seq_length",
         valid=at_least(1),
     )
@@ -267,6 +268,7 @@ class Data:
         "Number of threads that read samples in advance. 0: samples are read when a step needs "
         "them.",
         nemo=2,
+        group="data",
         kind="layout",
         spec="data.num_workers",
         valid=between(0, 64),
@@ -276,7 +278,7 @@ class Data:
         "What later epochs read. `single`: each epoch shuffles the documents and cuts them into "
         "new samples. `cyclic`: every epoch has the first one's samples, in another order.",
         nemo="single",
-        kind="data",
+        group="data",
         spec="data.dataloader_type",
         valid=one_of("single", "cyclic"),
         needs=both(_OF_TEXT, _READ),
@@ -285,7 +287,7 @@ class Data:
         False,
         "Start positions at 0 again after the end of a document.",
         nemo=False,
-        kind="data",
+        group="data",
         spec="data.reset_position_ids",
         needs=needs("model.position_embedding_type", "learned_absolute", "rope"),
     )
@@ -293,14 +295,14 @@ class Data:
         False,
         "Restrict attention to tokens of the same document.",
         nemo=False,
-        kind="data",
+        group="data",
         spec="data.reset_attention_mask",
     )
     eod_mask_loss: bool = key(
         False,
         "Leave predictions from the token that ends a document out of the loss.",
         nemo=False,
-        kind="data",
+        group="data",
         spec="data.eod_mask_loss",
         needs=_OF_TEXT,
     )
@@ -309,6 +311,7 @@ class Data:
         "Leave out incomplete samples and global batches in validations during training. The "
         "validation at the end of a run always takes every token.",
         nemo=True,
+        group="data",
         kind="logging",
         spec="data.validation_drop_last",
     )
@@ -317,7 +320,7 @@ class Data:
         "Shuffle documents before they are cut into samples. The order of samples is always "
         "shuffled.",
         nemo=True,
-        kind="data",
+        group="data",
         spec="data.shuffle_documents",
         needs=both(_OF_TEXT, _READ),
     )

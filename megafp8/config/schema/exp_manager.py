@@ -43,7 +43,7 @@ class WandbLogger:
         None,
         "Project of the run in Weights & Biases.",
         nemo=None,
-        kind="logging",
+        group="logs",
         spec="observe.wandb_project",
         valid=_PROJECT,
         needs=WANDB,
@@ -52,28 +52,28 @@ class WandbLogger:
         None,
         "Name of the run in Weights & Biases.",
         nemo=None,
-        kind="logging",
+        group="logs",
         spec="observe.wandb_name",
         needs=WANDB,
     )
     entity: str | None = key(
         None,
         "User or team of the run in Weights & Biases. `null`: the account's own.",
-        kind="logging",
+        group="logs",
         spec="observe.wandb_entity",
         needs=WANDB,
     )
     group: str | None = key(
         None,
         "Group of runs in Weights & Biases.",
-        kind="logging",
+        group="logs",
         spec="observe.wandb_group",
         needs=WANDB,
     )
     tags: list[str] = key(
         [],
         "Tags of the run in Weights & Biases.",
-        kind="logging",
+        group="logs",
         spec="observe.wandb_tags",
         needs=WANDB,
     )
@@ -81,7 +81,7 @@ class WandbLogger:
         None,
         "`online`, `offline` (upload later with `wandb sync`), or `disabled`. `null`: as the "
         "environment's `WANDB_MODE` says, otherwise `online`.",
-        kind="logging",
+        group="logs",
         spec="observe.wandb_mode",
         valid=or_null(one_of("online", "offline", "disabled")),
         needs=WANDB,
@@ -95,7 +95,7 @@ class CheckpointCallback:
     every_n_train_steps: int | None = key(
         200,
         "Steps between two checkpoints. `null`: none are written by step count.",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.every_n_train_steps",
         valid=or_null(at_least(1)),
         needs=CHECKPOINTS,
@@ -104,7 +104,7 @@ class CheckpointCallback:
         None,
         'Time between two checkpoints, in seconds or as "HH:MM:SS". `null`: none are written by '
         "time.",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.train_time_interval_seconds",
         valid=Valid('seconds above 0, "HH:MM:SS", "DD:HH:MM:SS", or null', is_interval),
         needs=CHECKPOINTS,
@@ -113,7 +113,7 @@ class CheckpointCallback:
     save_last: bool = key(
         True,
         "Save a checkpoint at the run's last step.",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.save_last",
         needs=CHECKPOINTS,
     )
@@ -121,7 +121,7 @@ class CheckpointCallback:
         3,
         "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "
         "verified.",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.keep",
         valid=at_least(1),
     )
@@ -130,7 +130,7 @@ class CheckpointCallback:
         "Number of best checkpoints, by `monitor`, that are kept besides the newest ones. 0: none. "
         "-1: all.",
         nemo=10,
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.save_top_k",
         valid=at_least(-1),
         needs=CHECKPOINTS,
@@ -140,7 +140,7 @@ class CheckpointCallback:
         "Metric by which checkpoints are ranked: `val_loss`, or `reduced_train_loss`, the last "
         "training loss logged before the save.",
         nemo="val_loss",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.monitor",
         valid=one_of("val_loss", "reduced_train_loss"),
         needs=KEEPS_BEST,
@@ -149,7 +149,7 @@ class CheckpointCallback:
         "min",
         "Whether the smallest (`min`) or the largest (`max`) value of `monitor` is best.",
         nemo="min",
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.mode",
         valid=one_of("min", "max"),
         needs=KEEPS_BEST,
@@ -159,7 +159,7 @@ class CheckpointCallback:
         "Write periodic checkpoints in the background: training waits only for a copy of the state "
         "in host memory. Training waits for the last checkpoint, and for one on a signal.",
         nemo=False,
-        kind="logging",
+        group="checkpoints",
         spec="checkpoint.async_save",
         needs=CHECKPOINTS,
     )
@@ -173,7 +173,7 @@ class ExpManager:
         "runs",
         "Directory in which each run makes its own directory. `null`: `runs`.",
         nemo=None,
-        kind="logging",
+        group="logs",
         valid=or_null(PATH),
         needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
         spelling=spell_exp_dir,
@@ -183,7 +183,7 @@ class ExpManager:
         "Name of the run. A start with the same name continues the run. `null`: a start with the "
         "same configuration does.",
         nemo="megatron_gpt",
-        kind="logging",
+        group="logs",
         spec="observe.name",
         valid=Valid(
             "a directory's name without / and \\, or null",
@@ -195,7 +195,7 @@ class ExpManager:
         None,
         "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
-        kind="logging",
+        group="logs",
         spec="observe.explicit_log_dir",
         valid=or_null(
             Valid(
@@ -209,33 +209,33 @@ class ExpManager:
         True,
         "Continue from the newest valid checkpoint, if the run has one.",
         nemo=True,
-        kind="logging",
+        group="logs",
         spec="observe.resume_if_exists",
     )
     resume_from_checkpoint: str | None = key(
         "${model.resume_from_checkpoint}",
         "The same as `model.resume_from_checkpoint`; give one of the two.",
         nemo="${model.resume_from_checkpoint}",
-        kind="policy",
+        group="start",
         valid=or_null(PATH),
     )
     create_checkpoint_callback: bool = key(
         True,
         "Write checkpoints during training. False: a checkpoint is written only on a signal.",
         nemo=True,
-        kind="logging",
+        group="checkpoints",
     )
     create_tensorboard_logger: bool = key(
         True,
         "Write files for TensorBoard.",
-        kind="logging",
+        group="logs",
         spec="observe.create_tensorboard_logger",
     )
     create_wandb_logger: bool = key(
         False,
         "Send metrics to Weights & Biases; its offline mode works too.",
         nemo=False,
-        kind="logging",
+        group="logs",
         spec="observe.create_wandb_logger",
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
@@ -253,14 +253,14 @@ class NsysProfile:
         False,
         "Profile the steps from `start_step` to `end_step`.",
         nemo=False,
-        kind="logging",
+        group="profiles",
         spec="profile.enabled",
     )
     start_step: int = key(
         10,
         "First step that is profiled, counted from 0.",
         nemo=10,
-        kind="logging",
+        group="profiles",
         spec="profile.start_step",
         valid=at_least(0),
         needs=PROFILES,
@@ -269,7 +269,7 @@ class NsysProfile:
         10,
         "Last step that is profiled, counted from 0.",
         nemo=10,
-        kind="logging",
+        group="profiles",
         spec="profile.end_step",
         valid=at_least(0),
         needs=PROFILES,
@@ -278,7 +278,7 @@ class NsysProfile:
         [0],
         "The ranks that are profiled.",
         nemo=[0],
-        kind="logging",
+        group="profiles",
         spec="profile.ranks",
         valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
         needs=PROFILES,
@@ -287,7 +287,7 @@ class NsysProfile:
         False,
         "Record the shapes of the operations' inputs.",
         nemo=False,
-        kind="logging",
+        group="profiles",
         spec="profile.gen_shape",
         needs=PROFILES,
     )

@@ -36,7 +36,7 @@ class Architecture:
         MISSING,
         "Number of tokens in a sequence.",
         nemo=512,
-        kind="model",
+        group="model",
         valid=at_least(1, MAX_POSITIONS),
     )
     max_position_embeddings: int = key(
@@ -44,7 +44,7 @@ class Architecture:
         "Number of positions; at least `encoder_seq_length`. Learned position embeddings have one "
         "row for each.",
         nemo="${.encoder_seq_length}",
-        kind="model",
+        group="model",
         spec="model.max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
@@ -53,7 +53,7 @@ class Architecture:
         MISSING,
         "Number of transformer layers.",
         nemo=12,
-        kind="model",
+        group="model",
         spec="model.num_layers",
         defines_function=True,
         valid=at_least(1, MAX_LAYERS),
@@ -62,7 +62,7 @@ class Architecture:
         MISSING,
         "Width of the residual stream.",
         nemo=768,
-        kind="model",
+        group="model",
         spec="model.hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
@@ -71,7 +71,7 @@ class Architecture:
         MISSING,
         "Width of the MLP's inner layer.",
         nemo=3072,
-        kind="model",
+        group="model",
         spec="model.ffn_hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
@@ -80,7 +80,7 @@ class Architecture:
         MISSING,
         "Number of attention heads.",
         nemo=12,
-        kind="model",
+        group="model",
         spec="model.num_attention_heads",
         defines_function=True,
         valid=at_least(1, MAX_HEADS),
@@ -89,7 +89,7 @@ class Architecture:
         None,
         "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
-        kind="model",
+        group="model",
         spec="model.kv_channels",
         defines_function=True,
         valid=or_null(at_least(1, MAX_WIDTH)),
@@ -99,7 +99,7 @@ class Architecture:
         "Number of heads of keys and values; each serves a group of query heads. `null`: one for "
         "each query head.",
         nemo=None,
-        kind="model",
+        group="model",
         spec="model.num_query_groups",
         defines_function=True,
         valid=or_null(at_least(1, MAX_HEADS)),
@@ -108,7 +108,7 @@ class Architecture:
         0.02,
         "Standard deviation of the initial weights.",
         nemo=0.02,
-        kind="model",
+        group="model",
         spec="model.init_method_std",
         valid=above(0),
     )
@@ -117,14 +117,14 @@ class Architecture:
         "Divide `init_method_std` by sqrt(2 * num_layers) for the projections into the residual "
         "stream.",
         nemo=True,
-        kind="model",
+        group="model",
         spec="model.use_scaled_init_method",
     )
     hidden_dropout: float = key(
         0.0,
         "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
-        kind="model",
+        group="model",
         spec="model.hidden_dropout",
         valid=from_to_below(0, 1),
     )
@@ -132,7 +132,7 @@ class Architecture:
         0.0,
         "Probability of dropout of attention weights.",
         nemo=0.1,
-        kind="model",
+        group="model",
         spec="model.attention_dropout",
         valid=from_to_below(0, 1),
     )
@@ -140,7 +140,7 @@ class Architecture:
         0.0,
         "Probability of dropout inside the MLP.",
         nemo=0.0,
-        kind="model",
+        group="model",
         spec="model.ffn_dropout",
         valid=from_to_below(0, 1),
     )
@@ -148,7 +148,7 @@ class Architecture:
         "layernorm",
         "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
-        kind="model",
+        group="model",
         spec="model.normalization",
         defines_function=True,
         valid=one_of(
@@ -162,7 +162,7 @@ class Architecture:
         False,
         "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
         "`normalization=layernorm1p` is `layernorm` with this key.",
-        kind="model",
+        group="model",
         spec="model.layernorm_zero_centered_gamma",
         defines_function=True,
     )
@@ -170,7 +170,7 @@ class Architecture:
         1e-5,
         "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
-        kind="model",
+        group="model",
         spec="model.layernorm_epsilon",
         defines_function=True,
         valid=above(0),
@@ -179,7 +179,7 @@ class Architecture:
         True,
         "Whether linears have biases. It does not change norms.",
         nemo=True,
-        kind="model",
+        group="model",
         spec="model.bias",
         defines_function=True,
     )
@@ -189,7 +189,7 @@ class Architecture:
         "* ffn_hidden_size` output features. `fast-` has no effect; in NeMo it asks for one GEMM "
         "instead of two, and megafp8 always runs one.",
         nemo="gelu",
-        kind="model",
+        group="model",
         defines_function=True,
         valid=one_of(
             "gelu",
@@ -208,7 +208,7 @@ class Architecture:
         "Compute GELU with tanh, as GPT-2 and Transformer Engine do, instead of erf; with `geglu` "
         "the GELU of the gate.",
         nemo=False,
-        kind="model",
+        group="model",
         defines_function=True,
         needs=needs(
             "model.activation",
@@ -221,7 +221,7 @@ class Architecture:
         "Place of the norms: before attention and MLP (`pre_ln`), or after each residual addition "
         "(`post_ln`).",
         nemo="pre_ln",
-        kind="model",
+        group="model",
         spec="model.transformer_block_type",
         defines_function=True,
         valid=one_of(
@@ -232,7 +232,7 @@ class Architecture:
         "learned_absolute",
         "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
-        kind="model",
+        group="model",
         spec="model.position_embedding_type",
         defines_function=True,
         valid=one_of(
@@ -248,7 +248,7 @@ class Architecture:
         1.0,
         "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
-        kind="model",
+        group="model",
         spec="model.rotary_percentage",
         defines_function=True,
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
@@ -257,7 +257,7 @@ class Architecture:
     rotary_base: float = key(
         10000.0,
         "Base of RoPE's angles; with a larger base, features rotate more slowly.",
-        kind="model",
+        group="model",
         spec="model.rotary_base",
         defines_function=True,
         valid=above(1),
@@ -267,7 +267,7 @@ class Architecture:
         None,
         "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
-        kind="model",
+        group="model",
         spec="model.seq_len_interpolation_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
@@ -277,7 +277,7 @@ class Architecture:
         True,
         "Use the embedding's weights as the output layer's too.",
         nemo=True,
-        kind="model",
+        group="model",
         spec="model.share_embeddings_and_output_weights",
         defines_function=True,
     )
@@ -286,7 +286,7 @@ class Architecture:
         "Divide queries by the layer's number, and multiply scores by it in the softmax. Only the "
         "rounding changes. NeMo has the key for FP16, and turns it off elsewhere.",
         nemo=False,
-        kind="model",
+        group="model",
         spec="model.apply_query_key_layer_scaling",
         needs=FP16,
     )
@@ -294,7 +294,7 @@ class Architecture:
         False,
         "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
-        kind="model",
+        group="model",
         spec="model.fp32_residual_connection",
         needs=both(
             needs("model.transformer_block_type", "pre_ln"), needs("model.megatron_amp_O2", True)
@@ -304,7 +304,7 @@ class Architecture:
         128,
         "Pad the vocabulary to a multiple of this number.",
         nemo=128,
-        kind="model",
+        group="model",
         spec="vocab_divisible_by",
         valid=at_least(1, MAX_VOCABULARY),
     )

@@ -121,7 +121,7 @@ class Sched:
         "Schedule of the learning rate, as NeMo has it under this name: a linear warm-up, then the "
         "decay of the name.",
         nemo="CosineAnnealing",
-        kind="optim",
+        group="schedule",
         spec="optim.schedule.name",
         valid=one_of(
             *SCHEDULES,
@@ -133,14 +133,14 @@ class Sched:
         None,
         "Steps of the linear warm-up. `null`: a tenth of `trainer.max_steps`.",
         nemo=500,
-        kind="optim",
+        group="schedule",
         valid=or_null(at_least(0)),
         needs=read_by("warmup_steps"),
     )
     warmup_ratio: float | None = key(
         None,
         "Warm-up as a fraction of `trainer.max_steps`, instead of `warmup_steps`.",
-        kind="optim",
+        group="schedule",
         valid=or_null(between(0, 1)),
         needs=read_by("warmup_ratio"),
     )
@@ -149,14 +149,14 @@ class Sched:
         "With CosineAnnealing: the number of last steps, which have the rate `min_lr`. Above 0, "
         "the warm-up starts at a rate of 0.",
         nemo=0,
-        kind="optim",
+        group="schedule",
         valid=at_least(0),
         needs=read_by("constant_steps"),
     )
     constant_ratio: float | None = key(
         None,
         "Constant steps as a fraction of `trainer.max_steps`, instead of `constant_steps`.",
-        kind="optim",
+        group="schedule",
         valid=or_null(between(0, 1)),
         needs=read_by("constant_ratio"),
     )
@@ -164,21 +164,21 @@ class Sched:
         None,
         "With PolynomialHoldDecayAnnealing and NoamHoldAnnealing: steps at `model.optim.lr` after "
         "the warm-up.",
-        kind="optim",
+        group="schedule",
         valid=or_null(at_least(0)),
         needs=read_by("hold_steps"),
     )
     hold_ratio: float | None = key(
         None,
         "Held steps as a fraction of `trainer.max_steps`, instead of `hold_steps`.",
-        kind="optim",
+        group="schedule",
         valid=or_null(between(0, 1)),
         needs=read_by("hold_ratio"),
     )
     power: float = key(
         1.0,
         "With the polynomial schedules: the exponent of the decay. 1 is linear.",
-        kind="optim",
+        group="schedule",
         spec="optim.schedule.power",
         valid=above(0),
         needs=read_by("power"),
@@ -186,7 +186,7 @@ class Sched:
     decay_rate: float = key(
         0.5,
         "With NoamHoldAnnealing: the exponent of the decay.",
-        kind="optim",
+        group="schedule",
         spec="optim.schedule.decay_rate",
         valid=above(0, 16),
         needs=read_by("decay_rate"),
@@ -195,7 +195,7 @@ class Sched:
         None,
         "With NoamAnnealing: the width by whose square root the rate is divided. `null`: "
         "`model.hidden_size`.",
-        kind="optim",
+        group="schedule",
         valid=or_null(at_least(1)),
         needs=read_by("d_model"),
     )
@@ -203,7 +203,7 @@ class Sched:
         MISSING,
         "Lowest learning rate of the decay.",
         nemo=2e-5,
-        kind="optim",
+        group="schedule",
         spec="optim.schedule.min_lr",
         valid=at_least(0),
     )
@@ -220,7 +220,7 @@ class Optim:
         "`distributed_fused_adam` also shards master weights and moments over replicas (ZeRO-1). A "
         "run may continue with another one of the three kinds of adamw.",
         nemo="fused_adam",
-        kind="optim",
+        group="optimizer",
         spec="optim.name",
         valid=one_of(
             *OPTIMIZERS,
@@ -229,14 +229,19 @@ class Optim:
         ),
     )
     lr: float = key(
-        MISSING, "Highest learning rate.", nemo=2e-4, kind="optim", spec="optim.lr", valid=above(0)
+        MISSING,
+        "Highest learning rate.",
+        nemo=2e-4,
+        group="optimizer",
+        spec="optim.lr",
+        valid=above(0),
     )
     weight_decay: float = key(
         0.01,
         "Weight decay of matrices; norms and biases have none, unless "
         "`model.do_layer_norm_weight_decay` is set.",
         nemo=0.01,
-        kind="optim",
+        group="optimizer",
         spec="optim.weight_decay",
         valid=at_least(0),
     )
@@ -244,21 +249,21 @@ class Optim:
         [0.9, 0.98],
         "Decay rates of Adam's first and second moments.",
         nemo=[0.9, 0.98],
-        kind="optim",
+        group="optimizer",
         spec="optim.betas",
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
     eps: float = key(
         1e-8,
         "Number that Adam adds to the root of the second moment.",
-        kind="optim",
+        group="optimizer",
         spec="optim.eps",
         valid=above(0),
     )
     grad_sync_dtype: str = key(
         "fp32",
         "Dtype in which gradients are summed over replicas. `bf16` sends half the bytes.",
-        kind="optim",
+        group="optimizer",
         spec="parallel.grad_reduce_dtype",
         valid=one_of("fp32", "bf16"),
         needs=both(
@@ -272,7 +277,7 @@ class Optim:
         "Megatron's names. `optim`: master weights and moments (ZeRO-1). `optim_grads`: summed "
         "gradients too; a rank frees the others as soon as they were sent, in the backward pass of "
         "the last microbatch of a step (ZeRO-2).",
-        kind="layout",
+        group="fp8_lm",
         valid=one_of(
             "optim",
             "optim_grads",
@@ -290,7 +295,7 @@ class Optim:
         "`elements` where the fullest rank would own over 10 % more than an equal share. The "
         "stored numbers are the same, but for stochastic rounding and, once clipping acts, its "
         "factor (1e-7).",
-        kind="layout",
+        group="fp8_lm",
         spec="optim.shard_by",
         valid=one_of("tensors", "elements", "auto"),
         needs=SHARDS_FEW_BITS,
@@ -301,7 +306,7 @@ class Optim:
         "gradients in FP8, their weights in FP16, without another master. `O2`: the moments of all "
         "parameters too, in FP8 and FP16. `O3`: also the linears' weights in FP8, beside FP16 "
         "masters. See [fp8_lm.md](fp8_lm.md).",
-        kind="layout",
+        group="fp8_lm",
         valid=one_of(*STATES_OF_LEVEL),
         needs=needs("model.fp8", True),
     )
@@ -309,35 +314,35 @@ class Optim:
         None,
         "In which format the gradients of the linears' weights are stored; null as "
         "`fp8_opt_level` says.",
-        kind="layout",
+        group="fp8_lm",
         valid=or_null(one_of("fp32", "fp8", later=("bf16",), suggestion="Use fp32 or fp8")),
     )
     main_params_dtype: str | None = key(
         None,
         "In which format the linears' master weights are stored; null as `fp8_opt_level` says. "
         "Below fp32 a weight is its own master, unless `model.fp8_params` keeps it in FP8.",
-        kind="layout",
+        group="fp8_lm",
         valid=or_null(one_of("fp32", "fp16", "bf16", "fp8")),
     )
     exp_avg_dtype: str | None = key(
         None,
         "In which format the first moments are stored (`fp8` is E4M3); null as `fp8_opt_level` "
         "says.",
-        kind="layout",
+        group="fp8_lm",
         valid=or_null(one_of(*STORAGE_NAMES)),
     )
     exp_avg_sq_dtype: str | None = key(
         None,
         "In which format the second moments are stored (`fp8` is E4M3); null as `fp8_opt_level` "
         "says.",
-        kind="layout",
+        group="fp8_lm",
         valid=or_null(one_of(*STORAGE_NAMES)),
     )
     low_precision_moments_of: str = key(
         "all",
         "Whose moments are stored so: those of all parameters, or of the weights of `linears` "
         "alone.",
-        kind="layout",
+        group="fp8_lm",
         valid=one_of("all", "linears"),
         needs=_stores("exp_avg", "exp_avg_sq"),
     )
@@ -346,7 +351,7 @@ class Optim:
         "In which format the gradients of a step's microbatches are added up where they are stored "
         "in FP8: `fp8` rounds after each microbatch, `fp32` once, and needs 4 bytes a weight "
         "during the step.",
-        kind="layout",
+        group="fp8_lm",
         valid=one_of("fp8", "fp32"),
         needs=_stores("main_grads", named="model.optim.main_grads_dtype=fp8"),
     )
@@ -357,7 +362,7 @@ class Optim:
         "rounding after each rank, as FP8-LM does, from a scale that the ranks share times a "
         "factor: `auto` adapts it for each tensor to how many values saturate, `pre` is 1/ranks, "
         "`post` is 1.",
-        kind="layout",
+        group="fp8_lm",
         spec="optim.storage.reduction",
         valid=one_of("fp32", "auto", "pre", "post"),
         needs=SUMMED_IN_FP8,
@@ -365,7 +370,7 @@ class Optim:
     stochastic_rounding: bool = key(
         False,
         "Round master weights and moments below FP32 stochastically.",
-        kind="layout",
+        group="fp8_lm",
         spec="optim.storage.stochastic_rounding",
         needs=_stores("main_params", "exp_avg", "exp_avg_sq"),
     )

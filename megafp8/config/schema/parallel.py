@@ -38,6 +38,7 @@ class Parallel:
         MISSING,
         "Number of samples in a forward pass of one replica.",
         nemo=4,
+        group="batches",
         kind="layout",
         spec="train.micro_batch_size",
         valid=at_least(1, MAX_BATCH),
@@ -46,7 +47,7 @@ class Parallel:
         MISSING,
         "Number of samples in an optimizer step, over all ranks.",
         nemo=8,
-        kind="optim",
+        group="batches",
         spec="train.global_batch_size",
         valid=at_least(1, MAX_BATCH),
     )
@@ -56,14 +57,14 @@ class Parallel:
         "steps of `increment` to `global_batch_size` over the first `samples` samples. `null`: no "
         "ramp-up.",
         nemo=None,
-        kind="optim",
+        group="batches",
         valid=or_null(Valid("three whole numbers above 0, as [8,8,1000]", is_rampup)),
     )
     tensor_model_parallel_size: int = key(
         1,
         "Number of ranks over which each matrix is sharded.",
         nemo=1,
-        kind="layout",
+        group="ranks",
         spec="parallel.tp",
         valid=at_least(1, MAX_RANKS),
     )
@@ -71,7 +72,7 @@ class Parallel:
         1,
         "Number of ranks over which each sequence is sharded. Each rank has two chunks of it, and "
         "keys and values are sent from rank to rank (ring attention).",
-        kind="layout",
+        group="ranks",
         spec="parallel.cp",
         valid=at_least(1, MAX_RANKS),
     )
@@ -80,7 +81,7 @@ class Parallel:
         "Shard the sequence over tensor-parallel ranks between their linears, in norms, dropout "
         "and residual stream. Tensors that linears read in FP8 are sent in FP8.",
         nemo=False,
-        kind="layout",
+        group="ranks",
         spec="parallel.sequence_parallel",
         needs=needs_above("model.tensor_model_parallel_size", 1),
     )
@@ -89,7 +90,7 @@ class Parallel:
         "Shard parameters, gradients and optimizer states over replicas (FSDP2); weights are "
         "gathered for one transformer block at a time.",
         nemo=False,
-        kind="layout",
+        group="fsdp",
     )
     fsdp_sharding_strategy: str = key(
         "full",
@@ -97,7 +98,7 @@ class Parallel:
         "(ZeRO-3). `grad`: they are gathered once for both passes (ZeRO-2). `hybrid`: as `full` "
         "within each node, and every node has all weights.",
         nemo="full",
-        kind="layout",
+        group="fsdp",
         spec="parallel.fsdp.strategy",
         valid=one_of("full", "grad", "hybrid"),
         needs=FSDP,
@@ -106,6 +107,7 @@ class Parallel:
         32,
         "Dtype in which FSDP sums gradients over replicas.",
         nemo=32,
+        group="fsdp",
         kind="optim",
         valid=Valid("32, bf16 or 16", lambda v: isinstance(v, (int, str)) and v in PRECISIONS),
         needs=FSDP,
@@ -115,7 +117,7 @@ class Parallel:
         1,
         "Number of ranks over which the layers are divided (pipeline parallelism).",
         nemo=1,
-        kind="layout",
+        group="ranks",
         spec="parallel.pp",
         valid=at_least(1, MAX_STAGES),
     )
@@ -123,7 +125,7 @@ class Parallel:
         None,
         "Number of pipeline stages on each rank. `null`: one.",
         nemo=None,
-        kind="layout",
+        group="ranks",
         valid=or_null(at_least(1, MAX_LAYERS)),
         needs=PIPELINE,
     )
@@ -132,14 +134,14 @@ class Parallel:
         "Order of the forward and backward passes. `null`: `1F1B`, or `Interleaved1F1B` with "
         "several stages on a rank. Zero-bubble schedules compute weight gradients while a rank "
         "would wait.",
-        kind="layout",
+        group="ranks",
         valid=or_null(one_of(*PIPELINE_SCHEDULES)),
         needs=PIPELINE,
     )
     pipeline_model_parallel_layout: str | None = key(
         None,
         "Number of layers of each stage in the model's order, as `3,4,4,1`. `null`: equal numbers.",
-        kind="layout",
+        group="ranks",
         valid=Valid(
             "numbers of layers separated by commas, or null",
             lambda v: v is None or parse_layout(v) is not None,
@@ -151,7 +153,7 @@ class Parallel:
         "MiB of FP32 gradients that are summed over replicas in one message, during the backward "
         "pass.",
         nemo=125,
-        kind="layout",
+        group="ranks",
         valid=at_least(1),
         needs=both(needs("model.fsdp", False), SUMMED),
     )
@@ -160,14 +162,14 @@ class Parallel:
         "What the backward pass recomputes, so that less memory is needed: attention's core "
         "(`selective`), whole layers (`full`), or nothing (null).",
         nemo=None,
-        kind="layout",
+        group="memory",
         valid=or_null(one_of("selective", "full")),
     )
     activations_checkpoint_method: str | None = key(
         None,
         "Which layers are recomputed: all, in groups (`uniform`), or the first ones (`block`).",
         nemo=None,
-        kind="layout",
+        group="memory",
         valid=or_null(one_of("uniform", "block")),
         needs=RECOMPUTES,
     )
@@ -176,7 +178,7 @@ class Parallel:
         "With `uniform`: the number of layers in a group; `null` is 1. With `block`: the number of "
         "layers that are recomputed.",
         nemo=None,
-        kind="layout",
+        group="memory",
         valid=or_null(at_least(0)),
         needs=RECOMPUTES,
     )

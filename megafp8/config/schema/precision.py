@@ -102,7 +102,7 @@ class Precision:
         "are in FP32, and only GEMMs and attention are in `trainer.precision`, as with "
         "`torch.autocast`.",
         nemo=False,
-        kind="model",
+        group="precision",
         spec="precision.half_weights",
         needs=HALF,
     )
@@ -110,7 +110,7 @@ class Precision:
         4294967296,
         "First loss scale of FP16.",
         nemo=4294967296,
-        kind="model",
+        group="precision",
         valid=at_least(1),
         needs=FP16,
     )
@@ -118,7 +118,7 @@ class Precision:
         1000,
         "Number of consecutive finite steps after which FP16's loss scale is doubled.",
         nemo=1000,
-        kind="model",
+        group="precision",
         spec="precision.loss_scale.growth_interval",
         valid=at_least(1),
         needs=FP16,
@@ -128,7 +128,7 @@ class Precision:
         "Number of consecutive overflows at which FP16's loss scale is halved; every further one "
         "halves it again.",
         nemo=2,
-        kind="model",
+        group="precision",
         spec="precision.loss_scale.hysteresis",
         valid=at_least(1),
         needs=FP16,
@@ -138,15 +138,15 @@ class Precision:
         "Use layers as Transformer Engine defines them, which FP8 needs. The package is not "
         "needed: `fp8_backend` chooses what runs them.",
         nemo=False,
-        kind="layout",
+        group="backends",
         needs=TE_LAYERS,
     )
-    fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, kind="model")
+    fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, group="fp8")
     fp8_e4m3: bool | None = key(
         None,
         "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`, which decides otherwise.",
         nemo=False,
-        kind="model",
+        group="fp8",
         needs=FP8,
     )
     fp8_hybrid: bool | None = key(
@@ -155,14 +155,14 @@ class Precision:
         f"does, which are {_quoted(lambda traits: not traits.is_e4m3)}; with the other recipes "
         "`True` is refused.",
         nemo=True,
-        kind="model",
+        group="fp8",
         needs=FP8,
     )
     fp8_margin: int = key(
         0,
         "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
-        kind="model",
+        group="delayed",
         spec="precision.fp8.margin",
         valid=between(*MARGINS),
         needs=WITH_HISTORY,
@@ -171,7 +171,7 @@ class Precision:
         1,
         "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
-        kind="model",
+        group="delayed",
         spec="precision.fp8.interval",
         valid=between(*UPDATES),
         needs=WITH_HISTORY,
@@ -180,7 +180,7 @@ class Precision:
         1024,
         "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
-        kind="model",
+        group="delayed",
         spec="precision.fp8.amax_history_len",
         valid=between(*UPDATES),
         needs=needs("model.fp8_amax_compute_algo", "max"),
@@ -190,7 +190,7 @@ class Precision:
         "The amax that a delayed scale is computed from: the largest in the history (`max`), or "
         "the newest (`most_recent`).",
         nemo="max",
-        kind="model",
+        group="delayed",
         spec="precision.fp8.amax_compute_algo",
         valid=one_of("max", "most_recent"),
         needs=WITH_HISTORY,
@@ -200,7 +200,7 @@ class Precision:
         "Compute delayed scales from the largest amax over all ranks of a pipeline stage. False: "
         "each rank has its own scales.",
         nemo=True,
-        kind="model",
+        group="delayed",
         spec="precision.fp8.reduce_amax",
         needs=both(WITH_HISTORY, AMAX_RANKS),
     )
@@ -208,7 +208,7 @@ class Precision:
         False,
         "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
         "own scales.",
-        kind="model",
+        group="delayed",
         spec="parallel.tp_only_amax_red",
         needs=both(needs("model.reduce_amax", True), REPLICAS),
     )
@@ -216,7 +216,7 @@ class Precision:
         DEFAULT_RECIPE,
         f"What scales are computed from: {_explained()}. A recipe of your own is named by its file "
         "or module.",
-        kind="model",
+        group="fp8",
         valid=Valid(
             f"{', '.join(RECIPES)}, or a recipe of your own: path/to/file.py:Class or "
             "package.module:Class",
@@ -230,19 +230,19 @@ class Precision:
     fp4_disable_rht: bool = key(
         False,
         "Do not rotate the operands of weight gradients (random Hadamard transform).",
-        kind="model",
+        group="fp8",
         needs=_needs_recipe(lambda traits: "rht" in traits.options),
     )
     fp4_disable_stochastic_rounding: bool = key(
         False,
         "Round output gradients to nearest.",
-        kind="model",
+        group="fp8",
         needs=_needs_recipe(lambda traits: "sr" in traits.options),
     )
     fp4_disable_2d_quantization: bool = key(
         False,
         "Let 1 x 16 elements of a weight share a scale along each product's sum, and not 16 x 16.",
-        kind="model",
+        group="fp8",
         needs=_needs_recipe(lambda traits: "2d" in traits.options),
     )
     fp8_power_2_scale: bool | None = key(
@@ -251,23 +251,23 @@ class Precision:
         f"{_quoted(lambda traits: traits.power_2 == 'on')}, False for "
         f"{_quoted(lambda traits: traits.power_2 == 'off')}, as in the libraries that define these "
         "recipes.",
-        kind="model",
+        group="fp8",
         needs=CURRENT,
     )
     fp8_params: bool = key(
         False,
         "Keep the weights of linears in FP8 only, with FP32 master weights in the optimizer.",
-        kind="model",
+        group="fp8",
         spec="precision.fp8.params_in_fp8",
         needs=FP8,
     )
     fp8_wgrad: bool = key(
-        True, "Compute weight gradients with FP8 products.", kind="model", needs=FP8
+        True, "Compute weight gradients with FP8 products.", group="fp8", needs=FP8
     )
     override_linear_precision: list[bool] = key(
         [False, False, False],
         "Which products stay in high precision: `[output, input gradient, weight gradient]`.",
-        kind="model",
+        group="fp8",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
         needs=FP8,
     )
@@ -276,27 +276,27 @@ class Precision:
         "Which products accumulate precisely on FP8 tensor cores, which can be slower: `[output, "
         "input gradient, weight gradient]`. On other hardware all products do. `null`: `[False, "
         "True, True]`, and all three with Transformer Engine's `blockwise`, which has no choice.",
-        kind="model",
+        group="fp8",
         valid=or_null(Valid("three of True and False", lambda v: len(v) == 3)),
         needs=both(FP8, ON_GPUS),
     )
     first_last_layers_bf16: bool = key(
         False,
         "Keep the first and the last layers in `trainer.precision`.",
-        kind="model",
+        group="fp8",
         needs=FP8,
     )
     num_layers_at_start_in_bf16: int = key(
         1,
         "Number of first layers that `first_last_layers_bf16` keeps out of FP8.",
-        kind="model",
+        group="fp8",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
     num_layers_at_end_in_bf16: int = key(
         1,
         "Number of last layers that `first_last_layers_bf16` keeps out of FP8.",
-        kind="model",
+        group="fp8",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
@@ -306,7 +306,7 @@ class Precision:
         "the first matching rule applies. Linears are named `layers.N.attention.qkv`, "
         "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`; a pattern that matches none is "
         "refused. Example: `*.mlp.fc2:high_precision`.",
-        kind="model",
+        group="fp8",
         valid=Valid(
             "a list of PATTERN:CHOICE", lambda v: modules_problem(v) is None, why=modules_problem
         ),
@@ -315,7 +315,7 @@ class Precision:
     use_autocast_during_eval: bool = key(
         True,
         "Validate in FP8, with the scales of training. False: validate in `trainer.precision`.",
-        kind="model",
+        group="fp8",
         spec="precision.fp8.fp8_in_evaluation",
         needs=FP8,
     )
@@ -325,7 +325,7 @@ class Precision:
         "amax and scale (`scales`), also underflow, overflow and signal-to-noise ratio (`full`), "
         "or nothing (`off`). `auto`: `scales` if the backend exposes them. With `full`, a log "
         "step takes about three times as long on a CPU.",
-        kind="logging",
+        group="health",
         valid=one_of("auto", "off", "scales", "full"),
         needs=FP8,
     )
@@ -333,7 +333,7 @@ class Precision:
         0.5,
         "Largest fraction of a tensor's non-zero values that may become zero in the cast without a "
         "warning.",
-        kind="logging",
+        group="health",
         spec="observe.health.max_underflow",
         valid=between(0, 1),
         needs=MEASURES,
@@ -341,7 +341,7 @@ class Precision:
     fp8_health_max_overflow: float = key(
         0.01,
         "Largest fraction of a tensor's values that may saturate in the cast without a warning.",
-        kind="logging",
+        group="health",
         spec="observe.health.max_overflow",
         valid=between(0, 1),
         needs=MEASURES,
@@ -349,7 +349,7 @@ class Precision:
     fp8_health_min_snr_db: float = key(
         5.0,
         "Smallest signal-to-noise ratio of a tensor's worst row without a warning, in decibels.",
-        kind="logging",
+        group="health",
         spec="observe.health.min_snr_db",
         valid=between(-200, 200),
         needs=MEASURES,
@@ -358,7 +358,7 @@ class Precision:
         False,
         "Allow sizes that are not multiples of 16, which FP8 tensor cores need; operands are then "
         "padded with zeros.",
-        kind="model",
+        group="fp8",
         spec="precision.fp8.pad_inner_dim",
         needs=FP8,
     )
@@ -368,14 +368,14 @@ class Precision:
         "with BF16 too; on a CPU its Python code runs with emulated kernels. `torchao`: torchao's "
         "linears. `auto`: `te` on a GPU if the package is installed and its layers can run the "
         "job, otherwise `native`.",
-        kind="layout",
+        group="backends",
         valid=one_of("auto", "native", "te", "torchao"),
     )
     te_version: str | None = key(
         None,
         "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python code is "
         "downloaded and runs. `null`: 2.12.0. On a GPU the installed version runs.",
-        kind="layout",
+        group="backends",
         spec="precision.te_version",
     )
     ub_tp_comm_overlap: bool = key(
@@ -383,7 +383,7 @@ class Precision:
         "On a GPU, let Transformer Engine overlap the messages of sequence parallelism with "
         "products, through its user buffers. This has not run on a GPU yet.",
         nemo=False,
-        kind="layout",
+        group="backends",
         spec="precision.user_buffers",
         needs=both(
             needs("model.fp8_backend", "te"),
@@ -394,6 +394,7 @@ class Precision:
         False,
         "On a GPU, let Transformer Engine compute the products of attention in FP8 "
         "(`fp8_dpa` of its recipe), with cuDNN. This has not run on a GPU yet.",
+        group="backends",
         kind="model",
         needs=IN_TE_S_FP8,
         never_idle=True,
@@ -402,6 +403,7 @@ class Precision:
         False,
         "On a GPU, let Transformer Engine's QKV linear and output projection exchange FP8 tensors "
         "with attention (`fp8_mha` of its recipe). This has not run on a GPU yet.",
+        group="backends",
         kind="model",
         needs=both(IN_TE_S_FP8, needs("model.fp8_dot_product_attention", True)),
         never_idle=True,
@@ -409,14 +411,14 @@ class Precision:
     enable_fsdp_float8_all_gather: bool = key(
         False,
         "Gather the weights that FSDP shards as FP8 bytes, for torchao's `tensorwise` linears.",
-        kind="layout",
+        group="fsdp",
         spec="parallel.fsdp.torchao_in_fp8",
     )
     compile: str = key(
         "off",
         "What torch.compile compiles for training: nothing (`off`), or the transformer layer "
         "(`block`).",
-        kind="layout",
+        group="memory",
         spec="train.compile",
         valid=one_of("off", "block"),
     )
@@ -427,7 +429,7 @@ class Precision:
         "with `delayed` and `scales`, which are read from the tables. It takes the memory of a "
         "microbatch's activations and FP8 weights a second time. Unproven: it has not run on a "
         "GPU.",
-        kind="layout",
+        group="memory",
         spec="train.cuda_graph",
         needs=ON_GPUS,
     )

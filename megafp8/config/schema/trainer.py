@@ -35,7 +35,7 @@ class Trainer:
         1,
         "Number of ranks (processes) on each node.",
         nemo=1,
-        kind="layout",
+        group="ranks",
         spec="parallel.devices_per_node",
         valid=at_least(1, MAX_RANKS),
     )
@@ -43,7 +43,7 @@ class Trainer:
         1,
         "Number of nodes.",
         nemo=1,
-        kind="layout",
+        group="ranks",
         spec="parallel.num_nodes",
         valid=at_least(1, MAX_RANKS),
     )
@@ -51,7 +51,7 @@ class Trainer:
         "auto",
         "Device of the run. `auto`: the GPU if there is one, otherwise the CPU.",
         nemo="gpu",
-        kind="layout",
+        group="ranks",
         spec="parallel.accelerator",
         valid=one_of("auto", "cpu", "gpu"),
     )
@@ -60,7 +60,7 @@ class Trainer:
         "Dtype of GEMMs outside FP8 and of the weights that they read; master weights are in FP32. "
         "16 has a dynamic loss scale; bf16 and 32 need none.",
         nemo=16,
-        kind="model",
+        group="precision",
         valid=one_of(
             *PRECISIONS,
             later=("fp8", "fp8-mixed"),
@@ -72,6 +72,7 @@ class Trainer:
         MISSING,
         "Number of optimizer steps of the whole run.",
         nemo=100000,
+        group="length",
         kind="length",
         valid=at_least(1),
     )
@@ -80,7 +81,7 @@ class Trainer:
         "Steps between two lines of metrics. The first and the last step of a run always have a "
         "line.",
         nemo=10,
-        kind="logging",
+        group="logs",
         spec="train.log_every_n_steps",
         valid=at_least(1),
     )
@@ -88,7 +89,7 @@ class Trainer:
         MISSING,
         "Steps between two validations.",
         nemo=100,
-        kind="logging",
+        group="length",
         spec="train.val_check_interval",
         valid=at_least(1),
     )
@@ -98,7 +99,7 @@ class Trainer:
         "validation split's, as in Lightning: 1.0 is all of them. `null`: 8 during training, and "
         "the whole split at the end of the run. 0: no validation at all.",
         nemo=50,
-        kind="logging",
+        group="length",
         valid=Valid(
             "a whole number from 0, a share from 0.0 to 1.0, or null",
             lambda v: v is None or 0 <= v <= (1.0 if isinstance(v, float) else MOST_BATCHES),
@@ -110,7 +111,7 @@ class Trainer:
         "Bound for clipping: the largest global norm of the gradients, or their largest element "
         "with `gradient_clip_algorithm=value`. null or 0: no clipping.",
         nemo=1.0,
-        kind="optim",
+        group="optimizer",
         valid=or_null(at_least(0)),
     )
     max_time: int | float | str | None = key(
@@ -118,6 +119,7 @@ class Trainer:
         "Time in which this start of the run saves a checkpoint and ends, with exit code 75, as "
         '"DD:HH:MM:SS", "HH:MM:SS" or seconds. The same command continues the run. `null`: no '
         "limit.",
+        group="length",
         kind="policy",
         spec="train.max_time_seconds",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', is_interval),
@@ -127,7 +129,7 @@ class Trainer:
         None,
         "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
         "more than the longest step, validation or save takes. `null`: no limit.",
-        kind="policy",
+        group="failures",
         spec="parallel.step_timeout_seconds",
         valid=or_null(above(0, 10**9)),
     )
@@ -135,7 +137,7 @@ class Trainer:
         "norm",
         "`norm`: scale all gradients so that their norm is at most `gradient_clip_val`. `value`: "
         "limit each element to it.",
-        kind="optim",
+        group="optimizer",
         spec="optim.clip_algorithm",
         valid=one_of("norm", "value"),
         needs=needs_above("trainer.gradient_clip_val", 0),
@@ -144,7 +146,7 @@ class Trainer:
         "stop",
         "What happens at a NaN or infinity in loss or gradients: end the run (`stop`), skip the "
         "step (`skip`), or continue from the last checkpoint (`rollback`).",
-        kind="policy",
+        group="failures",
         spec="train.nonfinite_policy",
         valid=one_of("stop", "skip", "rollback"),
     )
@@ -153,7 +155,7 @@ class Trainer:
         "How often a run is restarted from its newest checkpoint after a rank died or hung. Three "
         "starts in a row without a new checkpoint end the run. With torchrun, use its "
         "`--max-restarts`.",
-        kind="policy",
+        group="failures",
         spec="train.max_restarts",
         valid=at_least(0),
     )
@@ -161,6 +163,7 @@ class Trainer:
         False,
         "Run a trial of this many steps; True is one. It validates on as many global batches, and "
         "writes neither checkpoints nor logs of trackers, in a directory of its own.",
+        group="length",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
         spelling=int,
@@ -168,6 +171,7 @@ class Trainer:
     overfit_batches: int = key(
         0,
         "Train repeatedly on this many first global batches. 0: all data.",
+        group="length",
         kind="data",
         spec="train.overfit_batches",
         valid=at_least(0),
@@ -175,25 +179,27 @@ class Trainer:
     num_sanity_val_steps: int = key(
         0,
         "Number of global batches that are validated before the first step, to find errors early.",
-        kind="logging",
+        group="length",
         spec="train.num_sanity_val_steps",
         valid=at_least(0),
     )
     enable_progress_bar: bool = key(
         True,
         "Show progress on a terminal in a block that is redrawn. False: print lines.",
-        kind="logging",
+        group="logs",
         spec="observe.progress_bar",
     )
     deterministic: bool = key(
         False,
         "Let torch and cuBLAS refuse operations that have no deterministic algorithm.",
+        group="failures",
         kind="layout",
         spec="train.deterministic",
     )
     memory_snapshot_on_oom: bool = key(
         False,
         "On a GPU: if memory runs out, write a snapshot of its use into the run's directory.",
+        group="failures",
         kind="logging",
         spec="profile.memory_snapshot_on_oom",
         needs=needs("trainer.accelerator", "gpu", "auto"),
