@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from megafp8.config import nemo
 from megafp8.config.gelu import FUSION
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NemoKey, nemo_keys
-from megafp8.config.nemo_table import entries, rows
 from megafp8.config.resume import differences, flat, identity
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import known_sections
@@ -464,13 +465,17 @@ def test_harmful_values_are_refused_by_name_with_the_reason(
     assert reason in problem.reason and hint in problem.hint
 
 
-def test_the_table_of_inert_keys_has_no_key_twice() -> None:
-    keys = [path for path, _ in rows()]
-    assert len(keys) == len(set(keys)) and not set(keys) & all_keys().keys()
-    free = {entry.free for entry in entries()} - {None}
-    assert free <= {"number", "text", "section"}
-    for entry in entries():
-        assert entry.same_as is None or entry.same_as in all_keys()
+def test_the_table_of_inert_keys_is_valid() -> None:
+    """Each key stands once, and is no key with an effect; what an entry names exists."""
+    entries = [entry for part in nemo.read_table() for entry in part["entries"]]
+    keys = {path for entry in entries for path in entry["keys"]}
+    assert keys == nemo_keys().keys() and not keys & all_keys().keys()
+    written = re.findall(r"(?m)(?:^    |\{|, )([\w.]+): ", nemo.TABLE.read_text(encoding="utf-8"))
+    assert sorted(path for path in written if path in keys) == sorted(keys)
+    names = {"free": nemo.FREE, "same_as": {*nemo.COMPUTED, *all_keys()}, "where": nemo.WHERE}
+    for entry in entries:
+        assert entry["note"] and entry.keys() <= {"keys", "accepts", "note", "why", "hint", *names}
+        assert all(entry[field] in known for field, known in names.items() if field in entry), entry
 
 
 def test_what_a_nemo_file_lacks_is_asked_for_without_a_word_of_the_default_job(
