@@ -61,12 +61,14 @@ def sample(
 def _token_multiple(state: TrainState) -> int:
     """Return the number that token counts are multiples of: Transformer Engine wants whole blocks.
 
-    Our own casts take a part of a block, and few tokens are then enough.
+    Each rank that has tokens of its own wants them. Our own casts take a part of a block, and few
+    tokens are then enough.
     """
     precision = state.backend.spec.precision
     if precision.fp8 is None or precision.backend != "te":
         return ROUND_TO
-    return math.lcm(ROUND_TO, find_recipe(precision.fp8.name).traits.multiple)
+    ranks = state.mesh.tp.size if state.sequence_parallel else 1
+    return ranks * math.lcm(ROUND_TO, find_recipe(precision.fp8.name).traits.multiple)
 
 
 @dataclass(frozen=True)
