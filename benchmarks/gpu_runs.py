@@ -28,10 +28,10 @@ from gpu_common import RESULTS, Results, device_and_name, spread, timed
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.cast import spread as spread_scale
-from megafp8.fp8.engine import EMULATED, engine_of
+from megafp8.fp8.engine import EMULATED, engine_of, unsupported
 from megafp8.fp8.quantizer import Need, Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm, unsupported
+from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
 

@@ -110,6 +110,10 @@ class Backend(ABC):
         """Return a context in which the layers run on the meta device, for a dry run."""
         return nullcontext()
 
+    def token_multiple(self) -> int:
+        """Return the number that the layers want each rank's tokens to be a multiple of."""
+        return 1
+
     def weight_copies(self, model: nn.Module) -> int | None:
         """Return the bytes of FP8 copies that last a step, if a dry run does not see them made."""
         return None

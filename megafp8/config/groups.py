@@ -105,7 +105,7 @@ GROUPS = {
         "model.fp8=True model.fp8_recipe=tensorwise model.first_last_layers_bf16=True",
         "model",
     ),
-    "delayed": Group(
+    "delayed_scaling": Group(
         "Delayed scaling",
         "How `model.fp8_recipe=delayed` computes scales from earlier amaxes "
         "([the rule](numerics.md#amax-history-scale)).",

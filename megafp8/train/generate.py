@@ -13,7 +13,6 @@ from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.parallel.context import whole_logits
 from megafp8.specs import GPTSpec
-from megafp8.specs.recipes import find_recipe
 from megafp8.train.state import TrainState
 
 ROUND_TO = 16  # FP8 tensor cores need token counts that are multiples of this
@@ -59,16 +58,9 @@ def sample(
 
 
 def _token_multiple(state: TrainState) -> int:
-    """Return the number that token counts are multiples of: Transformer Engine wants whole blocks.
-
-    Each rank that has tokens of its own wants them. Our own casts take a part of a block, and few
-    tokens are then enough.
-    """
-    precision = state.backend.spec.precision
-    if precision.fp8 is None or precision.backend != "te":
-        return ROUND_TO
+    """Return the number that token counts are multiples of, so that each rank's part fits."""
     ranks = state.mesh.tp.size if state.sequence_parallel else 1
-    return ranks * math.lcm(ROUND_TO, find_recipe(precision.fp8.name).traits.multiple)
+    return math.lcm(ROUND_TO, ranks * state.backend.token_multiple())
 
 
 @dataclass(frozen=True)

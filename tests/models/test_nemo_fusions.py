@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.config.nemo import KERNELS, nemo_keys
+from megafp8.config.nemo import nemo_keys
 from megafp8.models.parts import Norm, Parts
 from megafp8.models.positions import rotary
 from megafp8.models.random import RandomStreams
 from tests.tiny import gpt_spec
 
+NOTE = "results differ only by rounding"
 WIDTH, SEQ, HEAD = 32, 6, 8
 Forms = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """What our model computes, and NeMo with the key at True and at False."""
@@ -116,7 +117,8 @@ FORMS: dict[str, Callable[[], Forms]] = {
 
 
 def test_every_key_with_the_note_is_shown() -> None:
-    assert {path for path, key in nemo_keys().items() if key.note == KERNELS} == FORMS.keys()
+    noted = {path for path, key in nemo_keys().items() if key.note.endswith(NOTE)}
+    assert noted == FORMS.keys()
 
 
 @pytest.mark.parametrize("key", FORMS)

@@ -136,6 +136,11 @@ class TeBackend(Backend):
         mirror = super().scaling_tensors(model) if self.spec.parallel.accelerator == "cpu" else []
         return [*mirror, *scaling_tensors(model)]
 
+    def token_multiple(self) -> int:
+        """Return the least number of tokens that Transformer Engine's products of a recipe take."""
+        recipe = self.spec.precision.fp8
+        return 1 if recipe is None else find_recipe(recipe.name).traits.multiple
+
     def without_values(self, model: nn.Module) -> AbstractContextManager[None]:
         return without_values(model, on_gpu=self.spec.parallel.accelerator == "gpu")
 

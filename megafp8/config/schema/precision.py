@@ -162,7 +162,7 @@ class Precision:
         0,
         "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
-        group="delayed",
+        group="delayed_scaling",
         spec="precision.fp8.margin",
         valid=between(*MARGINS),
         needs=WITH_HISTORY,
@@ -171,7 +171,7 @@ class Precision:
         1,
         "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
-        group="delayed",
+        group="delayed_scaling",
         spec="precision.fp8.interval",
         valid=between(*UPDATES),
         needs=WITH_HISTORY,
@@ -180,7 +180,7 @@ class Precision:
         1024,
         "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
-        group="delayed",
+        group="delayed_scaling",
         spec="precision.fp8.amax_history_len",
         valid=between(*UPDATES),
         needs=needs("model.fp8_amax_compute_algo", "max"),
@@ -190,7 +190,7 @@ class Precision:
         "The amax that a delayed scale is computed from: the largest in the history (`max`), or "
         "the newest (`most_recent`).",
         nemo="max",
-        group="delayed",
+        group="delayed_scaling",
         spec="precision.fp8.amax_compute_algo",
         valid=one_of("max", "most_recent"),
         needs=WITH_HISTORY,
@@ -200,7 +200,7 @@ class Precision:
         "Compute delayed scales from the largest amax over all ranks of a pipeline stage. False: "
         "each rank has its own scales.",
         nemo=True,
-        group="delayed",
+        group="delayed_scaling",
         spec="precision.fp8.reduce_amax",
         needs=both(WITH_HISTORY, AMAX_RANKS),
     )
@@ -208,7 +208,7 @@ class Precision:
         False,
         "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
         "own scales.",
-        group="delayed",
+        group="delayed_scaling",
         spec="parallel.tp_only_amax_red",
         needs=both(needs("model.reduce_amax", True), REPLICAS),
     )
